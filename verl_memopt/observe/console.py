@@ -22,12 +22,10 @@ Reader = Callable[[Metrics], float | None]
 
 
 def _first_of(*names: str) -> Reader:
-    """Return a function that reads the first of these metrics that a step has."""
     return lambda metrics: next((metrics[name] for name in names if name in metrics), None)
 
 
 def _mib_of(name: str) -> Reader:
-    """Return a function that reads, in MiB, a metric that is in GiB."""
     return lambda metrics: metrics[name] * GIB / MIB if name in metrics else None
 
 
@@ -39,7 +37,7 @@ _reserved = _mib_of("perf/max_memory_reserved_gb")
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of a step: its name, its head in a table ("" = lines only), what reads it, and its format."""
+    """A figure of a step: its name, its table heading ("" = only in lines), the function that reads it, and its format."""
 
     name: str
     head: str
@@ -47,7 +45,6 @@ class Figure:
     form: str
 
     def text(self, metrics: Metrics) -> str | None:
-        """Return the figure of a step. None: the step has none."""
         value = self.read(metrics)
         return None if value is None else format(value, self.form)
 
@@ -77,10 +74,7 @@ def _counts_bytes(metrics: Metrics) -> bool:
 
 
 def step_table(rows: Sequence[Metrics]) -> Table:
-    """Return a table of steps, each with its number as ``step``, that fits 80 columns. A figure that no step has is left out.
-
-    ``-``: this step has no such figure.
-    """
+    """Build a table of steps that fits 80 columns. A figure that no step has is left out; a dash = this step has none."""
     figures = [figure for figure in STEP_FIGURES if figure.head and any(figure.read(row) is not None for row in rows)]
     table = slim_table(right=["step", *(figure.head for figure in figures)])
     for row in rows:
@@ -94,13 +88,13 @@ def step_table(rows: Sequence[Metrics]) -> Table:
 
 
 def step_line(step: int, total: int, metrics: Metrics) -> str:
-    """Return a step as one line of ``name=figure``, with the figures that it has."""
+    # Figures that the step does not have are left out.
     shown = [f"{figure.name}={text}" for figure in STEP_FIGURES if (text := figure.text(metrics)) is not None]
     return " ".join([f"step {step}/{total}", *shown, *([f"({COUNTED})"] if _counts_bytes(metrics) else [])])
 
 
 def progress_bar(unit: str, clock: ProgressColumn, console: Console) -> Progress:
-    """Return a bar of counted units with a description and a clock, which only a terminal shows."""
+    # Make a bar of counted units with a description and a clock. Only a terminal shows it.
     words = TextColumn("{task.description}", markup=False)
     columns = (TextColumn(unit), MofNCompleteColumn(), BarColumn(bar_width=None), words, clock)
     return Progress(*columns, console=console, disable=not console.is_interactive, expand=True)
@@ -109,9 +103,10 @@ def progress_bar(unit: str, clock: ProgressColumn, console: Console) -> Progress
 class RunConsole:
     """Shows each step of a run once. It is the logger ``console``.
 
-    On a terminal a bar moves with the steps, and every ``table_every`` steps a table shows them (0 = at the end only). Elsewhere,
-    as in a file, a step is one line. Use as a context manager, so that the bar is removed however the run ends. ``first_step``:
-    steps that are already done.
+    On a terminal a bar moves with the steps, and every ``table_every`` steps a table shows them (0 = only at the end). Elsewhere,
+    as in a file, each step is one line. Use it as a context manager, so that the bar is removed however the run ends.
+
+    ``first_step``: number of steps that were done before.
     """
 
     def __init__(self, total_steps: int, first_step: int = 0, table_every: int = 10, console: Console | None = None) -> None:
@@ -132,7 +127,6 @@ class RunConsole:
         self.close()
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Show a finished step: as a line, or on a terminal in the bar and later in a table."""
         self._peak = max((peak for peak in (self._peak, _peak(metrics)) if peak is not None), default=None)
         if not self.console.is_interactive:
             self.say(step_line(step, self._total, metrics))
@@ -146,13 +140,11 @@ class RunConsole:
             self.flush_table()
 
     def flush_table(self) -> None:
-        """Print the table of the steps that no table has shown yet."""
         if self._rows:
             self.console.print(step_table(self._rows))
         self._rows = []
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
         print_line(self.console, text)
 
     def close(self, failed: bool = False) -> None:
@@ -162,9 +154,9 @@ class RunConsole:
 
 
 def summary_tables(summary: Mapping[str, Any]) -> list[Table]:
-    """Return the summary of a run as two tables: the run in one row; its phases with seconds, share of time, peaks in MiB.
+    """Show the summary of a run as two tables: the run in one row, and its phases with seconds, share of time, and peaks in MiB.
 
-    A size that no phase has, as the device's on a CPU, has no column.
+    A size that no phase has, such as the device's on a CPU, has no column.
     """
     run = slim_table()
     for head in ("steps", "seconds", "validation before", "validation after"):
@@ -197,14 +189,13 @@ def summary_tables(summary: Mapping[str, Any]) -> list[Table]:
 
 
 def print_end(console: Console, summary: Mapping[str, Any], folder: Path, lines: Sequence[str] = ()) -> None:
-    """Print the summary of a run, further lines and then, as the last line, its folder."""
+    # Print the summary of a run, further lines, and its folder as the last line, which scripts read.
     print_summary(console, summary)
     for line in (*lines, str(folder)):
         print_line(console, line)
 
 
 def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
-    """Print the tables of a run, its warnings with their steps, and the number of skipped updates, if there are any."""
     for table in summary_tables(summary):
         console.print(table)
         console.print()
@@ -216,12 +207,11 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a line uncut and without styles, so that a script can read it."""
+    # Uncut and without styles, so that a script can read it.
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def slim_table(*left: str, right: Iterable[str] = ()) -> Table:
-    """Return a table without edges that has columns of words with these heads, then columns of figures."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for head in left:
         table.add_column(head, no_wrap=True)
@@ -231,7 +221,6 @@ def slim_table(*left: str, right: Iterable[str] = ()) -> Table:
 
 
 def _mib(size: float | None) -> str:
-    """Return a size in bytes as MiB, with one decimal below a thousand. A dash for None."""
     return "-" if size is None else f"{size / MIB:,.{0 if size >= 1000 * MIB else 1}f}"
 
 
@@ -249,9 +238,9 @@ COLUMNS = {
 
 
 def phase_rows(step: int, memories: Sequence[PhaseMemory]) -> list[dict[str, Any]]:
-    """Return one row per phase: its step, its name, and the bytes of each column; None where the device has no such figure.
+    """Return one row per phase: its step, its name, and the bytes of each column; None if the device has no such figure.
 
-    With several workers also the mean of their peaks, and the rank of the highest.
+    With several workers a row also has the mean of their peaks, and the rank of the highest.
     """
     return [
         {
@@ -265,9 +254,9 @@ def phase_rows(step: int, memories: Sequence[PhaseMemory]) -> list[dict[str, Any
 
 
 def memory_table(step: int, memories: Sequence[PhaseMemory]) -> Table:
-    """Return the phases of a step in the order in which they began, in MiB. A dash = the device has no such figure.
+    """Show the phases of a step, in the order in which they began, in MiB. A dash = the device has no such figure.
 
-    With several workers the peak is that of the fullest, whose rank is shown beside the mean of all.
+    With several workers the peak is that of the fullest one, whose rank is shown beside the mean of all.
     """
     several = any(memory.worst_rank is not None for memory in memories)
     table = Table(title=f"memory of step {step}, MiB", box=box.SIMPLE_HEAD, title_justify="left", show_edge=False)

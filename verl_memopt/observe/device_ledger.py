@@ -41,7 +41,7 @@ AsleepReader: TypeAlias = Callable[[], Asleep | None]
 
 
 class DeviceLedger:
-    """The memory figures of one process on one GPU. There is one per device: :func:`ledger_of`."""
+    """The memory figures of one process on one GPU. Get it from :func:`ledger_of`: there is one per device."""
 
     def __init__(self, device: torch.device) -> None:
         self.asleep = Asleep()
@@ -52,34 +52,29 @@ class DeviceLedger:
         self._warned: set[str] = set()
 
     def allocated(self) -> int:
-        """Return the bytes of live tensors that are on the device now."""
         return max(device_room.memory_allocated(self._device) - self.asleep.allocated_bytes, 0)
 
     def reserved(self) -> int:
-        """Return the bytes of the device that the caching allocator holds now."""
         return max(device_room.memory_reserved(self._device) - self.asleep.reserved_bytes, 0)
 
     def used(self) -> int:
-        """Return the used bytes of the device by the driver's count, including all processes and contexts."""
+        # Used bytes of the device by the driver's count, which includes all processes and contexts.
         free, total = device_room.memory_info(self._device)
         return total - free
 
     def peak_allocated(self) -> int:
-        """Return the peak of :meth:`allocated` since :meth:`reset_peaks`."""
         return self._peaks(self.asleep)[0]
 
     def peak_reserved(self) -> int:
-        """Return the peak of :meth:`reserved` since :meth:`reset_peaks`."""
         return self._peaks(self.asleep)[1]
 
     def _peaks(self, asleep: Asleep) -> tuple[int, int]:
-        """Return both peaks, allocated and reserved, where so much slept in the present stretch."""
+        # Both peaks, allocated and reserved, if `asleep` was the sleeping memory since the last change.
         allocated = device_room.max_memory_allocated(self._device) - asleep.allocated_bytes
         reserved = device_room.max_memory_reserved(self._device) - asleep.reserved_bytes
         return max(self._peak_allocated, allocated), max(self._peak_reserved, reserved)
 
     def reset_peaks(self) -> None:
-        """Start new peaks at the present values."""
         device_room.reset_peak_memory(self._device)
         self._peak_allocated = self._peak_reserved = 0
 
@@ -87,9 +82,9 @@ class DeviceLedger:
     def changing(self, read: AsleepReader) -> Iterator[None]:
         """Wrap anything that puts memory to sleep or wakes it, even if it fails half-way.
 
-        Peaks are kept for each stretch between two changes, because the same counter means other bytes before and after. Inside
-        the body the smaller of the two sleeps is subtracted. Empty the cache before a wake-up, or the blocks that it frees are
-        counted beside the part that wakes.
+        Peaks are kept separately for each stretch between two changes, because the same counter means other bytes before and
+        after. Inside the body the smaller of the two sleeps is subtracted. Empty the cache before a wake-up, or the blocks that
+        this frees are counted beside the part that wakes.
         """
         # The driver's figures are true only once the queued work is done.
         device_room.synchronize(self._device)
@@ -108,7 +103,6 @@ class DeviceLedger:
             self._end_stretch(Asleep(reserved, min(before.allocated_bytes, self.asleep.allocated_bytes)))
 
     def check(self, phase: str) -> None:
-        """Compare the ledger with the driver, and warn once if their difference has grown since the first call."""
         outside = self.used() - self.reserved()
         if self._outside is None:
             self._outside = outside
@@ -149,7 +143,6 @@ _ledgers: dict[torch.device, DeviceLedger] = {}
 
 
 def ledger_of(device: torch.device) -> DeviceLedger:
-    """Return this process's ledger of a GPU."""
     assert device_room.is_gpu(device), device
     return _ledgers.setdefault(device, DeviceLedger(device))
 
@@ -173,8 +166,8 @@ def fsdp_kinds() -> Iterator[None]:
     """Label FSDP2's storages with the active tracker while the body runs.
 
     Gathered parameters are created while FSDP2 waits for the unshard. Collective buffers are created in its all-gather and reduce
-    functions. A sharded gradient is ``grads`` from the moment the reduce returns; a whole gradient that is not reduced, from the
-    moment FSDP2 stores it.
+    functions. A sharded gradient is ``grads`` from the moment when the reduce returns; a whole gradient that is not reduced, from
+    the moment when FSDP2 stores it.
     """
     originals = [getattr(owner, name) for owner, name in PATCHED]
     gather, reduce, wait, put_by = originals
@@ -239,7 +232,7 @@ def optimizer_scope(optimizer: torch.optim.Optimizer, on_host: bool = False) -> 
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield every tensor of an optimizer's state, and the remainders of masters, which our optimizers keep beside it."""
+    # Yield every tensor of an optimizer's state, and the remainders of masters, which our optimizers keep beside it.
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
     remainders: Callable[[], Iterable[torch.Tensor]] = getattr(optimizer, "remainders", tuple)
@@ -248,8 +241,7 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def gradient_kinds(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Label the gradients of plain parameters as ``grads`` when they are accumulated."""
-
+    # Label the gradients of plain parameters as ``grads`` when they are accumulated.
     def label(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             mark("grads", [parameter.grad])

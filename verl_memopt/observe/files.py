@@ -15,7 +15,7 @@ from verl_memopt.errors import CheckpointError, DataError, UserError
 
 @contextmanager
 def disk_refusals(path: Path) -> Iterator[None]:
-    """Turn a disk error for ``path`` into a UserError that states the free space."""
+    # Turn a disk error for ``path`` into a UserError that states the free space.
     try:
         yield
     except OSError as error:
@@ -28,7 +28,7 @@ def disk_refusals(path: Path) -> Iterator[None]:
 
 @contextmanager
 def folder_refusals(folder: str) -> Iterator[None]:
-    """Turn an error for any file of a run folder, which may be made read-only or vanish in a run, into a UserError."""
+    # Turn an error for any file of a run folder, which may become read-only or vanish during a run, into a UserError.
     try:
         yield
     except OSError as error:
@@ -42,12 +42,16 @@ def folder_refusals(folder: str) -> Iterator[None]:
 
 
 def free_space(folder: Path) -> str:
-    """Return the free space of the disk of a folder that need not exist, in words."""
+    # The folder need not exist yet.
     return f"{_free_bytes(folder) / 2**20:.0f} MiB free"
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Raise a CheckpointError, with both sizes, where the disk of a folder has not room for so much."""
+    """Check that the disk of a folder has room for ``num_bytes``.
+
+    Raises:
+        CheckpointError: It has not. The message has both sizes.
+    """
     if num_bytes > _free_bytes(folder):
         raise CheckpointError(
             f"{folder}: the model needs {num_bytes / 2**20:.0f} MiB ({free_space(folder)}). Free some space, or give a folder "
@@ -56,7 +60,7 @@ def check_space(folder: Path, num_bytes: int) -> None:
 
 
 def _free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(next(each for each in (folder, *folder.absolute().parents) if each.exists())).free
+    return shutil.disk_usage(next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())).free
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -66,7 +70,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Do as :func:`replace_text` does, but let the disk's errors through."""
+    """Like :func:`replace_text`, but let the disk's errors through."""
     aside = path.with_name(f".{path.name}.partial")
     with aside.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -77,12 +81,11 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Append JSON objects, one per line, and pass them to the operating system at once."""
     append_text(path, "".join(json_line(row) for row in rows))
 
 
 def append_text(path: Path, text: str) -> None:
-    """Append text and pass it to the operating system at once."""
+    # Opened and closed each time, so that a kill loses no row that was logged.
     with disk_refusals(path), path.open("a", encoding="utf-8", newline="") as file:
         file.write(text)
 
@@ -102,7 +105,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Keep only the lines of a JSONL file for whose object ``keep`` returns True, unchanged, in one atomic write."""
+    """Keep the lines of a JSONL file whose objects ``keep`` accepts, unchanged, in one atomic write."""
     if path.exists():
         replace_text(path, "".join(line for line, row in _parsed_lines(path) if keep(row)))
 
@@ -128,5 +131,5 @@ def _parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return numpy and torch scalars and arrays as Python numbers and lists; anything else as its text."""
+    # Scalars and arrays of numpy and torch become numbers and lists; anything else becomes text.
     return value.tolist() if hasattr(value, "tolist") else str(value)

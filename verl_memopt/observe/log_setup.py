@@ -28,7 +28,7 @@ _CONTROL = {**{number: f"\\x{number:02x}" for number in (*range(32), *range(127,
 
 
 def printable(text: str) -> str:
-    """Return a text without the control characters that would steer a terminal, such as escape sequences, each as its code."""
+    """Replace control characters, which could steer a terminal, by their codes."""
     return text.translate(_CONTROL)
 
 
@@ -37,14 +37,13 @@ class _StandardError(logging._StderrHandler):  # type: ignore[name-defined]
 
 
 def is_set_up() -> bool:
-    """Return whether :func:`setup_logging` was called in this process."""
     return any(isinstance(handler, _StandardError) for handler in logging.getLogger().handlers)
 
 
 def setup_logging(rank: int | None = None, level: int = logging.INFO) -> None:
     """Log to standard error, each line with time, rank and level. A second call replaces the first.
 
-    ``rank``: None = the driver. Ranks above 0, and other packages, log warnings only.
+    ``rank``: None = the driver. Ranks above 0, and other packages, only log warnings.
     """
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler, _StandardError)]:
@@ -73,7 +72,7 @@ CONTROL = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|[@-Z\\-_])")
 
 
 class ConsoleLog:
-    """Keeps the lines that a console shows, as text, in a file once it has one. Of a bar it keeps the last state."""
+    """Keeps the lines that a console shows as text in a file, once it has one. Of a progress bar it keeps the last state."""
 
     def __init__(self) -> None:
         self.path: Path | None = None
@@ -81,13 +80,12 @@ class ConsoleLog:
         self._parts: dict[str, str] = {}
 
     def write(self, stream: str, text: str) -> None:
-        """Take what was written to a stream. Lines reach the operating system at once."""
         *lines, part = (self._parts.get(stream, "") + text).split("\n")
         self._parts[stream] = part.rpartition("\r")[2] if part.rstrip("\r") == part else part
         self.add([hide_shapes(_shown(line)) for line in lines])
 
     def add(self, lines: list[str]) -> None:
-        """Write lines, or keep them until there is a file. If the disk refuses, only this log is lost."""
+        # If the disk refuses, only this log is lost, and not the run.
         if self.path is None:
             self._waiting = (self._waiting + lines)[-MOST_WAITING:]
         elif lines:
@@ -95,14 +93,14 @@ class ConsoleLog:
                 file.write("".join(f"{line}\n" for line in lines))
 
     def begin(self, path: Path) -> None:
-        """Append to a file from now on, first what was said so far."""
+        # Append to a file from now on, starting with the lines so far.
         if path != self.path:
             self.path, lines = path, self._waiting
             self.add([f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}", *lines])
 
 
 def _shown(line: str) -> str:
-    """Return what a line leaves on a terminal."""
+    # A carriage return starts the line again, so only what follows the last one is left on a terminal.
     return CONTROL.sub("", line.rstrip("\r").rpartition("\r")[2]).rstrip()
 
 
@@ -115,14 +113,13 @@ def keep_console(path: Path) -> None:
 class LastingStream:
     """A standard stream that may be lost: a pipe whose reader has ended, a log on a full disk, a terminal that is gone.
 
-    From the first write that fails on, its descriptor leads nowhere, for C++ libraries too, and one line on ``other`` says so.
+    After the first write that fails, its descriptor leads nowhere, for C++ libraries too, and one line on ``other`` says so.
     """
 
     def __init__(self, stream: TextIO, name: str, other: TextIO | None, log: ConsoleLog) -> None:
         self._stream, self._name, self._other, self.log = stream, name, other, log
 
     def write(self, text: str) -> int:
-        """Write a text, or lose it with the stream."""
         self.log.write(self._name, text)
         try:
             return self._stream.write(text)
@@ -131,7 +128,6 @@ class LastingStream:
             return len(text)
 
     def flush(self) -> None:
-        """Pass what was written to the operating system."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -153,7 +149,7 @@ class LastingStream:
 
 @contextmanager
 def lasting_console() -> Iterator[None]:
-    """Let the body go on where standard output or error is lost. :func:`keep_console` names a file for what they show."""
+    """Let the body continue if standard output or error is lost. :func:`keep_console` names a file for what they show."""
     before = output, errors = sys.stdout, sys.stderr
     log = ConsoleLog()
     if output is not None and errors is not None:  # a process may be started without them

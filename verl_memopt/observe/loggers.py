@@ -36,17 +36,13 @@ SAMPLE_COLUMNS = ("step", "data_source", "input", "output", "ground_truth", "sco
 class StepLogger(Protocol):
     """Records one flat dictionary of metrics per step."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a step."""
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def close(self, failed: bool = False) -> None:
-        """Write what is buffered and close."""
+    def close(self, failed: bool = False) -> None: ...
 
 
 @dataclass(frozen=True)
 class LoggingPlace:
-    """The facts of a run that the loggers need."""
-
     folder: RunFolder
     console: RunConsole
     project_name: str
@@ -62,7 +58,6 @@ class JsonlLogger:
     folder: RunFolder
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the metrics of a step."""
         append_rows(self.folder.metrics, [{"step": step, "run_id": self.folder.run_id, **metrics}])
 
     def close(self, failed: bool = False) -> None:
@@ -70,7 +65,7 @@ class JsonlLogger:
 
 
 class TensorBoardLogger:
-    """Writes scalars to ``tensorboard/``. On resume TensorBoard drops the steps after the resumed one.
+    """Writes scalars to ``tensorboard/``. After a resume TensorBoard drops the steps that follow ``resumed_step``.
 
     ``resumed_step``: None = a new run.
     """
@@ -81,7 +76,6 @@ class TensorBoardLogger:
         self._writer = SummaryWriter(str(folder), purge_step=None if resumed_step is None else resumed_step + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the numbers of a step."""
         for name, value in metrics.items():
             if isinstance(value, Number):
                 self._writer.add_scalar(name, value, step)
@@ -89,7 +83,6 @@ class TensorBoardLogger:
         self._writer.flush()
 
     def close(self, failed: bool = False) -> None:
-        """Close the event file."""
         self._writer.close()
 
 
@@ -121,23 +114,20 @@ class WandbLogger:
         self._run.define_metric("*", step_metric=STEP)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of a step."""
         self._run.log({**metrics, STEP: step})
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Send samples of a validation as a table."""
         table = self._wandb.Table(columns=list(SAMPLE_COLUMNS), data=sample_rows(step, samples))
         self._run.log({SAMPLES: table, STEP: step})
 
     def close(self, failed: bool = False) -> None:
-        """Finish the wandb run. One that failed is shown as such."""
         self._run.finish(exit_code=int(failed))
 
 
 class TrackioLogger:
     """Sends metrics and settings to Trackio, which keeps them in ``TRACKIO_DIR``, or in a Space if ``TRACKIO_SPACE_ID`` is set.
 
-    A resumed run continues the run of its name there.
+    A resumed run continues the run of the same name.
     """
 
     def __init__(self, place: LoggingPlace) -> None:
@@ -150,11 +140,9 @@ class TrackioLogger:
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of a step."""
         self._run.log(dict(metrics), step=step)
 
     def close(self, failed: bool = False) -> None:
-        """Wait until everything is sent."""
         self._run.finish()
 
 
@@ -186,17 +174,14 @@ class SwanlabLogger:
             ) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the numbers of a step."""
         self._run.log({name: value for name, value in metrics.items() if isinstance(value, Number)}, step=step)
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Send samples of a validation as a table."""
         table = self._swanlab.echarts.Table()
         table.add(headers=SAMPLE_COLUMNS, rows=sample_rows(step, samples))
         self._run.log({SAMPLES: table}, step=step)
 
     def close(self, failed: bool = False) -> None:
-        """Finish the SwanLab run. One that failed is shown as such."""
         if failed:
             self._run.finish(state="crashed", error="see console.log in the folder of the run")
         else:
@@ -206,9 +191,9 @@ class SwanlabLogger:
 class MlflowLogger:
     """Sends metrics and settings to MLflow: to ``MLFLOW_TRACKING_URI``, or to ``mlflow.db`` in the run folder if it is not set.
 
-    A resumed run continues the same MLflow run, whose id is stored in the run folder. MLflow takes no "@" in a name, so
-    ``mean@1`` becomes ``mean_at_1``, as in verl; any other character that it does not take becomes "_". A server that stops
-    answering does not stop the run: a warning says so once, and nothing more is sent.
+    A resumed run continues the same MLflow run, whose id is stored in the run folder. MLflow does not accept "@" in a name, so
+    ``mean@1`` becomes ``mean_at_1``, as in verl; any other character that it does not accept becomes "_". A server that stops
+    answering does not stop the run: one warning says so, and nothing more is sent.
     """
 
     def __init__(self, place: LoggingPlace) -> None:
@@ -238,19 +223,17 @@ class MlflowLogger:
         return str(run_id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the numbers of a step."""
         now = int(time.time() * 1000)
         named = {re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_")): value for name, value in metrics.items()}
         numbers = [(name, value) for name, value in named.items() if isinstance(value, Number)]
-        sent = [self._entities.Metric(*each, now, step) for each in numbers]
+        sent = [self._entities.Metric(*pair, now, step) for pair in numbers]
         self._send(lambda: self._client.log_batch(self._run_id, metrics=sent))
 
     def close(self, failed: bool = False) -> None:
-        """End the MLflow run. One that failed is shown as such."""
         self._send(lambda: self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED"))
 
     def _send(self, call: Callable[[], Any]) -> None:
-        """Make a call, unless an earlier one was refused. MLflow itself tries each for minutes."""
+        # MLflow retries each call for minutes, so after one refusal no further call is made.
         try:
             if not self._is_lost:
                 call()
@@ -270,7 +253,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (key with dots, value) of each setting."""
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{name}.")
@@ -279,12 +261,11 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def sample_rows(step: int, samples: Sequence[Sample]) -> list[list[Any]]:
-    """Return the rows of the table of samples, with ``SAMPLE_COLUMNS``."""
-    return [[step, each.data_source, each.input, each.output, str(each.gts), each.score] for each in samples]
+    return [[step, sample.data_source, sample.input, sample.output, str(sample.gts), sample.score] for sample in samples]
 
 
 def installed(name: str) -> Any:
-    """Return the package of a tracking service.
+    """Import the package of a tracking service.
 
     Raises:
         ConfigError: It is not installed.
@@ -298,7 +279,7 @@ def installed(name: str) -> Any:
 
 
 def stored_id(place: LoggingPlace, name: str, create: Callable[[], str]) -> str:
-    """Return the id of the run at a tracking service. It is stored beside the metrics, so that a resumed run finds it."""
+    # Return the run's id at a tracking service. It is stored beside the metrics, so that a resumed run finds it.
     id_file = place.folder.path / f"{name}_id.txt"
     if place.resumed_step is None or not id_file.exists():
         replace_text(id_file, create())
@@ -318,31 +299,27 @@ LOGGERS: dict[str, Callable[[LoggingPlace], StepLogger]] = {
 
 @dataclass(frozen=True)
 class StepLoggers:
-    """Several loggers as one, in order."""
-
     loggers: Sequence[StepLogger]
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass the metrics of a step to each logger."""
-        for each in self.loggers:
-            each.log(step, metrics)
+        for step_logger in self.loggers:
+            step_logger.log(step, metrics)
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Pass samples of a validation to each logger that shows them."""
-        for each in self.loggers:
-            if isinstance(each, WandbLogger | SwanlabLogger):
-                each.log_samples(step, samples)
+        for step_logger in self.loggers:
+            if isinstance(step_logger, WandbLogger | SwanlabLogger):
+                step_logger.log_samples(step, samples)
 
     def close(self, failed: bool = False) -> None:
-        """Close each logger, also where another one fails to close."""
+        # All loggers are closed, even if one of them raises.
         with ExitStack() as closing:
             # An exit stack calls back in reverse, so the loggers are closed in their order.
-            for each in reversed(self.loggers):
-                closing.callback(each.close, failed)
+            for step_logger in reversed(self.loggers):
+                closing.callback(step_logger.close, failed)
 
 
 def build_loggers(names: str | Sequence[str], place: LoggingPlace) -> StepLoggers:
-    """Return the loggers of ``trainer.logger`` as one, in the given order, after the record, which every run has."""
+    # Return the loggers of ``trainer.logger`` as one, in order. First comes the jsonl record, which every run has.
     return StepLoggers(
         [LOGGERS[name](place) for name in dict.fromkeys(("jsonl", *([names] if isinstance(names, str) else names)))]
     )

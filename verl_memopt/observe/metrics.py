@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from verl_memopt.observe.phase import COMPILE_FIGURES, GIB, PhaseMemory, sum_of_known
+from verl_memopt.observe.phase import COMPILE_FIGURES, GIB, PhaseMemory, sum_of_counted
 
 
 def summary_of(name: str, values: torch.Tensor | Sequence[float]) -> dict[str, float]:
-    """Return ``name/{mean,max,min}`` of values; empty if there are none. ``values``: [N]."""
+    # Return ``name/{mean,max,min}`` of values [N]; empty if there are none.
     numbers = torch.as_tensor(values, dtype=torch.float64)
     if not numbers.numel():
         return {}
@@ -30,8 +30,7 @@ def critic_metrics(
 ) -> dict[str, float]:
     """Return ``critic/{score,rewards,advantages,returns}/{mean,max,min}``.
 
-    Scores and rewards are averaged over rows; advantages and returns over response tokens. Scores and rewards: [B]. Advantages
-    and returns: [R].
+    Scores and rewards are [B], and averaged over rows. Advantages and returns are [R], and averaged over response tokens.
     """
     metrics: dict[str, float] = {}
     for name, values in (("score", scores), ("rewards", rewards), ("advantages", advantages), ("returns", returns)):
@@ -42,9 +41,9 @@ def critic_metrics(
 def length_metrics(
     prompt_lengths: torch.Tensor, response_lengths: torch.Tensor, max_prompt_length: int, max_response_length: int
 ) -> dict[str, float]:
-    """Return the prompt and response length metrics in tokens, with the share of rows that reach the limit.
+    """Return prompt and response lengths in tokens, with the share of rows that reach the limit. Lengths: [B].
 
-    An aborted row is a row with an empty response. Lengths: [B].
+    An aborted row is a row with an empty response.
     """
     groups = (
         ("prompt_length", prompt_lengths, max_prompt_length),
@@ -59,7 +58,7 @@ def length_metrics(
 
 
 def throughput_metrics(num_tokens: int, step_seconds: float, num_devices: int) -> dict[str, float]:
-    """Return ``perf/{total_num_tokens,time_per_step,throughput}``. Throughput is tokens per second and device."""
+    # Return ``perf/{total_num_tokens,time_per_step,throughput}``. Throughput is tokens per second and device.
     return {
         "perf/total_num_tokens": float(num_tokens),
         "perf/time_per_step": step_seconds,
@@ -72,7 +71,7 @@ NO_METRICS = ("score", "pred")
 
 
 def reward_metrics(entries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return ``reward/<name>/{mean,max,min}`` of each finite number that the reward function returned beside its score.
+    """Return ``reward/<name>/{mean,max,min}`` of each finite number that the reward function returned besides its score.
 
     True counts as 1. Rows that do not have a number of this name are left out.
     """
@@ -92,7 +91,7 @@ PER_TOKEN_PHASES = ("gen", "ref", "values", "adv", "update_critic", "update_acto
 
 
 def token_timings(timings: Mapping[str, float], response_tokens: int, total_tokens: int) -> dict[str, float]:
-    """Return ``timing_per_token_ms/<phase>`` of the phases that ran, from ``timing_s/<phase>``."""
+    # Return ``timing_per_token_ms/<phase>`` of the phases that ran, from ``timing_s/<phase>``.
     tokens = {name: response_tokens if name == "gen" else total_tokens for name in PER_TOKEN_PHASES}
     return {
         f"timing_per_token_ms/{name}": 1000 * timings[f"timing_s/{name}"] / count
@@ -102,12 +101,12 @@ def token_timings(timings: Mapping[str, float], response_tokens: int, total_toke
 
 
 def memory_metrics(phases: Sequence[PhaseMemory]) -> dict[str, float]:
-    """Return ``memory/<phase>/*_gb`` of each phase and their maxima as ``perf/*_gb``, in GiB.
+    """Return ``memory/<phase>/*_gb`` of each phase, and their maxima as ``perf/*_gb``, in GiB.
 
-    With several workers a peak is that of the fullest, and ``mean_peak_allocated_gb`` the mean of all.
+    With several workers a peak is that of the fullest one, and ``mean_peak_allocated_gb`` the mean of all. A figure that the
+    device or the step does not have is absent. ``perf/memory_allocated_gb`` is the live memory at the end of the last phase.
 
-    A figure that the device or the step does not have is absent. ``perf/memory_allocated_gb`` is the live memory at the end of
-    the last phase. ``phases`` are combined over ranks already.
+    ``phases``: combined over ranks already.
     """
     sizes = [
         (f"memory/{phase.name}/{figure}_gb", getattr(phase, f"{figure}_bytes"))
@@ -128,8 +127,8 @@ def memory_metrics(phases: Sequence[PhaseMemory]) -> dict[str, float]:
 
 
 def compile_metrics(phases: Sequence[PhaseMemory]) -> dict[str, float]:
-    """Return ``perf/{compiles,compile_fallbacks}``, sums over phases; without those that the process does not count."""
-    sums = {name: sum_of_known(phases, name) for name in COMPILE_FIGURES}
+    # Return ``perf/{compiles,compile_fallbacks}``, summed over phases, without those that the process does not count.
+    sums = {name: sum_of_counted(phases, name) for name in COMPILE_FIGURES}
     return {f"perf/{name}": float(value) for name, value in sums.items() if value is not None}
 
 
@@ -151,9 +150,9 @@ def validation_metrics(rows: Sequence[ValidationRow]) -> dict[str, float]:
     """Return ``{val-core,val-aux}/{data_source}/{variable}/{mean@N,std@N,best@N/mean,worst@N/mean,maj@N/mean}``.
 
     N is the largest number of samples of a prompt in the data source. Best, worst, spread and majority need N > 1, and majority
-    needs ``pred``. Best, worst and majority are there for 2, 4, ... samples below N too (aux), as means over all choices of so
-    many of a prompt's samples; the majority takes :data:`VOTES` random choices where there are more. Each statistic is a mean
-    over prompts, so every prompt counts once. Core are mean, best and majority of ``acc`` if the reward function returns it,
+    needs ``pred``. Best, worst and majority are also given for 2, 4, ... samples below N (aux). These are means over all ways of
+    choosing so many of a prompt's samples; the majority takes :data:`VOTES` random choices if there are more. Each statistic is a
+    mean over prompts, so every prompt counts once. Core are mean, best and majority of ``acc`` if the reward function returns it,
     else of ``reward``. All others are aux.
     """
     by_source: dict[str, list[ValidationRow]] = defaultdict(list)
@@ -163,11 +162,11 @@ def validation_metrics(rows: Sequence[ValidationRow]) -> dict[str, float]:
     for source, members in by_source.items():
         values = _numbers_by_variable(members)
         core = "acc" if "acc" in values else "reward"
-        most = max(Counter(row.uid for row in members).values())
+        max_samples = max(Counter(row.uid for row in members).values())
         for variable, numbers in values.items():
             for statistic, value in _statistics(members, numbers).items():
                 name, _, number = statistic.partition("/")[0].partition("@")
-                is_core = variable == core and name in ("mean", "best", "maj") and int(number) == most
+                is_core = variable == core and name in ("mean", "best", "maj") and int(number) == max_samples
                 metrics[f"{'val-core' if is_core else 'val-aux'}/{source}/{variable}/{statistic}"] = value
     return metrics
 
@@ -177,7 +176,7 @@ LOSS, VAL_LOSS = "train/loss", "val/loss"
 
 
 def headline_score(metrics: Mapping[str, float]) -> float | None:
-    """Return one figure of a validation: the mean over data sources of the core mean, or the loss. None = there was none."""
+    """Return one figure for a validation: the mean over data sources of the core mean, or the loss. None = no validation."""
     if VAL_LOSS in metrics:
         return metrics[VAL_LOSS]
     scores = [value for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name]
@@ -185,7 +184,7 @@ def headline_score(metrics: Mapping[str, float]) -> float | None:
 
 
 def checkpoint_score(metrics: Mapping[str, float]) -> float | None:
-    """Return what ranks checkpoints, the best one highest: the headline score, or the held-out loss with its sign turned."""
+    """Return the number by which checkpoints are ranked, higher is better: the headline score, or minus the loss."""
     return -metrics[VAL_LOSS] if VAL_LOSS in metrics else headline_score(metrics)
 
 
@@ -219,12 +218,12 @@ def _statistics(rows: Sequence[ValidationRow], numbers: Sequence[float]) -> dict
 
 
 def _numbers_of_samples(n: int) -> list[int]:
-    """Return 2, 4, 8, ... below n, and n itself; nothing for one sample."""
+    # 2, 4, 8, ... below n, and n itself; none for a single sample.
     return [*itertools.takewhile(lambda k: k < n, (2**power for power in itertools.count(1))), n] if n > 1 else []
 
 
 def _expected_best(numbers: Sequence[float], k: int) -> float:
-    """Return the mean over all choices of k numbers of the largest of them; of fewer than k, the largest."""
+    # Return the mean, over all choices of k numbers, of the largest. With fewer than k numbers, the largest.
     k, ordered = min(k, len(numbers)), sorted(numbers)
     choices = math.comb(len(ordered), k)
     return sum(number * (math.comb(place, k - 1) / choices) for place, number in enumerate(ordered) if place >= k - 1)
@@ -239,7 +238,7 @@ VOTES = 200
 
 
 def _expected_majority(group: Sequence[tuple[float, Any]], k: int) -> float:
-    """Return the mean over choices of k samples of the score of their majority."""
+    # The mean over choices of k samples; with too many choices, over random ones from a fixed seed.
     k = min(k, len(group))
     if math.comb(len(group), k) <= VOTES:
         return statistics.fmean(map(_majority, itertools.combinations(group, k)))
@@ -249,6 +248,6 @@ def _expected_majority(group: Sequence[tuple[float, Any]], k: int) -> float:
 
 
 def _majority(group: Sequence[tuple[float, Any]]) -> float:
-    """Return the score of the first sample with the most frequent answer. Of equally frequent answers the earliest wins."""
+    # Of equally frequent answers the earliest wins.
     winner = Counter(str(answer) for _, answer in group).most_common(1)[0][0]
     return next(number for number, answer in group if str(answer) == winner)

@@ -30,10 +30,8 @@ _TEXT = "Runs of verl-memopt write into this folder. Without this file they leav
 
 @contextmanager
 def private_files(private: bool) -> Iterator[None]:
-    """Let the user alone read what this process, and those that it starts, write in the body. False = the umask decides.
-
-    The umask is that of the whole process; it is put back.
-    """
+    """Let only the user read what this process and its children write in the body. False = the umask decides."""
+    # The umask is that of the whole process, so it is put back.
     before = os.umask(OWNER_ALONE) if private else None
     try:
         yield
@@ -46,16 +44,16 @@ OWNER_ALONE = 0o077
 
 
 def with_umask(path: Path) -> None:
-    """Give a file, or a folder with all that is in it, the modes that the umask gives new ones."""
+    """Give a file, or a folder with everything in it, the modes that the umask gives new ones."""
     umask = os.umask(OWNER_ALONE)
     os.umask(umask)
-    for each in (path, *path.rglob("*")):
-        if not each.is_symlink():
-            each.chmod((0o777 if each.is_dir() else 0o666) & ~umask)
+    for file in (path, *path.rglob("*")):
+        if not file.is_symlink():
+            file.chmod((0o777 if file.is_dir() else 0o666) & ~umask)
 
 
 def mark(folder: Path) -> bool:
-    """Note that runs write into a folder from now on, and return whether that is new."""
+    # Mark a folder as one that runs write into, and return whether the mark is new.
     if is_marked(folder):
         return False
     with disk_refusals(folder / MARK):
@@ -64,7 +62,6 @@ def mark(folder: Path) -> bool:
 
 
 def is_marked(folder: Path) -> bool:
-    """Return whether a run has written into a folder."""
     return (folder / MARK).is_file()
 
 
@@ -78,7 +75,7 @@ def model_files(folder: Path) -> frozenset[str]:
 
 
 def others_in_model(folder: Path) -> list[str]:
-    """Return the files of a model's folder that are not those of a model which a run has written there."""
+    """Return the files in a model's folder that no run has written there."""
     if not folder.is_dir() or folder.is_symlink():
         return [folder.name] if folder.exists() or folder.is_symlink() else []
     ours = model_files(folder)
@@ -87,7 +84,7 @@ def others_in_model(folder: Path) -> list[str]:
 
 
 def refuse_others(folder: Path, names: Iterable[str], models: Iterable[str], key: str) -> None:
-    """Refuse a run's folder in which a file of the user's has a name that runs write or remove.
+    """Refuse a run's folder if a file of the user's in it has a name that runs write or remove.
 
     Args:
         folder: The folder, which need not exist.
@@ -96,7 +93,7 @@ def refuse_others(folder: Path, names: Iterable[str], models: Iterable[str], key
         key: What the error says before the folder.
 
     Raises:
-        ConfigError: Nothing was changed.
+        ConfigError: There is such a file. Nothing was changed.
     """
     # Checkpoints that were copied into a new folder come without its mark, and have records of their own.
     marked = is_marked(folder) or any(folder.glob(f"global_step_*/{CHECKPOINT_RECORD}"))
@@ -104,7 +101,7 @@ def refuse_others(folder: Path, names: Iterable[str], models: Iterable[str], key
     for path in sorted(folder.glob("*")):
         if path.name in models:
             others = others_in_model(path)
-        elif marked or not any(fnmatch(path.name, each) for each in patterns) or _is_empty(path):
+        elif marked or not any(fnmatch(path.name, pattern) for pattern in patterns) or _is_empty(path):
             continue
         else:
             others = [path.name]
@@ -117,7 +114,7 @@ def refuse_others(folder: Path, names: Iterable[str], models: Iterable[str], key
 
 
 def is_there(path: str | Path) -> bool:
-    """Return whether a path leads to something. A text that can be no path leads nowhere."""
+    """Return whether a path exists. A text that cannot be a path does not."""
     try:
         return Path(path).expanduser().exists()
     except (OSError, ValueError, RuntimeError):  # too long, with a NUL, or the home of nobody
@@ -125,7 +122,7 @@ def is_there(path: str | Path) -> bool:
 
 
 def differs_from_name(path: Path) -> bool:
-    """Return whether an input of a run, which has the checksum of its contents in its name, has others now."""
+    """Return whether an input of a run, whose name has a checksum of its contents, has changed."""
     named = re.fullmatch(r".+-([0-9a-f]{12})(\.\w+)?", path.name)
     if named is None or not is_marked(path.parent.parent) or not path.is_file():
         return False

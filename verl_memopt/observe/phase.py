@@ -69,9 +69,9 @@ class MemoryProbe:
 
     Attributes:
         device: The device.
-        resident: Yields (kind, tensor) for all tensors that exist before a phase. Called only where the tracker runs.
+        resident: Yields (kind, tensor) for all tensors that exist before a phase. Called only if the tracker runs.
         limit_bytes: On a CPU the largest live bytes of a tracked phase, on a GPU the largest reserved bytes of any phase. A GPU's
-            allocator refuses more, as long as its cap can express the limit; otherwise the probe raises at the phase's end.
+            allocator refuses more, if its cap can express the limit; otherwise the probe raises at the phase's end.
         kinds_on_gpu: Run the tracker beside a GPU's allocator in tracked phases, for the bytes by kind. Compile must be off.
     """
 
@@ -84,8 +84,10 @@ class MemoryProbe:
     def phase(self, name: str, track: bool, kind: str = "activations") -> Iterator[Callable[[], PhaseMemory]]:
         """Measure the body. The yielded function returns the figures once the body has ended.
 
-        ``track``: count live tensor bytes on a CPU, which slows the phase; on a GPU the allocator always counts. ``kind``: of
-        tensors without a label.
+        Args:
+            name: Name of the phase.
+            track: Count live tensor bytes on a CPU, which slows the phase; on a GPU the allocator always counts.
+            kind: Kind of tensors without a label.
         """
         measured: list[PhaseMemory] = []
         started = time.perf_counter()
@@ -139,7 +141,7 @@ class MemoryProbe:
 
 
 def combine(memories: Sequence[PhaseMemory], driver_rss_bytes: int = 0) -> PhaseMemory:
-    """Return one phase's figures over all processes: the largest of each device figure, the sum of resident memory.
+    """Combine one phase's figures of all processes: the largest of each device figure, the sum of resident memory.
 
     ``memories``: by rank. Kinds are those of the process with the highest peak.
     """
@@ -163,10 +165,10 @@ def combine(memories: Sequence[PhaseMemory], driver_rss_bytes: int = 0) -> Phase
     )
 
 
-def sum_of_known(memories: Sequence[PhaseMemory], name: str) -> int | None:
-    """Return the sum of a figure over calls or phases; None where none has it."""
-    known = [value for memory in memories if (value := getattr(memory, name)) is not None]
-    return sum(known) if known else None
+def sum_of_counted(memories: Sequence[PhaseMemory], name: str) -> int | None:
+    """Return the sum of a figure over calls or phases; None if none has it."""
+    values = [value for memory in memories if (value := getattr(memory, name)) is not None]
+    return sum(values) if values else None
 
 
 def host_rss_bytes() -> int:
@@ -178,7 +180,6 @@ def host_rss_bytes() -> int:
 
 
 def memory_words(memory: PhaseMemory) -> str:
-    """Return the figures in MiB that a phase has, as words of a log line."""
     sizes = {
         "live_mib": memory.allocated_bytes,
         "reserved_mib": memory.peak_reserved_bytes,
@@ -208,7 +209,7 @@ _EPOCH = time.time() - time.monotonic()
 
 
 def wall_time() -> float:
-    """Return the seconds since 1970 by the clock of the process's start, which nobody sets back or forth since then."""
+    # Return the seconds since 1970, by a clock that nobody sets back or forth after the process has started.
     return _EPOCH + time.monotonic()
 
 
@@ -221,28 +222,27 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the body. A body that raises is not recorded."""
+        # A body that raises is not recorded.
         started = wall_time()
         with Timer(logger=None) as timer:
             yield
         self.spans.append(Span(name, started, timer.last))
 
     def add_span(self, name: str, started: float, seconds: float) -> None:
-        """Add a phase that was measured elsewhere, beside others: its start (seconds since 1970) and its time."""
+        # Add a phase that was measured elsewhere, beside others: its start (seconds since 1970) and its time.
         self.spans.append(Span(name, started, seconds))
 
     def add(self, name: str, seconds: float) -> None:
-        """Add a time within a phase that was measured elsewhere. It is no span, because the phase has one."""
+        """Add time that was spent inside a phase and measured elsewhere. It is not a span, because the phase has one."""
         self.within[name] = self.within.get(name, 0.0) + seconds
 
     def timings(self) -> dict[str, float]:
-        """Return ``timing_s/<phase>`` of the spans since the last :meth:`take`, and of the times within them."""
+        # Return ``timing_s/<phase>`` of the spans since the last :meth:`take`, and of the times inside them.
         seconds = {f"timing_s/{name}": value for name, value in self.within.items()}
         for span in self.spans:
             seconds[f"timing_s/{span.name}"] = seconds.get(f"timing_s/{span.name}", 0.0) + span.seconds
         return seconds
 
     def take(self) -> list[Span]:
-        """Return the spans in the order in which they ended, and begin a new step."""
         spans, self.spans, self.within = self.spans, [], {}
         return spans

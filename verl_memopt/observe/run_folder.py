@@ -42,7 +42,7 @@ RECORD = (
     *("swanlog", "swanlab_id.txt"),
     *("reward_and_validation.png", "peak_memory_by_phase.png", "memory_timeline.png"),
 )
-OF_A_RUN = (
+RUN_FILES = (
     *(*RECORD, FINAL_MODEL, BEST_MODEL, f"{FINAL_MODEL}.old{HALF}", f"{BEST_MODEL}.old{HALF}"),
     *("global_step_*[0-9]", "latest_checkpointed_iteration.txt"),
 )
@@ -57,12 +57,12 @@ IN_PASSING = (
 
 
 def refuse_what_is_not_ours(folder: Path) -> None:
-    """Refuse a run's folder in which files of the user's have names of ours, before anything is written.
+    """Refuse a run's folder if files of the user's have names of ours, before anything is written.
 
     Raises:
         ConfigError: It names one, and the way out.
     """
-    refuse_others(folder, (*OF_A_RUN, *BESIDE, *IN_PASSING), (FINAL_MODEL, BEST_MODEL), "trainer.default_local_dir=")
+    refuse_others(folder, (*RUN_FILES, *BESIDE, *IN_PASSING), (FINAL_MODEL, BEST_MODEL), "trainer.default_local_dir=")
 
 
 class RunFolder:
@@ -87,7 +87,7 @@ class RunFolder:
         self._is_new = False
 
     def begin(self, config_text: str, resumed_step: int | None) -> Path | None:
-        """Prepare the folder for a new run, or for one that continues, and return where an earlier run is that it does not.
+        """Prepare the folder for a new or a resumed run; return where the files of an earlier run are, if they were moved.
 
         On resume the rows after the step are dropped, so that the files equal those of an uninterrupted run, and settings that
         differ from the present ones move to ``config_history/``. ``resumed_step``: None = a new run.
@@ -106,12 +106,12 @@ class RunFolder:
         return aside
 
     def accept(self) -> None:
-        """Keep the command of a start that nothing can refuse any more."""
+        # Keep the command of a start that can no longer be refused.
         with suppress(FileNotFoundError):  # only a run from Python has one
             (self.path / INPUTS / PENDING).replace(self.path / INPUTS / COMMAND)
 
     def take_back(self, aside: Path | None) -> None:
-        """Remove the record of a new run that was refused after :meth:`begin`, and put back what that moved aside."""
+        # Remove the files of a new run that was refused after :meth:`begin`, and put back what that moved aside.
         for path in self._left_by_a_run():
             if path.name not in BESIDE:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -121,18 +121,18 @@ class RunFolder:
             (self.path / MARK).unlink()
 
     def mend(self) -> None:
-        """Put back what a start had begun to move aside when it was killed."""
+        # Put back what a start had begun to move aside when it was killed.
         for half in self.path.glob(f"{PREVIOUS}/[0-9]*{HALF}") if is_marked(self.path) else ():
             self._put_back(half)
 
     def _reopen(self) -> None:
-        """Remove the sign that the run has ended from its summary."""
+        # The run goes on, so its summary must not say that it has ended.
         with suppress(UserError):  # damaged: its reader names it
             if (summary := self.read_summary()).get(ENDED):
                 self.write_summary(summary | {ENDED: False})
 
     def add_timeline(self, step: int, spans: Sequence[Span], memories: Mapping[str, PhaseMemory]) -> None:
-        """Append a step's phases to the timeline. Step 0 covers the time before the first step."""
+        # Append a step's phases to the timeline. Step 0 covers the time before the first step.
         rows = timeline_rows(step, spans, memories)
         # Phases that began before this folder was ready (loading a model, for example) are running time too.
         self.began = min([self.began, *(row.timestamp for row in rows)])
@@ -140,32 +140,31 @@ class RunFolder:
         append_timeline(self.timeline, placed)
 
     def add_generations(self, step: int, samples: Sequence[Sample]) -> None:
-        """Append sample generations of a step."""
         append_rows(self.generations, [sample_row(step, sample) for sample in samples])
 
     def add_warnings(self, step: int, texts: Sequence[str]) -> None:
-        """Append the warnings of a step. There is no file until the first warning."""
+        # There is no file until the first warning.
         if texts:
             append_rows(self.warnings, [{"step": step, "warning": text} for text in texts])
 
     def read_warnings(self) -> list[dict[str, Any]]:
-        """Return the warnings so far, each with its step."""
         return self._rows(self.warnings)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write ``summary.json``, completely or not at all."""
         replace_text(self.summary, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the metrics of each step so far, in the order they were logged."""
         return self._rows(self.metrics)
 
     def read_timeline(self) -> list[TimelineRow]:
-        """Return the timeline so far."""
         return read_timeline(self.timeline) if self.timeline.exists() else []
 
     def read_summary(self) -> dict[str, Any]:
-        """Return the summary, or an empty one for a run that has not ended. A damaged one is a UserError."""
+        """Return the summary, or an empty one for a run that has not ended.
+
+        Raises:
+            UserError: It is damaged.
+        """
         if not self.summary.exists():
             return {}
         summary: dict[str, Any] = json_of(self.summary, dict[str, Any], "Delete it; report builds it again.")
@@ -174,7 +173,7 @@ class RunFolder:
     def seal(self, names: Sequence[str] | None = None) -> None:
         """Write the checksum of each file of a run that has ended, by which ``verl-memopt check`` finds damage.
 
-        ``names``: files to be entered anew in a record that is sealed; None = all files.
+        ``names``: files whose checksums are renewed in an existing record; None = all files.
         """
         if names is None:
             digests = {path.relative_to(self.path).as_posix(): digest_of(path) for path in self._sealed_files()}
@@ -187,7 +186,7 @@ class RunFolder:
         replace_text(self.record, json.dumps({"digest": blake3(text.encode()).hexdigest(), "files": digests}, indent=1) + "\n")
 
     def faults(self) -> list[str]:
-        """Return what differs from the record of a run that has ended, or cannot be read, one sentence for each file."""
+        """Return one sentence for each file that differs from the record of a run that has ended, or cannot be read."""
         found = []
         if self.record.exists() or self.record.is_symlink():
             digests = self._read_seal()
@@ -213,10 +212,10 @@ class RunFolder:
         return found
 
     def _sealed_files(self) -> Iterator[Path]:
-        """Yield the files of the run but for checkpoints, which have checksums of their own, and what others write."""
+        # Checkpoints have checksums of their own, and what other programs write is not sealed.
         for path in sorted(self.path.iterdir()):
             if path.is_dir() and (path.name.startswith("model") or path == self.config_history):
-                yield from sorted(each for each in path.rglob("*") if each.is_file())
+                yield from sorted(file for file in path.rglob("*") if file.is_file())
             elif path.is_file() and path.name not in ("run.lock", self.record.name) and not path.name.startswith(NOT_SEALED):
                 yield path
 
@@ -232,7 +231,7 @@ class RunFolder:
             return None
 
     def _rows(self, path: Path) -> list[dict[str, Any]]:
-        """Return the rows of a file of the record. Each has a step and else numbers and texts."""
+        # Each row has a step, and otherwise only numbers and the texts in TEXTS.
         rows = read_rows(path) if path.exists() else []
         for row in rows:
             _step(row, path)
@@ -250,7 +249,7 @@ class RunFolder:
         self._elapsed_before = max((row.elapsed_seconds + row.seconds for row in self.read_timeline()), default=0.0)
 
     def _keep_config(self, config_text: str, step: int) -> None:
-        """Move settings that are about to be replaced to ``config_history/until_step_N.yaml``, under an unused name."""
+        # Settings that are about to be replaced, under a name that is not used yet.
         if not self.config.exists() or self.config.read_text(encoding="utf-8", errors="replace") == config_text:
             return
         self.config_history.mkdir(exist_ok=True)
@@ -260,14 +259,14 @@ class RunFolder:
     # An earlier run moves aside as one: into a folder that gets its name when it is whole.
 
     def set_aside(self, config_text: str) -> Path | None:
-        """Move all that an earlier run left to a new folder in ``previous/``, and return that; None where there was none.
+        """Move everything that an earlier run left to a new folder in ``previous/``, and return that; None if there was nothing.
 
-        Of the inputs, those that the present settings name stay here, and are copied if the earlier ones name them too.
+        Inputs that the present settings name stay here; they are copied if the earlier settings name them too.
         """
         left = self._left_by_a_run()
         if all(path.name in BESIDE for path in left):
             return None
-        inputs = [path for each in left if each.name == INPUTS for path in each.iterdir() if path.name != PENDING]
+        inputs = [path for found in left if found.name == INPUTS for path in found.iterdir() if path.name != PENDING]
         before = self.config.read_text(encoding="utf-8", errors="replace") if self.config.is_file() else ""
         stay = [path for path in inputs if path.name in config_text]
         moved = [path for path in (*left, *inputs) if path not in stay and path.name != INPUTS]
@@ -277,7 +276,7 @@ class RunFolder:
         return aside
 
     def _keep_later_models(self, step: int) -> Path | None:
-        """Move models of steps after the one that the run goes back to aside, with a copy of their record."""
+        # Models of steps after the one that the run goes back to move away, with a copy of their record.
         models = [path for name in (FINAL_MODEL, BEST_MODEL) if (path := self.path / name).is_dir() and _step_of(path) > step]
         record = [path for path in self._left_by_a_run() if any(fnmatch(path.name, name) for name in (*RECORD, *BESIDE))]
         return self._to_previous(models, record) if models else None
@@ -285,7 +284,7 @@ class RunFolder:
     def _to_previous(self, moved: Iterable[Path], copied: Iterable[Path]) -> Path:
         targets = (self.path / PREVIOUS / str(number) for number in itertools.count(1))
         halves = ((path, path.with_name(f"{path.name}{HALF}")) for path in targets)
-        target, half = next(each for each in halves if not any(map(os.path.lexists, each)))
+        target, half = next(pair for pair in halves if not any(map(os.path.lexists, pair)))
         with disk_refusals(target):
             half.mkdir(parents=True)
             mark(half)
@@ -299,8 +298,8 @@ class RunFolder:
         return target
 
     def _put_back(self, source: Path, below: str = "") -> None:
-        """Move what lies in a folder of ``previous/`` to where it was. What is there already was only copied."""
-        for path in (each for each in (source / below).iterdir() if each.name != MARK):
+        # What is still in its place was only copied.
+        for path in (entry for entry in (source / below).iterdir() if entry.name != MARK):
             name = f"{below}{path.name}"
             if not os.path.lexists(self.path / name):
                 path.rename(self.path / name)
@@ -310,7 +309,7 @@ class RunFolder:
             shutil.rmtree(source)
 
     def _left_by_a_run(self) -> list[Path]:
-        return [path for path in sorted(self.path.glob("*")) if path.name in BESIDE or is_of_a_run(path.name)]
+        return [path for path in sorted(self.path.glob("*")) if path.name in BESIDE or is_run_file(path.name)]
 
 
 ENDED = "ended"
@@ -332,9 +331,9 @@ def _step(row: Mapping[str, Any], path: Path) -> int:
     return step
 
 
-def is_of_a_run(name: str) -> bool:
-    """Return whether a run leaves a file or folder of this name in its folder, and a new one sets it aside."""
-    return any(fnmatch(name, each) for each in OF_A_RUN)
+def is_run_file(name: str) -> bool:
+    """Return whether runs leave a file or folder of this name in their folder. A new run moves it aside."""
+    return any(fnmatch(name, pattern) for pattern in RUN_FILES)
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -351,7 +350,7 @@ def _step_of(model: Path) -> float:
 
 
 def program() -> str:
-    """Return how the command line of this Python is called, for a line to copy."""
+    # Users copy this into a shell, so it must find this installation.
     path = Path(sys.executable).with_name("verl-memopt")
     if path.is_file() and str(path) != shutil.which("verl-memopt"):
         return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
@@ -359,7 +358,11 @@ def program() -> str:
 
 
 def open_run_folder(path: Path) -> RunFolder:
-    """Return the folder of an earlier run."""
+    """Return the folder of an earlier run.
+
+    Raises:
+        UserError: There is no such folder, or it is not that of a run.
+    """
     if not path.is_dir():
         raise UserError(f"{path}: no such run folder. Use the folder that a run printed as its last line.")
     folder = RunFolder(path)
@@ -411,7 +414,7 @@ _NO_PHASES = ("step", "epoch", "run", REWARD_IN_ROLLOUT)
 def timeline_rows(step: int, spans: Sequence[Span], memories: Mapping[str, PhaseMemory]) -> list[TimelineRow]:
     """Return a step's rows in the order in which the phases began. The run folder fills in their running time.
 
-    A phase without ``memories``, which are over all processes, has empty cells.
+    ``memories``: by phase, over all processes. A phase without them has empty cells.
     """
     rows = []
     for span in sorted((span for span in spans if span.name not in _NO_PHASES), key=lambda span: span.started):
@@ -425,13 +428,13 @@ def timeline_rows(step: int, spans: Sequence[Span], memories: Mapping[str, Phase
 
 
 def append_timeline(path: Path, rows: Sequence[TimelineRow]) -> None:
-    """Append rows to the file. A new file begins with the header."""
+    # A new file begins with the header.
     text = _csv_text(rows, header=not path.exists() or path.stat().st_size == 0)
     append_text(path, text)
 
 
 def keep_timeline(path: Path, last_step: int) -> None:
-    """Drop the rows after a step in one atomic write."""
+    # Drop the rows after a step in one atomic write.
     if path.exists():
         replace_text(path, _csv_text([row for row in read_timeline(path) if row.step <= last_step], header=True))
 

@@ -54,24 +54,24 @@ class Sample:
 def sample_row(step: int, sample: Sample) -> dict[str, Any]:
     """Return a sample as a dump row: verl's keys, then this project's, then the reward function's.
 
-    A key of the reward function that is already used appears as ``reward_extra/<key>``.
+    A key of the reward function that is already used becomes ``reward_extra/<key>``.
     """
     own = {name: getattr(sample, name) for name in FIELDS}
     row = {**{name: own[name] for name in ("input", "output", "gts", "score")}, "step": step, **own, "schema": SCHEMA}
-    return row | {f"reward_extra/{key}" if key in row or key in OF_FILE else key: value for key, value in sample.extra.items()}
+    return row | {f"reward_extra/{key}" if key in row or key in FILE_KEYS else key: value for key, value in sample.extra.items()}
 
 
 FIELDS = tuple(field.name for field in fields(Sample) if field.name not in ("extra", "address"))
 """What a dump row has of its sample, under the same names."""
 
-OF_FILE = ("tokenizer", "row", "rows")
+FILE_KEYS = ("tokenizer", "row", "rows")
 """Keys of a dump row that belong to its file: a hash of the tokenizer, the row's number from 1, and the number of rows."""
 
 
 def dump_samples(folder: Path, step: int, samples: Sequence[Sample], tokenizer: str = "") -> Path:
     """Write ``{folder}/{step}.jsonl``, one row per sample, completely or not at all, and return its path.
 
-    Samples of one prompt are neighbours. ``tokenizer``: hash of the one that the ids belong to.
+    Samples of one prompt are neighbours. ``tokenizer``: hash of the tokenizer of the ids.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{step}.jsonl"
@@ -85,7 +85,7 @@ def dump_samples(folder: Path, step: int, samples: Sequence[Sample], tokenizer: 
 
 
 def refuse_other_files(folder: Path, key: str) -> None:
-    """Refuse a folder for a dump in which a file has the name of a step's and is none.
+    """Refuse a folder for a dump if a file in it has the name of a step's file, but is not one.
 
     Raises:
         ConfigError: It names the file.
@@ -110,14 +110,13 @@ LONGEST_LINE = 2**24
 
 
 def dumped_steps(folder: Path) -> list[int]:
-    """Return the steps of a dump, in order."""
     return sorted(int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdecimal())
 
 
 def read_samples(folder: Path, step: int, tokenizer: str, num_tokens: int) -> list[Sample]:
     """Return the samples of one step of a dump, in the order of the file.
 
-    ``tokenizer``: hash of the reader's. Token ids are below ``num_tokens``.
+    ``tokenizer``: hash of the reader's tokenizer. Token ids must be below ``num_tokens``.
 
     Raises:
         DataError: The file is missing or incomplete, has another schema or tokenizer, or a row is malformed.
@@ -143,14 +142,13 @@ def read_samples(folder: Path, step: int, tokenizer: str, num_tokens: int) -> li
 
 
 def _read(row: dict[str, Any], address: str, tokenizer: str, num_tokens: int) -> Sample:
-    """Return the sample of a dump row."""
     if row.get("schema") != SCHEMA:
         raise DataError(
             f"{address}: a dump of schema {row.get('schema')} cannot be replayed; this version reads schema {SCHEMA}. Write the "
             "dump again, with trainer.rollout_data_dir or debug=rollout_only."
         )
     own = sample_row(0, EMPTY).keys()
-    absent = [key for key in (*own, *OF_FILE) if key not in row]
+    absent = [key for key in (*own, *FILE_KEYS) if key not in row]
     if absent:
         raise DataError(f"{address}: the key {absent[0]!r} is missing. Write the dump again.")
     if row["tokenizer"] != tokenizer:
@@ -166,7 +164,7 @@ def _read(row: dict[str, Any], address: str, tokenizer: str, num_tokens: int) ->
     if not row["prompt_ids"] or (log_probs is not None and len(log_probs) != len(row["response_ids"])):
         raise DataError(f"{address}: it has no prompt, or not one log-prob for each response token. Write the dump again.")
     prefix = "reward_extra/"
-    extra = {key.removeprefix(prefix): value for key, value in row.items() if key not in own and key not in OF_FILE}
+    extra = {key.removeprefix(prefix): value for key, value in row.items() if key not in own and key not in FILE_KEYS}
     return Sample(**{name: row[name] for name in FIELDS}, extra=extra, address=address)
 
 

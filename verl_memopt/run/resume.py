@@ -22,7 +22,7 @@ from verl_memopt.distributed.file_records import digest_of
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.knob import knobs
 from verl_memopt.observe.own_files import differs_from_name
-from verl_memopt.observe.run_folder import BEST_MODEL, FINAL_MODEL, is_of_a_run
+from verl_memopt.observe.run_folder import BEST_MODEL, FINAL_MODEL, is_run_file
 from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore, is_checkpoint, read_checkpoint
 from verl_memopt.run.environment import Environment
 
@@ -276,7 +276,7 @@ def check_own_files(settings: Settings, environment: Environment, folder: Path, 
             raise ConfigError(f"{key}={changed}: it has other contents than were written. Start the run from Python again.")
         for path in (each.resolve() for each in paths if each.resolve().is_relative_to(folder.resolve())):
             name = path.relative_to(folder.resolve()).parts[:1]
-            if name and (name[0] in (FINAL_MODEL, BEST_MODEL) or (is_of_a_run(name[0]) and not continues)):
+            if name and (name[0] in (FINAL_MODEL, BEST_MODEL) or (is_run_file(name[0]) and not continues)):
                 raise ConfigError(
                     f"{key}={path}: an earlier run left it in {folder}, where this run would put its own in its place. Give this "
                     "run another folder: trainer.default_local_dir=..., or run_dir=... from Python."

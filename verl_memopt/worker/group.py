@@ -335,9 +335,9 @@ def _combined(memories: Sequence[PhaseMemory], with_driver: bool = False) -> Pha
 
 def _over_calls(calls: Sequence[PhaseMemory]) -> PhaseMemory:
     """Return the figures of a phase over its successive calls: the largest peaks, sums, and the live bytes at both ends."""
-    from verl_memopt.observe.phase import COMPILE_FIGURES, sum_of_known
+    from verl_memopt.observe.phase import COMPILE_FIGURES, sum_of_counted
 
-    sums: dict[str, Any] = {name: sum_of_known(calls, name) for name in COMPILE_FIGURES}
+    sums: dict[str, Any] = {name: sum_of_counted(calls, name) for name in COMPILE_FIGURES}
     fullest = max(calls, key=lambda call: call.peak_allocated_bytes or 0)
     return replace(
         _combined(calls),
