@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -394,12 +395,18 @@ def test_a_run_from_python_leaves_metrics_charts_and_its_command(run):
     assert run.generate("1+2=", max_tokens=3) == run.generate(["1+2="], max_tokens=3)[0]
 
 
-def test_a_second_call_is_a_new_run_unless_it_resumes(run, model):
+def open_files():
+    return Counter(str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
+
+
+def test_a_second_call_is_a_new_run_unless_it_resumes_and_holds_no_more_files(run, model):
+    files = open_files()
     again = {"steps": 3, "run_dir": run.path, "save_freq": 1, **SMALL}
     resumed = verl_memopt.train(model, ROWS, [right, lambda answer, row: -0.1 * len(answer)], resume=True, **again)
     assert [row["step"] for row in resumed.metrics] == [0, 1, 2, 3]
     anew = verl_memopt.train(model, ROWS, right, **{**again, "steps": 1})
     assert [row["step"] for row in anew.metrics] == [1]
+    assert not open_files() - files
     assert len(verl_memopt.Run(run.path / "previous" / "1").metrics) == 4
 
 

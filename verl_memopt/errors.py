@@ -9,11 +9,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+_CONTROL = {**{number: f"\\x{number:02x}" for number in (*range(32), *range(127, 160)) if chr(number) not in "\n\t"}}
+
+
+def printable(text: str) -> str:
+    """Replace control characters, which could steer a terminal, by their codes."""
+    return text.translate(_CONTROL)
+
 
 class UserError(Exception):
-    """An error that the user can correct. The command line prints its message without a traceback."""
+    """An error that the user can correct. The command line prints its message without a traceback.
+
+    A message may quote what a file, a model or a service holds. It steers no terminal.
+    """
 
     exit_code = 2
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__(*map(printable, map(str, texts)))
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: the run ends because a stop was requested

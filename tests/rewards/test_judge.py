@@ -180,9 +180,67 @@ def test_an_answer_that_is_too_long_is_not_read_to_its_end(judge):
     assert len(sent) < 8
 
 
-def test_an_address_that_is_no_url_is_refused():
-    with pytest.raises(RewardError, match="'localhost:1/x' is no http or https URL"):
-        ask("localhost:1/x", 1)
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("localhost:1/x", "no http or https URL"),
+        ("file:///etc/passwd", "no http or https URL"),
+        ("http:///x", "no http or https URL"),
+        ("http://[::1", "IPv6"),
+        ("http://127.0.0.1:port/", "port"),
+        ("http://127.0.0.1:70000/", "range"),
+        ("http://127.0.0.1:1/a b", "control characters"),
+        ("http://127.0.0.1:1/\u00fc", "ascii"),
+        ("http://a..b/", "label"),
+        ("http://me:pa55word@127.0.0.1:1/", "user or a password"),
+    ],
+)
+def test_an_address_that_cannot_be_asked_is_refused_at_once(address, why):
+    with pytest.raises(RewardError, match=f"(?i)^the judge's address '.*' cannot be used: .*{why}") as refused:
+        ask(address, 1, pause=pytest.fail)
+    assert "pa55word" not in str(refused.value)
+
+
+@pytest.mark.parametrize("value", ["Bearer abcd1234\n", "Bearer abcd1234 \u0416", None])
+def test_a_header_that_cannot_be_sent_is_named_without_its_value(judge, value):
+    with pytest.raises(RewardError, match="the judge's header 'Authorization' cannot be sent") as refused:
+        ask(judge.url, 1, Patience(headers={"Authorization": value}))
+    assert "abcd" not in str(refused.value)
+    assert judge.requests == []
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_no_redirection_takes_the_headers_to_another_place(judge, status):
+    elsewhere = Judge()
+    judge.behaviours = [fails(status, Location=elsewhere.url)]
+    with pytest.raises(RewardError, match=rf"refused the request: HTTP status {status} .*, which names {elsewhere.url[:20]}"):
+        ask(judge.url, 1, Patience(headers={"Authorization": "Bearer me"}))
+    elsewhere.server.shutdown()
+    elsewhere.server.server_close()
+    assert (len(judge.requests), elsewhere.requests) == (1, [])
+
+
+def steers(handler, body):
+    handler.wfile.write(b"HTTP/1.1 404 \x1b]0;mine\x07\r\nContent-Length: 9\r\n\r\n\x1b[2J\xc2\x9b31m")
+
+
+def no_status(handler, body):
+    handler.wfile.write(b"\x1b[2J\r\n\r\n")
+
+
+@pytest.mark.parametrize("trouble", [steers, no_status])
+def test_what_a_judge_sends_steers_no_terminal(judge, trouble):
+    judge.behaviours = [trouble]
+    with pytest.raises(RewardError, match=r"\\x1b\[2J") as error:
+        ask(judge.url, 1, QUICK)
+    assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("asked", ["99999999999", "9" * 400])
+def test_a_judge_that_asks_for_a_pause_beyond_the_limit_is_not_waited_for(judge, asked):
+    judge.behaviours = [fails(429, Retry_After=asked)]
+    with pytest.raises(RewardError, match="in 1 attempt "):
+        ask(judge.url, 1, QUICK, pause=pytest.fail)
 
 
 def test_nobody_listening_is_an_error_that_says_so(judge):

@@ -35,11 +35,21 @@ def draw_charts(folder: RunFolder, out: Path | None = None) -> list[Path]:
     target = out or folder.path
     target.mkdir(parents=True, exist_ok=True)
     metrics, timeline = folder.read_metrics(), folder.read_timeline()
-    return [
+    drawn = [
         draw_reward(metrics, target / "reward_and_validation.png"),
         draw_peaks(build_summary(metrics, timeline), target / "peak_memory_by_phase.png"),
         draw_timeline(timeline, target / "memory_timeline.png"),
     ]
+    _close_fonts()
+    return drawn
+
+
+def _close_fonts() -> None:
+    """Close the files of the fonts. Matplotlib keeps them open for each thread that has drawn."""
+    from matplotlib import font_manager
+
+    if forget := getattr(getattr(font_manager, "_get_font", None), "cache_clear", None):
+        forget()
 
 
 def draw_reward(metrics: Sequence[Mapping[str, Any]], path: Path) -> Path:

@@ -24,14 +24,6 @@ NOISY = ("transformers", "ray", "matplotlib", "PIL", "urllib3", "httpx", "httpco
 """Packages that log warnings and errors only."""
 
 
-_CONTROL = {**{number: f"\\x{number:02x}" for number in (*range(32), *range(127, 160)) if chr(number) not in "\n\t"}}
-
-
-def printable(text: str) -> str:
-    """Replace control characters, which could steer a terminal, by their codes."""
-    return text.translate(_CONTROL)
-
-
 class _StandardError(logging._StderrHandler):  # type: ignore[name-defined]
     """Writes to the present standard error, so that a progress bar or a test that replaces it receives the lines."""
 

@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from verl_memopt.config.secrets import hide_shapes
 from verl_memopt.errors import RewardError
 
 PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)
@@ -59,6 +60,9 @@ class _PassingError(Exception):
     """An attempt failed in a way that another one may mend. Its arguments are the reason, and the least pause in seconds."""
 
 
+CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+
+
 def ask(url: str, body: Any, patience: Patience = Patience(), pause: Callable[[float], None] = time.sleep) -> Any:
     """Post a body as JSON and return the JSON of the answer.
 
@@ -73,8 +77,6 @@ def ask(url: str, body: Any, patience: Patience = Patience(), pause: Callable[[f
             and what went wrong last.
         LongAnswerError: The answer is too long.
     """
-    if urlsplit(url).scheme not in ("http", "https"):
-        raise RewardError(f"the {patience.name}'s address {url!r} is no http or https URL. Correct it in the reward function.")
     text = json.dumps(body).encode()
     end = time.monotonic() + patience.limit_seconds
     last, attempts = "", 0
@@ -89,10 +91,15 @@ def ask(url: str, body: Any, patience: Patience = Patience(), pause: Callable[[f
             if wait >= end - time.monotonic():
                 break
             pause(wait)
-    raise RewardError(
+    raise _error(
         f"the {patience.name} at {url} gave no answer in {attempts} attempt{'s' if attempts > 1 else ''} and at most "
         f"{patience.limit_seconds:g} s. The last one failed: {last}. {patience.way_out}"
     )
+
+
+def _error(text: str, kind: type[RewardError] = RewardError) -> RewardError:
+    """Return an error of one line that does not tell what opens a service."""
+    return kind(hide_shapes(" ".join(text.split())))
 
 
 async def ask_async(url: str, body: Any, patience: Patience = Patience()) -> Any:
@@ -109,23 +116,19 @@ def _threads() -> ThreadPoolExecutor:
 def _attempt(url: str, text: bytes, patience: Patience, seconds: float) -> Any:
     """Return the answer to one request. A _PassingError says that another attempt may do better, a RewardError that none can."""
     end = time.monotonic() + seconds
-    place = urlsplit(url)
-    connect = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
-    connection = connect(place.netloc, timeout=seconds)
+    connection = _prepared(url, len(text), patience, seconds)
     try:
         with closing(connection):
-            target = urlunsplit(("", "", place.path or "/", place.query, ""))
-            connection.request(
-                "POST", target, text, {"Content-Type": "application/json", "Connection": "close", **patience.headers}
-            )
+            connection.endheaders(text)
             # The answer is read from a stream of its own, so that its headers too are read by the deadline.
             with closing(connection.sock) as socket:
                 connection.sock = _Bounded(socket, end)
                 answer = connection.getresponse()
                 received = _read(answer)
         if len(received) > LARGEST_ANSWER_BYTES:
-            raise LongAnswerError(
-                f"the {patience.name} at {url} answered with over {LARGEST_ANSWER_BYTES} bytes. Make it answer with less."
+            raise _error(
+                f"the {patience.name} at {url} answered with over {LARGEST_ANSWER_BYTES} bytes. Make it answer with less.",
+                LongAnswerError,
             )
         if answer.status // 100 == 2:
             return json.loads(received)
@@ -138,9 +141,47 @@ def _attempt(url: str, text: bytes, patience: Patience, seconds: float) -> Any:
     quoted = " ".join(received[: 4 * QUOTED_CHARACTERS].decode(errors="replace").split())[:QUOTED_CHARACTERS]
     reason = f"HTTP status {answer.status} {answer.reason}{f' ({quoted})' if quoted else ''}"
     if answer.status not in PASSING_STATUS:
-        raise RewardError(f"the {patience.name} at {url} refused the request: {reason}. Correct the address or what is sent.")
+        # No redirection is followed: the headers would go with it, to whoever it names.
+        elsewhere = f", which names {moved[:QUOTED_CHARACTERS]}" if (moved := answer.getheader("Location", "")) else ""
+        raise _error(
+            f"the {patience.name} at {url} refused the request: {reason}{elsewhere}. Correct the address or what is sent."
+        )
     named = answer.getheader("Retry-After", "")
     raise _PassingError(reason, float(named) if named.isdecimal() and named.isascii() else 0.0)
+
+
+def _prepared(url: str, length: int, patience: Patience, seconds: float) -> http.client.HTTPConnection:
+    """Return a connection that holds the head of a request, of which nothing is sent yet.
+
+    Raises:
+        RewardError: HTTP cannot send the address or a header. The value of a header, which may be a secret, is not told.
+    """
+    headers = {"Content-Type": "application/json", "Content-Length": length, "Connection": "close", **patience.headers}
+    try:
+        place = urlsplit(url)
+        if place.scheme not in CONNECTIONS or not place.hostname or (place.port or 1) < 1:
+            raise ValueError("it is no http or https URL")
+        place.hostname.encode("idna")
+        if "@" in place.netloc:
+            raise ValueError("it holds a user or a password, which belong into the header Authorization")
+        connection = CONNECTIONS[place.scheme](place.netloc, timeout=seconds)
+        connection.putrequest(
+            "POST", urlunsplit(("", "", place.path or "/", place.query, "")), skip_host="Host" in patience.headers
+        )
+    except (ValueError, http.client.InvalidURL) as error:
+        raise _error(
+            f"the {patience.name}'s address {url!r} cannot be used: {error}. Correct it in the reward function."
+        ) from error
+    for name, value in headers.items():
+        try:
+            connection.putheader(name, value)
+        except (ValueError, TypeError):
+            # The cause is not kept: its text has the value.
+            raise _error(
+                f"the {patience.name}'s header {name!r} cannot be sent: it must be one line of Latin-1 text. Correct it in the "
+                "reward function."
+            ) from None
+    return connection
 
 
 class _Bounded(io.RawIOBase):

@@ -25,8 +25,7 @@ from typing import Any, Self
 from verl_memopt.config import schema
 from verl_memopt.config.reward_rules import rows_at_a_time
 from verl_memopt.distributed.threads import THREADS, threads_for
-from verl_memopt.errors import RewardError, Stopped
-from verl_memopt.observe.log_setup import printable
+from verl_memopt.errors import RewardError, Stopped, printable
 from verl_memopt.recipes import RECIPES
 from verl_memopt.rewards.sandbox import Sandbox, share_out
 from verl_memopt.rewards.score import (
@@ -443,7 +442,7 @@ class RewardProcess:
                 f"custom_reward_function.path: the process that imports the file {self.ending()}. Import it alone to see why."
             )
         if problem is not None:
-            raise RewardError(printable(str(problem)))
+            raise RewardError(str(problem))
         self.loaded = True
 
     def send(self, indices: Sequence[int], rows: Sequence[RewardRow]) -> None:

@@ -23,8 +23,7 @@ from verl_memopt.data.messages import Messages, is_chat, read_messages, render
 from verl_memopt.data.python_rows import IN_PYTHON
 from verl_memopt.data.sources import checked_files, rows_of
 from verl_memopt.distributed.device import resolve_device
-from verl_memopt.errors import UserError
-from verl_memopt.observe.log_setup import printable
+from verl_memopt.errors import UserError, printable
 from verl_memopt.observe.run_folder import FINAL_MODEL
 from verl_memopt.run.checkpoints import is_checkpoint
 from verl_memopt.run.export_model import StoredModel, export_model, held_checkpoint
@@ -252,7 +251,7 @@ def talk(chat: Chat, example: Messages | str | None, prompt: str | None) -> int:
                 chat.messages = []
                 chat.turn(example)
         except UserError as error:
-            sys.stdout.write(f"{printable(str(error))}\n")
+            sys.stdout.write(f"{error}\n")
 
 
 def _read(read: Callable[[], str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -349,6 +350,8 @@ class Worker:
         finally:
             self.limits.close()
             leave_process_group()
+            # A model and its hooks refer to each other, and to the group's sockets: without this, the next run finds them there.
+            gc.collect()
 
     def _free_models(self) -> None:
         for trained in self._trained():
