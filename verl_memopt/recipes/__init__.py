@@ -22,13 +22,13 @@ class Recipe:
     """What a recipe adds. A part is the dotted name of an object, ``module:name``, which is imported on use.
 
     Attributes:
-        title: What notices call the recipe.
+        title: What log messages call the recipe.
         rules_at: The combinations of settings that it refuses.
         names_at: The names of its published settings, which a run of it reads beside ours.
         hooks_at: Its dataset, its role in the workers and its scorer: a module with the functions of ``RecipeHooks``.
         commands: Command -> the function that runs it, and the line of the help.
-        tokens_key: Its cap of tokens in a forward of the model that scores.
-        longest_key: The most tokens of a sequence that is scored.
+        tokens_key: The setting that limits the tokens in one forward of the model that scores.
+        longest_key: The setting that limits the tokens of a sequence that is scored.
         equals: A name of its published settings -> our key, for the hint at an unknown key.
     """
 
@@ -42,15 +42,12 @@ class Recipe:
     equals: Mapping[str, str] = field(default_factory=dict)
 
     def rules(self) -> tuple[Refusal, ...]:
-        """Return the combinations of settings that the recipe refuses."""
         return pkgutil.resolve_name(self.rules_at)
 
     def names(self) -> RecipeNames:
-        """Return the names of its published settings."""
         return pkgutil.resolve_name(self.names_at)
 
     def hooks(self) -> RecipeHooks:
-        """Return its parts of a training run."""
         return pkgutil.resolve_name(self.hooks_at)
 
 

@@ -25,20 +25,17 @@ from verl_memopt.errors import DataError
 
 @dataclass(frozen=True)
 class TagPair:
-    """The texts before and after a section."""
-
     begin: str
     end: str
 
     def wrap(self, text: str) -> str:
-        """Return the text between the tags."""
         return f"{self.begin}{text}{self.end}"
 
     def unwrap(self, text: str) -> str:
-        """Return the text without this pair around it, or the text itself where it is not wrapped."""
         inner = text.strip()
         if len(inner) >= len(self.begin) + len(self.end) and inner.startswith(self.begin) and inner.endswith(self.end):
             return inner[len(self.begin) : len(inner) - len(self.end)]
+        # Text without the pair stays as it is.
         return text
 
 
@@ -65,27 +62,26 @@ class RltFormat:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """All tags, each once."""
         pairs = (self.explanation, self.thought, self.solution)
         return tuple(dict.fromkeys(tag for pair in pairs for tag in (pair.begin, pair.end)))
 
     @property
     def forced_prefix(self) -> str:
-        """The end of every teacher prompt: the begin tag and the padding."""
+        # The end of every teacher prompt: the begin tag and the padding.
         return self.explanation.begin + self.padding
 
     def teacher_prefill(self, solution: str) -> str:
-        """Return the start of the teacher's turn, after which the teacher writes the explanation."""
+        # Return the start of the teacher's turn, after which the teacher writes the explanation.
         return self.solution.wrap(solution) + self.delimiter + self.forced_prefix
 
     @property
     def student_opening(self) -> str:
-        """The start of the student's turn, after which the explanation follows."""
+        # The start of the student's turn, after which the explanation follows.
         return self.think_prefix + self.thought.begin + self.padding
 
     @property
     def bridge(self) -> str:
-        """The text between the explanation and the solution in the student's turn."""
+        # The text between the explanation and the solution in the student's turn.
         return self.thought.end + self.delimiter + self.solution.begin
 
 
@@ -130,7 +126,7 @@ class RltPrompts:
         tokenizer: A Hugging Face tokenizer with a chat template.
         rlt_format: Tags and system prompts.
         chat_kwargs: Extra arguments of the chat template.
-        allow_special_tokens: Let special tokens inside a question or a solution become tokens. False = they are plain text.
+        allow_special_tokens: Special tokens inside a question or a solution become tokens. False = they are plain text.
     """
 
     tokenizer: Any
@@ -139,7 +135,7 @@ class RltPrompts:
     allow_special_tokens: bool = False
 
     def teacher(self, question: str, solution: str) -> tuple[str, Spans]:
-        """Return the teacher's prompt, which ends after the forced prefix, and its spans of plain special tokens.
+        """Return the teacher's prompt, which ends after the forced prefix, and the spans of special tokens that are plain text.
 
         Raises:
             DataError: The chat template cannot render the messages.
@@ -149,7 +145,7 @@ class RltPrompts:
         return text + turn, (*plain, *moved(self.plain(turn), len(text)))
 
     def student(self, question: str) -> tuple[str, Spans]:
-        """Return the student's prompt, which ends where the explanation begins, and its spans of plain special tokens.
+        """Return the student's prompt, up to where the explanation begins, and the spans of special tokens that are plain text.
 
         Raises:
             DataError: The chat template cannot render the messages.
@@ -158,15 +154,10 @@ class RltPrompts:
         return text + self.rlt_format.student_opening, plain
 
     def end_of_turn(self) -> str:
-        """Return what the chat template writes after an answer, such as ``<|im_end|>`` and a line break.
-
-        Raises:
-            DataError: The chat template drops or changes an answer.
-        """
         return end_of_turn(self.tokenizer, self.chat_kwargs)
 
     def plain(self, text: str) -> Spans:
-        """Return the spans of a text of the data whose special tokens are encoded as plain text."""
+        # Return the spans of a text of the data whose special tokens are encoded as plain text.
         return () if self.allow_special_tokens else special_tokens_of(self.tokenizer).find(text)
 
     def _chat(self, system: str, question: str) -> tuple[str, Spans]:
@@ -202,8 +193,6 @@ ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assi
 
 @dataclass(frozen=True)
 class RltRecord:
-    """One question with its solution."""
-
     question: str
     """The question, as the student and the teacher read it."""
     solution: str
@@ -216,8 +205,6 @@ class RltRecord:
 
 @dataclass(frozen=True)
 class Records:
-    """The usable rows, and why the others were rejected."""
-
     rows: list[RltRecord]
     rejected: dict[str, int]
     """Reason -> number of rows."""
@@ -226,10 +213,10 @@ class Records:
 def read_records(rows: Iterable[RawRow], rlt_format: RltFormat) -> Records:
     """Return the records of rows, and how many rows were rejected for which reason.
 
-    ``rlt_format``: Its tags must not appear inside a text.
+    ``rlt_format``: its tags must not appear inside a text.
 
     Raises:
-        DataError: A row has not the columns of any accepted form, or every row is rejected.
+        DataError: A row does not have the columns of any accepted form, or every row is rejected.
     """
     records, rejected, alias_at, first = [], Counter[str](), "", ""
     for address, columns in rows:
@@ -254,11 +241,11 @@ def read_records(rows: Iterable[RawRow], rlt_format: RltFormat) -> Records:
 
 
 def _record(address: str, columns: dict[str, Any]) -> RltRecord | str:
-    """Return the record of a row, or the reason why a conversation gives none."""
+    # Return the record of a row, or the reason why its conversation gives none.
     if "conversations" in columns:
         if {"question", "solution"} & columns.keys():
             raise DataError(f"{address}: there are columns 'conversations' and 'question' or 'solution'. Remove one form.")
-        return _of_conversation(address, columns["conversations"])
+        return _conversation_record(address, columns["conversations"])
     if "question" in columns and "prompt" in columns:
         raise DataError(f"{address}: there are columns 'question' and 'prompt', which mean the same. Remove one.")
     question = _text(address, columns, "question" if "question" in columns else "prompt", "question")
@@ -278,7 +265,7 @@ def _text(address: str, columns: dict[str, Any], column: str, name: str) -> str:
     return columns[column]
 
 
-def _of_conversation(address: str, turns: Any) -> RltRecord | str:
+def _conversation_record(address: str, turns: Any) -> RltRecord | str:
     if not isinstance(turns, list | tuple) or not all(isinstance(turn, dict) for turn in turns):
         raise DataError(f"{address}: conversations must be a list of {{from, value}}, but it is {turns!r:.200}. Correct the row.")
     roles = [ROLES.get(str(turn.get("from"))) for turn in turns]
@@ -289,7 +276,7 @@ def _of_conversation(address: str, turns: Any) -> RltRecord | str:
 
 
 def _sections(answer: str) -> tuple[str, str] | None:
-    """Return the thought and the solution of an answer, or None where a tag is missing, repeated or in another place."""
+    # Return the thought and the solution of an answer; None if a tag is missing, repeated or out of order.
     tags = (STRATOS.thought.begin, STRATOS.thought.end, STRATOS.solution.begin, STRATOS.solution.end)
     if any(answer.count(tag) != 1 for tag in tags):
         return None
@@ -302,7 +289,7 @@ def _sections(answer: str) -> tuple[str, str] | None:
 
 
 def _checked(record: RltRecord, rlt_format: RltFormat) -> RltRecord | str:
-    """Return a record without tags around its texts, or the reason why it cannot be used."""
+    # Remove tags around a record's texts. Return the record, or the reason why it cannot be used.
     solution, trace = rlt_format.solution.unwrap(record.solution), record.reasoning_trace
     if trace is not None:
         trace = rlt_format.thought.unwrap(rlt_format.explanation.unwrap(trace))
@@ -325,7 +312,7 @@ class RltDataset(list[PromptRow]):
     A row's ``ground_truth`` is the solution, and its ``extra_info`` holds ``question``, ``solution`` and ``reasoning_trace``.
 
     Args:
-        files: As :func:`verl_memopt.data.sources.read_source` takes them: paths, or ``hub:`` and the id of a dataset.
+        files: See :func:`verl_memopt.data.sources.read_source`: paths, or ``hub:`` and the id of a dataset.
         data: The ``data`` section of the settings.
         tokenizer: The teacher's tokenizer, with a chat template.
         split: ``train`` or ``val``. It selects ``{split}_max_samples`` and the keys that errors name.
@@ -336,7 +323,6 @@ class RltDataset(list[PromptRow]):
     """
 
     def __init__(self, files: Any, data: schema.Data, tokenizer: Any, split: str, tag_format: str = "stratos") -> None:
-        """Read, check and render all rows."""
         if data.truncation != "error":
             raise DataError(
                 f"data.truncation={data.truncation}: a prompt of RLT ends with the solution and a tag, and cannot be cut. Set "
@@ -375,10 +361,9 @@ NO_TRACE = "there is no reasoning trace to learn from"
 
 
 def teacher_rows(files: Any, data: schema.Data, tokenizer: Any, split: str, tag_format: str) -> list[PromptRow]:
-    """Return the rows that have a reasoning trace, with the teacher's lesson as response: what a warm-up learns.
+    """Return the rows that have a reasoning trace, with the teacher's lesson as the response. A warm-up learns these.
 
-    ``files``: As :func:`verl_memopt.data.sources.read_source` takes them. ``split``: ``train`` or ``val``. It selects
-    ``{split}_max_samples`` and the keys that errors name.
+    Arguments are those of :class:`RltDataset`.
 
     Raises:
         DataError: A file is wrong, no row is left, or a lesson is too long and ``data.filter_overlong_prompts`` is false.

@@ -30,7 +30,7 @@ Rows = tuple[Tensor, Tensor]
 
 
 def reduce_rows(name: str, values: Tensor, lengths: Tensor) -> Tensor:
-    """Return one number for each row, fp64 [N].
+    """Reduce the values of each row to one number, fp64 [N].
 
     Args:
         name: A key of ``REDUCTIONS``.
@@ -47,7 +47,7 @@ def _extreme(kind: str, values: Tensor, rows: Rows) -> Tensor:
 
 
 def _quantile(share: float, values: Tensor, rows: Rows) -> Tensor:
-    """Return a quantile with linear interpolation between neighbours, as ``torch.quantile`` gives it."""
+    # Interpolates linearly between neighbours, as ``torch.quantile`` does.
     _, lengths = rows
     place = share * (lengths - 1).clamp(min=0).double()
     below = place.floor().long()
@@ -56,7 +56,7 @@ def _quantile(share: float, values: Tensor, rows: Rows) -> Tensor:
 
 
 def _median(values: Tensor, rows: Rows) -> Tensor:
-    """Return the lower median, as ``torch.median`` gives it: the smaller one of two middle values."""
+    # The smaller one of two middle values, as ``torch.median`` gives it.
     return _ordered(values, rows, (rows[1] - 1).clamp(min=0) // 2)
 
 
@@ -92,14 +92,14 @@ TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class RltScores:
-    """The reward of each row and what it consists of, all [N].
+    """The reward of each row and its parts, all [N].
 
     Attributes:
         reward: fp32, ``r_ss - r_kl + match``. Always finite; 0 for a skipped row.
         r_ss: fp32, the weighted log-probs of the solution.
         r_kl: fp32, the weighted differences on the explanation.
         match: fp32, 0 or the penalty for a missing end tag.
-        parts: Name of a reduction, such as ``answer_log_prob/mean``, -> its value fp32. Under the same name with ``/weighted``,
+        parts: Name of a reduction, such as ``answer_log_prob/mean``, -> its value, fp32. Under the same name with ``/weighted``,
             its share of ``r_ss`` or ``r_kl``.
         num_think: int32, tokens of the explanation.
         num_solution: int32, tokens of the solution.
@@ -125,7 +125,6 @@ class RltScores:
         return torch.where(self.status == SKIPPED, torch.nan, self.reward)
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean of each part over the scored rows, and the share of rows with each status and with ignored text."""
         scored = self.status != SKIPPED
         values = {"reward": self.reward, "r_ss": self.r_ss, "r_kl": self.r_kl, "match": self.match, **self.parts}
         values |= {"think_tokens": self.num_think, "solution_tokens": self.num_solution}
@@ -145,10 +144,15 @@ def rlt_scores(
     solution: Tensor,
     addresses: Sequence[str],
 ) -> RltScores:
-    """Return the reward of each row.
+    """Compute the reward of each row.
 
-    ``student_think``: u, fp32 [tokens of all explanations]. ``teacher_think``: v, fp32 in the same form. None is allowed where
-    ``include_teacher_think_entropy`` is False. ``solution``: s, fp32 [tokens of all solutions].
+    Args:
+        settings: Settings of the reward.
+        rows: What the student read.
+        student_think: u, fp32 [tokens of all explanations].
+        teacher_think: v, in the same form. May be None if ``include_teacher_think_entropy`` is false.
+        solution: s, fp32 [tokens of all solutions].
+        addresses: File and row of each question, for errors.
 
     Raises:
         RewardError: A log-prob is not finite. The message names the row.
@@ -187,7 +191,7 @@ def rlt_scores(
 
 
 def _differences(settings: RltReward, student: Tensor, teacher: Tensor | None) -> Tensor:
-    """Return d of each token of the explanations, fp64."""
+    # d of each token of the explanations, fp64.
     if not settings.include_teacher_think_entropy:
         return -student
     assert teacher is not None
@@ -202,7 +206,6 @@ def _add_part(parts: dict[str, Tensor], name: str, value: Tensor, weight: float,
 
 
 def _finite(values: Tensor) -> Tensor:
-    """Return fp32 values within what the trainer can compute with."""
     return values.clamp(-LARGEST_SCORE, LARGEST_SCORE).float()
 
 

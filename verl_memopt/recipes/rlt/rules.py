@@ -41,8 +41,6 @@ def _with_student(settings: Settings) -> bool:
 
 
 def _weighted(weights: str, reductions: str) -> Iterator[Refusal]:
-    """Yield the rules of one sum of the reward."""
-
     def counts(settings: Settings) -> tuple[int, int]:
         return len(value_at(settings, weights)), len(value_at(settings, reductions))
 
@@ -58,7 +56,6 @@ def _weighted(weights: str, reductions: str) -> Iterator[Refusal]:
 
 
 def _formula() -> Iterator[Refusal]:
-    """Yield the rules of weights, reductions and temperatures."""
     yield from _weighted(f"{_RLT}.answer_log_prob_coeff", f"{_RLT}.reduction_log_prob_fn")
     yield from _weighted(f"{_RLT}.kl_penalty_reward_coeff", f"{_RLT}.reduction_kl_fn")
 
@@ -75,7 +72,6 @@ def _formula() -> Iterator[Refusal]:
 
 
 def _student() -> Iterator[Refusal]:
-    """Yield the rules of the student's model and of where it lies."""
     kl_in_loss, no_reference = f"{_AR}.actor.use_kl_loss", "without a KL there is no reference"
     unscored = "the manager rlt scores with a student, and no model scores"
     yield refused({MANAGER: RLT, ENABLE: False}, unscored, f"Set {ENABLE}=true.")
@@ -104,7 +100,6 @@ def _student() -> Iterator[Refusal]:
 
 
 def _swap() -> Iterator[Refusal]:
-    """Yield the rules of a student that takes turns with the reference."""
     separate = f"Set {RESIDENCY}=separate."
     alone = "without a KL there is no reference to take turns with"
     yield refused({RESIDENCY: "swap", **_NO_KL}, alone, separate, _with_student)
@@ -166,7 +161,7 @@ DUMPS, FOLDER = "trainer.rollout_data_dir", "trainer.default_local_dir"
 
 
 def sequences(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return the prompts of a step, all of which are in one optimizer step, from its number of responses.
+    """Compute the prompts of a step from its number of responses. All of them are in one optimizer step.
 
     Raises:
         NotConvertibleError: The responses do not divide into groups.
@@ -180,22 +175,19 @@ def sequences(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
 
 
 def sleep_level(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return whether the engine sleeps. Which of the two levels it uses follows from what it must keep."""
+    # Which of vLLM's two levels is used follows from what the engine must keep.
     return {f"{_ROLLOUT}.free_cache_engine": trl[name] not in (0, None)}
 
 
 def kl_teacher(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return whose log-probs the student's are compared with."""
     return {"reward_model.rlt.kl_teacher": "reference" if trl[name] else "policy"}
 
 
 def debug_mode(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return the debug mode that prints the memory of each phase, where logs for debugging are asked for."""
     return {"debug.mode": "memory"} if trl[name] else {}
 
 
 def dumps(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return where training samples are written; 0 = nowhere."""
     folder = effective(FOLDER, values)
     if folder is None:
         folder = "/".join(["checkpoints", *(effective(f"trainer.{part}_name", values) for part in ("project", "experiment"))])

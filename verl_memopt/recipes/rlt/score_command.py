@@ -49,7 +49,7 @@ class ScoringWorker:
 
     Args:
         student: Folder of the student's model.
-        teacher: Folder of the teacher's model; None where the reward does not read it.
+        teacher: Folder of the teacher's model; None if the reward does not read it.
         rlt: Settings of the reward.
         dtype: Of weights and arithmetic.
         trusts: The folders may run their own code.
@@ -59,7 +59,6 @@ class ScoringWorker:
     def __init__(
         self, student: str, teacher: str | None, rlt: RltReward, dtype: Precision, trusts: bool, placement: Placement
     ) -> None:
-        """Build the models."""
         self._dtype, self._trusts = dtype, trusts
         self.device = local_device(placement.device, placement.local_rank)
         self._models: list[PolicyModel] = []
@@ -74,21 +73,17 @@ class ScoringWorker:
         self._init = report()
 
     def started(self) -> PhaseMemory:
-        """Return the memory of the start."""
         return self._init
 
     def call(self, phase: str, track: bool, method: str, *args: Any) -> Reply:
-        """Run one method as a phase. As :meth:`verl_memopt.worker.worker.Worker.call`."""
         with self.probe.phase(phase, track) as report:
             value = getattr(self, method)(*args)
         return Reply(value, report())
 
     def of_role(self, method: Callable[..., Result], *args: Any) -> Result:
-        """Return what a method of the student returns. As :meth:`verl_memopt.worker.worker.Worker.of_role`."""
         return method(self.student, *args)
 
     def policy_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float) -> LogProbs:
-        """Return the log-probs of a batch under the teacher."""
         assert self.teacher is not None
         return compute_log_probs(self.teacher, batch, micro_batches, temperature, False, self.device)
 
@@ -96,7 +91,6 @@ class ScoringWorker:
     """``kl_teacher=reference`` reads the same model: a scoring command has one teacher."""
 
     def close(self) -> None:
-        """Free the models and leave the process group."""
         self._models = []
         del self.student, self.teacher
         leave_process_group()
@@ -164,7 +158,6 @@ class StoredExplanation:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
     parser = argparse.ArgumentParser(
         prog="verl-memopt score",
         description="Score stored explanations with the student of RLT, and rank those of each question.",
@@ -213,10 +206,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def reward_settings(words: Sequence[str], has_teacher: bool, temperature: float) -> RltReward:
-    """Return the settings of the reward, checked as those of a run are.
+    """Return the settings of the reward, checked like those of a run.
 
-    ``words``: ``key=value`` pairs, keys of ``reward_model.rlt``. ``has_teacher``: A teacher is given. Without one the
-    comparison with it has no weight, unless the student alone gives it.
+    Args:
+        words: ``key=value`` pairs, keys of ``reward_model.rlt``.
+        has_teacher: A teacher is given. Without one the comparison with it has no weight, unless it needs only the student.
+        temperature: Temperature of the rollouts.
 
     Raises:
         ConfigError: A key or a value is wrong.
@@ -252,7 +247,7 @@ def read_explanations(files: Sequence[str]) -> list[StoredExplanation]:
 
 
 def _stored(row: RawRow) -> StoredExplanation:
-    """Return one row of a file: of a dump, or with the columns question, solution and explanation."""
+    # A row of a dump, or one with the columns question, solution and explanation.
     address, columns = row
     is_dump = "response_ids" in columns and isinstance(columns.get("extra_info"), Mapping)
     texts = {**columns["extra_info"], "explanation": columns.get("output")} if is_dump else columns
@@ -269,7 +264,7 @@ def _stored(row: RawRow) -> StoredExplanation:
 
 @contextmanager
 def scorer(parsed: argparse.Namespace, settings: RltReward) -> Iterator[RltScorer]:
-    """Yield what scores explanations, with its models loaded in this process.
+    """Load the models in this process and yield what scores explanations.
 
     Raises:
         ConfigError: A folder holds no model that can be computed here, or the models read different tokens.
@@ -300,7 +295,6 @@ def scorer(parsed: argparse.Namespace, settings: RltReward) -> Iterator[RltScore
 
 
 def explained(rows: Sequence[StoredExplanation], score: RltScorer) -> ExplanationBatch:
-    """Return stored explanations as the scorer reads them."""
     prompts = score.encoder.prompts
     tokenizer, tag = prompts.tokenizer, prompts.rlt_format.explanation.end
     ids = []
@@ -314,7 +308,7 @@ def explained(rows: Sequence[StoredExplanation], score: RltScorer) -> Explanatio
 
 
 def scored_rows(stored: Sequence[StoredExplanation], scored: RltScored) -> list[dict[str, Any]]:
-    """Return each explanation with its reward and the parts of the reward. A skipped row has the reward null."""
+    # Return each explanation with its reward and the reward's parts. The reward of a skipped row is null.
     scores = scored.scores
     columns = {"r_ss": scores.r_ss, "r_kl": scores.r_kl, "match": scores.match, **scores.parts}
     values = zip(*(column.tolist() for column in columns.values()), strict=True)
@@ -327,7 +321,7 @@ def scored_rows(stored: Sequence[StoredExplanation], scored: RltScored) -> list[
 
 
 def with_ranks(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows with their rank among those of the same question and solution: 1 is the best, and null is not scored.
+    """Add to each row its rank among those of the same question and solution: 1 is the best, null = not scored.
 
     Equal rewards rank in the order of the rows.
     """
@@ -344,13 +338,11 @@ def with_ranks(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows as JSON Lines, completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, "".join(json_line(row) for row in rows))
 
 
 def summary_lines(rows: Sequence[dict[str, Any]], best: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what the command prints: how many rows there are, their mean reward, and that of the best of each question."""
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     lines = [f"{len(rows)} explanations of {len(best)} questions"]
     if rewards:

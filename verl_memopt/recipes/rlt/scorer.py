@@ -55,7 +55,7 @@ PREFIX, MEASURED = "rlt/", "perf/student_"
 
 @dataclass(frozen=True)
 class ExplanationBatch:
-    """What is scored: N responses of a teacher.
+    """N responses of a teacher to be scored.
 
     Attributes:
         questions: The question of each row.
@@ -73,7 +73,6 @@ class ExplanationBatch:
     def of(
         cls, infos: Sequence[dict[str, Any]], response_ids: Sequence[Sequence[int]], addresses: Sequence[str]
     ) -> ExplanationBatch:
-        """Return the rows of a dataset of RLT with their responses."""
         questions, solutions = ([info[name] for info in infos] for name in ("question", "solution"))
         return cls(questions, solutions, Ragged.from_rows(list(response_ids), torch.int64), addresses)
 
@@ -83,10 +82,10 @@ class RltScored:
     """The result of a scoring pass.
 
     Attributes:
-        scores: Rewards and what they consist of.
+        scores: Rewards and their parts.
         rows: What the student read.
         student: Its log-probs of explanations and solutions.
-        teacher: fp32 [tokens of all explanations], the teacher's log-probs. None where the reward does not read them.
+        teacher: fp32 [tokens of all explanations], the teacher's log-probs. None if the reward does not read them.
         performance: Metrics of the student's pass, and of the check of a quantised student, under their whole names.
     """
 
@@ -97,16 +96,15 @@ class RltScored:
     performance: dict[str, float]
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of rewards, statuses and performance."""
         return {PREFIX + name: value for name, value in self.scores.metrics().items()} | self.performance
 
     def results(self) -> list[RewardResult]:
-        """Return the reward of each row with its parts. A skipped row has the score NaN, and no parts."""
         scores, results = self.scores, []
         columns = {"r_ss": scores.r_ss, "r_kl": scores.r_kl, "match": scores.match, "think_tokens": scores.num_think}
         values = zip(*(column.tolist() for column in columns.values()), strict=True)
         rewards, statuses = scores.training_rewards().tolist(), scores.status.tolist()
         for reward, status, row in zip(rewards, statuses, values, strict=True):
+            # A skipped row has the score NaN, and no parts.
             parts = {} if status == SKIPPED else dict(zip(columns, row, strict=True))
             results.append(RewardResult(reward, {"status": status, **parts}))
         return results
@@ -134,7 +132,6 @@ class RankCorrelation:
     num_groups: int
 
     def warning(self, quantization: str, key: str) -> str | None:
-        """Return a warning where the agreement is too low; None where it is high enough, or no group has an order."""
         if not self.num_groups or self.mean >= ACCEPTED[quantization]:
             return None
         return (
@@ -145,7 +142,7 @@ class RankCorrelation:
 
 
 def rank_correlation(rewards: Tensor, exact: Tensor, group: Sequence[Hashable]) -> RankCorrelation:
-    """Return the in-group rank correlations of two scorings. Rows without a reward (NaN) are left out.
+    """Compute the rank correlation of two scorings inside each group. Rows without a reward (NaN) are left out.
 
     ``rewards``: [N], by the quantised student. ``exact``: [N], by its unquantised weights.
     """
@@ -153,23 +150,22 @@ def rank_correlation(rewards: Tensor, exact: Tensor, group: Sequence[Hashable]) 
     for row, name in enumerate(group):
         if math.isfinite(float(rewards[row])) and math.isfinite(float(exact[row])):
             members.setdefault(name, []).append(row)
-    of_groups = [spearman(rewards[rows], exact[rows]) for rows in members.values()]
-    ordered = [value for value in of_groups if math.isfinite(value)]
+    correlations = [spearman(rewards[rows], exact[rows]) for rows in members.values()]
+    ordered = [value for value in correlations if math.isfinite(value)]
     if not ordered:
         return RankCorrelation(math.nan, math.nan, 0)
     return RankCorrelation(sum(ordered) / len(ordered), min(ordered), len(ordered))
 
 
-def spearman(one: Tensor, other: Tensor) -> float:
-    """Return Spearman's rank correlation of two vectors, where equal values share their mean rank. NaN if one is constant."""
-    first, second = (_ranks(values) for values in (one, other))
+def spearman(left: Tensor, right: Tensor) -> float:
+    """Return Spearman's rank correlation of two vectors. Equal values share their mean rank. NaN if one is constant."""
+    first, second = (_ranks(values) for values in (left, right))
     first, second = first - first.mean(), second - second.mean()
     length = (first.square().sum() * second.square().sum()).sqrt()
     return float((first * second).sum() / length) if length > 0 else math.nan
 
 
 def _ranks(values: Tensor) -> Tensor:
-    """Return the mean rank of each value, fp64 [N]."""
     below = (values[:, None] > values[None, :]).sum(1)
     equal = (values[:, None] == values[None, :]).sum(1)
     return below.double() + (equal - 1).double() / 2
@@ -181,7 +177,7 @@ MOST_GROUPS = 16
 
 @dataclass
 class RankCheck:
-    """Compares the rewards of a quantised student with those of its unquantised weights, once a start.
+    """Compares the rewards of a quantised student with those of its unquantised weights, once per start.
 
     Attributes:
         settings: Settings of the reward.
@@ -203,21 +199,24 @@ class RankCheck:
         addresses: Sequence[str],
         exact: Callable[[StudentRows], StudentLogProbs],
     ) -> dict[str, float]:
-        """Return ``rank_correlation``, and warn where it is too low. The metrics are empty after the first check.
+        """Return ``rank_correlation``, and warn if it is too low. The metrics are empty after the first check.
 
         A batch without a group of two scored rows, or whose rewards are all equal in each group, is left to the next.
 
-        ``teacher``: fp32 [tokens of all explanations]; None where the reward does not read it. ``addresses``: File and row of
-        the question of each row. Rows with the same address are a group. ``exact``: Returns the log-probs of some rows under
-        the unquantised weights.
+        Args:
+            rows: What the student read.
+            scores: Rewards by the quantised student.
+            teacher: fp32 [tokens of all explanations]; None if the reward does not read it.
+            addresses: File and row of the question of each row. Rows with the same address are a group.
+            exact: Returns the log-probs of some rows under the unquantised weights.
         """
         chosen = [] if self.done else _some_groups(rows, addresses)
         if not chosen:
             return {}
         subset, names = rows.select(chosen), [addresses[row] for row in chosen]
-        of_teacher = None if teacher is None else teacher[token_index(rows.parts[:, THINK].tolist(), chosen)]
+        chosen_teacher = None if teacher is None else teacher[token_index(rows.parts[:, THINK].tolist(), chosen)]
         log_probs = exact(subset)
-        unquantised = rlt_scores(self.settings, subset, log_probs.think, of_teacher, log_probs.solution, names)
+        unquantised = rlt_scores(self.settings, subset, log_probs.think, chosen_teacher, log_probs.solution, names)
         agreement = rank_correlation(scores.training_rewards()[chosen], unquantised.training_rewards(), names)
         if not agreement.num_groups:
             return {}
@@ -234,7 +233,7 @@ class RankCheck:
 
 
 def _some_groups(rows: StudentRows, addresses: Sequence[str]) -> list[int]:
-    """Return the scored rows of the first groups that have two of them at least."""
+    # The first groups that have at least two scored rows.
     groups: dict[str, list[int]] = {}
     for row, is_scored in enumerate(rows.scored().tolist()):
         if is_scored:
@@ -248,14 +247,14 @@ class RltScorer:
     """Scores explanations.
 
     Attributes:
-        workers: Workers with the student, and with the teacher where its log-probs are not given.
+        workers: Workers with the student, and with the teacher if its log-probs are not given.
         settings: Settings of the reward.
         encoder: Builds the student's sequences.
         temperature: Temperature of the rollouts.
         teacher_budget: How a pass of the teacher is cut into micro-batches.
-        student_budget: The same of a pass of the student, in which a longer row goes alone.
+        student_budget: The same for a pass of the student, in which a row longer than the budget goes alone.
         shares_prompts: Explanations of one question compute their prompts once.
-        rank_check: Compares a quantised student with its unquantised weights in the first batch; None where it is not quantised.
+        rank_check: Compares a quantised student with its unquantised weights in the first batch; None if it is not quantised.
     """
 
     workers: TimedGroup
@@ -269,26 +268,23 @@ class RltScorer:
 
     @property
     def learned_budget(self) -> LearnedBudget | None:
-        """The token budget of the student's pass, where it learns."""
         return self.student_budget.learned
 
     @property
     def reads_reference(self) -> bool:
-        """Whether the reward compares the student with the reference, and not with the policy."""
         return self.settings.include_teacher_think_entropy and self.settings.kl_teacher == "reference"
 
     @property
     def reads(self) -> frozenset[str]:
-        """The teacher's log-probs, which the step has computed before."""
         return frozenset({"ref_log_probs" if self.reads_reference else "old_log_probs"})
 
     def begin(self, answers: Answers) -> None:
-        """Begin nothing: the student has no devices of its own."""
+        """Do nothing: the student has no devices of its own, so it cannot score beside the rollouts."""
 
     def score_answers(self, answers: Answers, batch: StepBatch | None) -> Scored:
         """Return the reward of each answer as an explanation. Without log-probs of a step the teacher computes its own.
 
-        ``batch``: The teacher's log-probs, and the names of the rows.
+        ``batch``: the teacher's log-probs, and the names of the rows.
         """
         names = [row.address for row in answers.rows] if batch is None else batch.names
         explained = ExplanationBatch.of([row.extra_info for row in answers.rows], answers.generation.response_ids, names)
@@ -299,7 +295,7 @@ class RltScorer:
         return scored.results(), scored.metrics()
 
     def score(self, explained: ExplanationBatch, response_log_probs: Tensor | None = None) -> RltScored:
-        """Return the rewards of some explanations.
+        """Compute the rewards of some explanations.
 
         ``response_log_probs``: fp32 [tokens of all responses], the teacher's at the temperature of the rollouts. None = the
         teacher computes them in a pass of its own.
@@ -318,7 +314,6 @@ class RltScorer:
         return RltScored(scores, rows, student, teacher, performance)
 
     def _teacher(self, explained: ExplanationBatch, rows: StudentRows, response_log_probs: Tensor | None) -> Tensor | None:
-        """Return the teacher's log-probs of the explanations: those of the responses, or from a pass of its own."""
         if not self.settings.include_teacher_think_entropy:
             return None
         if response_log_probs is None or needs_teacher_pass(self.settings, self.temperature):
@@ -327,7 +322,6 @@ class RltScorer:
         return reused_log_probs(Ragged(flat=response_log_probs, lengths=responses.lengths, batch_size=[]), rows.parts[:, THINK])
 
     def _teacher_pass(self, explained: ExplanationBatch, rows: StudentRows) -> Tensor:
-        """Return the teacher's log-probs of the explanations from a pass of its own, fp32."""
         temperature = self.temperature if self.settings.unbias_teacher_log_probs else 1.0
         batch = teacher_batch(self.encoder.teacher_prompts(explained.questions, explained.solutions), rows)
         phase, method = ("ref", Worker.ref_log_probs) if self.reads_reference else ("old_log_prob", Worker.policy_log_probs)
@@ -335,23 +329,22 @@ class RltScorer:
         return teacher.compute(batch, explained.addresses).log_probs
 
     def _exact(self, rows: StudentRows) -> StudentLogProbs:
-        """Return the log-probs of some rows under the unquantised weights of a quantised student."""
         return self._student(rows, exact=True)[0]
 
     def _student(self, rows: StudentRows, exact: bool = False) -> tuple[StudentLogProbs, dict[str, float]]:
-        """Return the student's log-probs of all rows, and the performance of the pass."""
         tokens = student_batch(rows, self.shares_prompts).row_tokens()
         shares = uneven_shares(tokens, self.student_budget.shares(self.workers.world_size))
-        of_ranks = [tokens.select(share) for share in shares]
+        rank_tokens = [tokens.select(share) for share in shares]
         cap = self.student_budget.limit if self.learned_budget is None else self.learned_budget.cap
-        bins = alike([student_micro_batches(each, cap) for each in of_ranks], of_ranks)
+        bins = alike([student_micro_batches(own_tokens, cap) for own_tokens in rank_tokens], rank_tokens)
+        # The time of this call minus the longest forward is the time to bring the weights to the device.
         began = time.perf_counter()
         arguments = [
             (Student.log_probs, rows.select(share), cut, self.temperature, exact) for share, cut in zip(shares, bins, strict=True)
         ]
         replies: list[StudentReply] = self.workers.each("reward", Worker.of_role, arguments)
         if not exact:
-            self.student_budget.learn(zip(of_ranks, bins, strict=True), self.workers.figures)
+            self.student_budget.learn(zip(rank_tokens, bins, strict=True), self.workers.figures)
         seconds, forward = time.perf_counter() - began, max(reply.seconds for reply in replies)
         computed = sum(tokens.select(share).cost(members) for share, cut in zip(shares, bins, strict=True) for members in cut)
         parts = [(share, reply.log_probs) for share, reply in zip(shares, replies, strict=True)]
@@ -391,7 +384,6 @@ def student_plan(settings: Settings, environment: Environment) -> StudentPlan:
 
 
 def _student_folder(settings: Settings, environment: Environment) -> Path:
-    """Return the folder of a student of its own, after checking its model."""
     student, data, roles = settings.reward_model.model, settings.data, settings.actor_rollout_ref
     longest = settings.reward_model.rlt.max_student_len or data.max_prompt_length + data.max_response_length
     sampled = environment.embedding_rows if settings.reward_model.rlt.align == "concat" else 0
@@ -399,7 +391,7 @@ def _student_folder(settings: Settings, environment: Environment) -> Path:
 
 
 def _check_tokenizer(environment: Environment, folder: Path | None, trusted: bool) -> None:
-    """Refuse a student with another tokenizer than the policy's. A folder without one is taken to use the policy's."""
+    # Refuse a student whose tokenizer differs from the policy's. A folder without a tokenizer uses the policy's.
     if folder in (None, environment.folder, environment.tokenizer_folder):
         return
     assert folder is not None
@@ -442,7 +434,6 @@ class PreparedRlt:
     encoder: StudentEncoder
 
     def scorer(self, workers: TimedGroup) -> RltScorer:
-        """Return what scores explanations."""
         reward_model, roles = self.settings.reward_model, self.settings.actor_rollout_ref
         rlt, quantization = reward_model.rlt, reward_model.model.quantization
         check = None if quantization == "none" else RankCheck(rlt, quantization, f"{REWARD_KEY}.quantization")
@@ -468,7 +459,6 @@ class PreparedRlt:
 
 
 def datasets(settings: Settings, tokenizer: Any) -> tuple[PromptRows, PromptRows | None]:
-    """Return the teacher's prompts of the training rows and of the held-out rows; for a warm-up with its lessons."""
     data, tags = settings.data, settings.reward_model.rlt.tag_format
     read = teacher_rows if settings.algorithm.adv_estimator == SFT else RltDataset
     train = read(data.train_files, data, tokenizer, "train", tags)
@@ -476,10 +466,10 @@ def datasets(settings: Settings, tokenizer: Any) -> tuple[PromptRows, PromptRows
 
 
 def prepare(settings: Settings, environment: Environment, datasets: Sequence[PromptRows | None]) -> PreparedRlt:
-    """Check student and rows.
+    """Check the student and the rows.
 
     Raises:
-        ConfigError: As for the functions above, or the tokenizer is not byte-level.
+        ConfigError: See the functions above; or the tokenizer is not byte-level.
         DataError: The chat template cannot render an answer.
     """
     data, rlt, tokenizer = settings.data, settings.reward_model.rlt, environment.tokenizer

@@ -19,7 +19,7 @@ class RltReward:
     """How an explanation is scored.
 
     The reward is ``r_ss - r_kl + match``. ``r_ss`` weighs the student's log-probs of the solution. ``r_kl`` weighs how much more
-    likely the teacher finds the explanation than the student. ``match`` is a penalty where the explanation has no end tag.
+    likely the teacher finds the explanation than the student does. ``match`` is a penalty for an explanation without an end tag.
     """
 
     answer_log_prob_coeff: list[float] = field(default_factory=lambda: [1.0, 0.01])

@@ -50,7 +50,7 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def student_model(student: ScoringModel, policy: Model) -> Model:
-    """Return the settings of the student's model: the policy's knobs, without anything that trains."""
+    # Return the settings of the student's model: the policy's knobs without those that need training.
     without_training = {"enable_gradient_checkpointing": False, "lora_rank": 0, "lora_adapter_path": None}
     own = {name: getattr(student, name) for name in ("trust_remote_code", "external_lib", "override_config")}
     changes: dict[str, Any] = {"path": str(student.path), "hf_config_path": None, **own, **without_training}
@@ -68,7 +68,7 @@ def find_student(
         policy_tokenizer: The policy's tokenizer, whose ids the student reads.
         longest: Tokens of the longest student sequence, as far as it is known.
         actor: The ``actor`` section of the settings, which says how rows are packed.
-        sampled_ids: The student reads what the policy samples: ids below this number. 0 = it reads only ids of the tokenizer.
+        sampled_ids: The student reads what the policy samples: ids below this number. 0 = it only reads ids of the tokenizer.
 
     Raises:
         ConfigError: There is no such folder, it does not hold a causal LM that can be computed here, or its embedding is smaller
@@ -93,10 +93,14 @@ def check_same_shape(student: ScoringModel, folder: Path, policy: Model, referen
     Raises:
         ConfigError: The configs of the models differ. The message names each entry that does.
     """
-    one = load_model_config(student_model(student, policy), folder, REWARD_KEY).to_dict()
-    other = load_model_config(policy, reference).to_dict()
-    names = sorted((one.keys() | other.keys()) - _WITHOUT_EFFECT)
-    different = [f"{name} ({one.get(name)} and {other.get(name)})" for name in names if one.get(name) != other.get(name)]
+    student_config = load_model_config(student_model(student, policy), folder, REWARD_KEY).to_dict()
+    reference_config = load_model_config(policy, reference).to_dict()
+    names = sorted((student_config.keys() | reference_config.keys()) - _WITHOUT_EFFECT)
+    different = [
+        f"{name} ({student_config.get(name)} and {reference_config.get(name)})"
+        for name in names
+        if student_config.get(name) != reference_config.get(name)
+    ]
     if different:
         raise ConfigError(
             f"reward_model.residency=swap: the student {folder} cannot take the device memory of the reference {reference}: "
@@ -111,8 +115,8 @@ def check_same_tokenizer(teacher: Any, student: Any, student_path: str) -> None:
     Raises:
         ConfigError: A part of the tokenizers differs. The message names each.
     """
-    one, other = tokenizer_digests(teacher), tokenizer_digests(student)
-    different = [part for part in TOKENIZER_PARTS if one[part] != other[part]]
+    teacher_digests, student_digests = tokenizer_digests(teacher), tokenizer_digests(student)
+    different = [part for part in TOKENIZER_PARTS if teacher_digests[part] != student_digests[part]]
     if different:
         raise ConfigError(
             f"the student {student_path}: its tokenizer differs from the policy's in {', '.join(different)}. The reward compares "
@@ -129,9 +133,9 @@ class StudentLogProbs:
 
 
 def student_batch(rows: StudentRows, share_prefixes: bool = True) -> RolloutBatch:
-    """Return the rows as prompts and responses. A response is explanation, bridge and solution.
+    """Turn rows into prompts and responses. A response is explanation, bridge and solution.
 
-    ``share_prefixes``: Rows with the same prompt compute it once, together.
+    ``share_prefixes``: rows with the same prompt compute it once, together.
     """
     part = rows.part_of_token()
     is_response = (part != PREFIX) & (part != END)
@@ -150,16 +154,16 @@ def student_batch(rows: StudentRows, share_prefixes: bool = True) -> RolloutBatc
 def teacher_batch(prompts: Ragged, rows: StudentRows) -> RolloutBatch:
     """Return the explanations as responses to the teacher's prompts, for a log-prob pass of the teacher.
 
-    ``prompts``: int64, the teacher's prompt of each row. It ends where the explanation of ``rows`` begins.
+    ``prompts``: int64, the teacher's prompt of each row, which ends where the explanation in ``rows`` begins.
     """
     number = torch.arange(rows.num_rows)
     return RolloutBatch(prompts=prompts, responses=rows.part(THINK), group=number, prompt_group=number, batch_size=[])
 
 
 def student_micro_batches(tokens: RowTokens, max_tokens: int) -> list[list[int]]:
-    """Return micro-batches, as lists of rows, that compute at most ``max_tokens`` tokens each. A longer row goes alone.
+    """Cut rows into micro-batches of at most ``max_tokens`` computed tokens. A longer row goes alone.
 
-    ``tokens``: Tokens of the rows, as ``student_batch(rows).row_tokens()`` gives them.
+    ``tokens``: tokens of the rows, as ``student_batch(rows).row_tokens()`` returns them.
     """
     lengths = tokens.each()
     long = [[row] for row, length in enumerate(lengths) if length > max_tokens]
@@ -178,9 +182,9 @@ def compute_student_log_probs(
     device: torch.device,
     share_prefixes: bool = True,
 ) -> StudentLogProbs:
-    """Return the student's log-probs of explanations and solutions.
+    """Compute the student's log-probs of explanations and solutions.
 
-    ``micro_batches``: Rows of each forward. Together they hold every row once, and all ranks have the same number of them.
+    ``micro_batches``: rows of each forward. Together they hold every row once, and all ranks have the same number of them.
     """
     batch = student_batch(rows, share_prefixes)
     part = rows.part_of_token()
@@ -198,7 +202,7 @@ def compute_student_log_probs(
 
 
 def join_log_probs(parts: Sequence[tuple[Sequence[int], StudentLogProbs]], rows: StudentRows) -> StudentLogProbs:
-    """Return the log-probs of all rows from those of each rank's share.
+    """Join the log-probs of the ranks' shares to those of all rows.
 
     ``parts``: (rows of the share, their log-probs). Together they hold every row once.
     """
@@ -210,8 +214,6 @@ def join_log_probs(parts: Sequence[tuple[Sequence[int], StudentLogProbs]], rows:
 
 @dataclass(frozen=True)
 class StudentReply:
-    """The result of a scoring pass on one rank."""
-
     log_probs: StudentLogProbs
     seconds: float
     """Time of the forwards. They begin while the student is on its way to the device, if it rests on the host."""
@@ -222,7 +224,7 @@ class Student:
     """Scores explanations without gradients.
 
     Attributes:
-        model: The student's own model, or another whose weights are the student's: the reference, or the policy without adapters.
+        model: The student's own model, or one whose weights are the student's: the reference, or the policy without adapters.
         plan: How explanations are scored.
         device: The device of the model.
     """
@@ -236,8 +238,8 @@ class Student:
     ) -> StudentReply:
         """Return the log-probs of explanations and solutions, with the time that they took.
 
-        ``micro_batches``: Rows of each forward. All ranks have the same number of them. ``exact``: Of a quantised student, under
-        its unquantised weights.
+        ``micro_batches``: rows of each forward; all ranks have the same number of them. ``exact``: use the unquantised weights of
+        a quantised student.
         """
         began, options = time.perf_counter(), (rows, micro_batches, temperature, self.device, self.plan.shares_prompts)
         assert self.plan.folder is not None or not exact, "a quantised student is a model of its own"
@@ -249,7 +251,7 @@ class Student:
 
 @contextmanager
 def logits_in_chunks(model: PolicyModel, tokens: int) -> Iterator[None]:
-    """Let the logits of at most ``tokens`` tokens exist at a time inside the body."""
+    # The student may be the policy or the reference, whose own setting is put back.
     before = model.head.chunk_tokens
     model.head.chunk_tokens = tokens
     try:
@@ -275,13 +277,12 @@ class StudentPlan:
 
     @property
     def is_reference(self) -> bool:
-        """Whether the reference is the student."""
         return self.residency == "alias_ref"
 
     def build(self, roles: RoleBuilder, policy: PolicyModel, reference: PolicyModel | None) -> Student:
-        """Return the student. Without a folder its module is the reference, with LoRA the policy's base.
+        """Return the student. Without a folder it is the reference's module, or with LoRA the policy's base.
 
-        ``reference``: The reference's; None where it has no model of its own.
+        ``reference``: None if the reference has no model of its own.
         """
         if self.folder is None:
             model = policy if reference is None else reference
@@ -309,10 +310,10 @@ def _swapped(roles: RoleBuilder, reference: PolicyModel, folder: Path) -> Policy
     Both rest on the host. On the device they use the same storages, one after the other.
     """
     residency = roles.residency
-    of_reference = residency.find(REFERENCE)
-    assert isinstance(of_reference, OffloadedParams)
+    reference_params = residency.find(REFERENCE)
+    assert isinstance(reference_params, OffloadedParams)
     with residency.phase("ref"):  # the storages must have their size
-        of_reference.arrive()
+        reference_params.arrive()
         is_mapped = roles.plan.settings.model.load_mode == "mmap"
         mapped = mapped_weights(reference, folder) if is_mapped else None
         units = arriving_units(reference, roles.plan.settings.ref.fsdp_config)
@@ -321,5 +322,5 @@ def _swapped(roles: RoleBuilder, reference: PolicyModel, folder: Path) -> Policy
             fill_from_folder(reference, folder, REWARD_KEY)
         home.to_host()
     residency.add(home)
-    residency.take_turns(home, of_reference)
+    residency.take_turns(home, reference_params)
     return reference

@@ -47,14 +47,13 @@ class TokenBytes:
     """The bytes of each token of a vocabulary.
 
     Args:
-        tokenizer: A Hugging Face tokenizer with a byte-level vocabulary, as those of GPT-2, Qwen and Llama 3.
+        tokenizer: A Hugging Face tokenizer with a byte-level vocabulary, such as those of GPT-2, Qwen and Llama 3.
 
     Raises:
         ConfigError: The tokenizer is not byte-level.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Read the vocabulary."""
         spelled = _spelled(tokenizer)
         self._bytes = np.frombuffer(b"".join(spelled), dtype=np.uint8)
         # One more token without bytes: every id that the tokenizer does not have, such as padding of the embedding.
@@ -65,16 +64,16 @@ class TokenBytes:
             raise _not_byte_level(tokenizer)
 
     def spell(self, ids: Tensor | np.ndarray) -> bytes:
-        """Return the bytes of some tokens, one after another. A token that the tokenizer does not have has none.
+        """Join the bytes of some tokens. A token that the tokenizer does not have has none.
 
         Args:
             ids: int64 [T].
         """
-        known = self._known(ids)
-        return self._bytes[ranges(self._starts[known], self._sizes[known])].tobytes()
+        indices = self._known(ids)
+        return self._bytes[ranges(self._starts[indices], self._sizes[indices])].tobytes()
 
     def ends(self, ids: Tensor | np.ndarray) -> np.ndarray:
-        """Return int64 [T]: the number of bytes up to the end of each token.
+        """int64 [T]: the number of bytes up to the end of each token.
 
         Args:
             ids: int64 [T].
@@ -88,7 +87,7 @@ class TokenBytes:
 
 
 def _spelled(tokenizer: Any) -> list[bytes]:
-    """Return the bytes of each id. Added tokens are spelled as they are, all others with one character a byte."""
+    # Added tokens are spelled as they are, all others with one character per byte.
     if not _has_byte_level_decoder(tokenizer):
         raise _not_byte_level(tokenizer)
     byte_of = _byte_of_character()
@@ -114,7 +113,7 @@ def _has_byte_level_decoder(tokenizer: Any) -> bool:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Return character -> byte as byte-level vocabularies spell them.
+    """Return character -> byte, as byte-level vocabularies spell them.
 
     A printable byte of Latin-1 is its own character. The others take the characters from 256 on, in order.
     """
@@ -135,10 +134,10 @@ class Explanations:
     """The explanations of N responses. An explanation starts with its response.
 
     Attributes:
-        lengths: int64 [N], tokens of each explanation, K. A token that holds the first byte of the end tag is not one of them.
+        lengths: int64 [N], tokens of each explanation, K. A token that holds the first byte of the end tag does not count.
         matched: bool [N], whether there is an end tag.
-        has_text_after: bool [N], whether other text than white space follows the end tag.
-        texts: The bytes of each explanation, up to the end tag. They may end inside the token after K.
+        has_text_after: bool [N], whether text other than white space follows the end tag.
+        texts: The bytes of each explanation, up to the end tag. They may end inside of the token after K.
     """
 
     lengths: Tensor
@@ -148,9 +147,10 @@ class Explanations:
 
 
 def locate_explanations(responses: Ragged, token_bytes: TokenBytes, end_tag: str, stop_ids: Collection[int]) -> Explanations:
-    """Return where the explanation of each response lies.
+    """Find the explanation in each response.
 
-    Only what comes before the first stop token counts. The first end tag decides. Without one, all of it is the explanation.
+    Only what precedes the first stop token counts. The first end tag ends the explanation; without one, all of it is the
+    explanation.
 
     ``responses``: int64, the tokens after the forced prefix.
     """
@@ -167,13 +167,13 @@ def locate_explanations(responses: Ragged, token_bytes: TokenBytes, end_tag: str
 
 
 def _first(is_stop: Tensor) -> int:
-    """Return the place of the first True, or the length where there is none."""
+    # The place of the first True, or the length if there is none.
     places = is_stop.nonzero()
     return int(places[0]) if len(places) else len(is_stop)
 
 
 def _locate(ids: Tensor, token_bytes: TokenBytes, tag: bytes) -> tuple[int, bool, bool, bytes]:
-    """Return the tokens of an explanation, whether it has an end tag, whether text follows it, and its bytes."""
+    # Return the tokens of an explanation, whether it has an end tag, whether text follows it, and its bytes.
     text = token_bytes.spell(ids)
     place = text.find(tag)
     if place < 0:
@@ -191,15 +191,17 @@ Texts = tuple[str, str, str, str, str]
 def retokenized_parts(
     tokenizer: Any, token_bytes: TokenBytes, texts: Texts, plain: tuple[Spans, Spans, Spans, Spans, Spans]
 ) -> Parts:
-    """Return the parts of a row whose texts are tokenized as one.
+    """Tokenize the texts of a row as one text, and return its parts.
 
-    A token that reaches over the border of the explanation or of the solution belongs to the part beside it.
+    A token that spans the border of the explanation or of the solution belongs to the neighbouring part.
 
-    ``plain``: For each text, the spans whose special tokens are encoded as plain text.
+    ``plain``: for each text, the spans whose special tokens are encoded as plain text.
     """
     starts = np.cumsum([0, *map(len, texts)])
     spans = tuple(
-        (int(start) + first, int(start) + last) for start, of_text in zip(starts, plain, strict=False) for first, last in of_text
+        (int(start) + first, int(start) + last)
+        for start, spans_of_text in zip(starts, plain, strict=False)
+        for first, last in spans_of_text
     )
     (ids,) = tokenize(tokenizer, ["".join(texts)], [spans])
     ends = token_bytes.ends(np.asarray(ids, dtype=np.int64))
@@ -216,7 +218,7 @@ def retokenized_parts(
 
 
 def _normalized(tokenizer: Any, text: str) -> str:
-    """Return the text as the tokenizer reads it, in the normal form of Unicode that it uses."""
+    # Borders are counted in bytes of the text in the normal form of Unicode that the tokenizer reads.
     normalizer = tokenizer.backend_tokenizer.normalizer
     return text if normalizer is None else normalizer.normalize_str(text)
 
@@ -248,23 +250,21 @@ class StudentRows:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows, skipped ones included."""
+        # Number of rows, including skipped ones.
         return int(self.parts.shape[0])
 
     def part(self, which: int) -> Ragged:
-        """Return one part of every row, such as ``THINK`` or ``SOLUTION``."""
         return Ragged(flat=self.ids.flat[self.part_of_token() == which], lengths=self.parts[:, which], batch_size=[])
 
     def part_of_token(self) -> Tensor:
-        """Return int64 [tokens]: the part of each token of ``ids``."""
+        # int64 [tokens]: the part of each token of `ids`.
         return torch.arange(NUM_PARTS).repeat(self.num_rows).repeat_interleave(self.parts.flatten())
 
     def scored(self) -> Tensor:
-        """Return bool [N]: False for skipped rows."""
+        # bool [N]: False for skipped rows.
         return self.status != SKIPPED
 
     def select(self, rows: Sequence[int]) -> StudentRows:
-        """Return the chosen rows in the given order."""
         index = torch.as_tensor(rows, dtype=torch.int64)
         return StudentRows(
             ids=self.ids.select(rows),
@@ -289,7 +289,6 @@ class StudentEncoder:
     """
 
     def __init__(self, prompts: RltPrompts, settings: RltReward, stop_ids: Collection[int]) -> None:
-        """Tokenize the parts that all rows share."""
         self.prompts = prompts
         self._format = prompts.rlt_format
         self._settings = settings
@@ -303,7 +302,7 @@ class StudentEncoder:
     def encode(
         self, questions: Sequence[str], solutions: Sequence[str], responses: Ragged, addresses: Sequence[str]
     ) -> StudentRows:
-        """Return the student's sequence of each response.
+        """Build the student's sequence of each response.
 
         ``responses``: int64, the teacher's tokens after the forced prefix.
 
@@ -340,7 +339,7 @@ class StudentEncoder:
         return Ragged.from_rows([ids_of[pair] for pair in pairs], torch.int64)
 
     def _before(self, ids: list[int], opening: str) -> list[int]:
-        """Return the tokens that begin inside of the opening of their text."""
+        # Keep the tokens that begin inside of the opening of their text.
         ends = self._token_bytes.ends(np.asarray(ids, dtype=np.int64))
         begins = np.concatenate([[0], ends[:-1]])
         return ids[: int(np.searchsorted(begins, len(_normalized(self.prompts.tokenizer, opening).encode()), "left"))]
@@ -348,10 +347,10 @@ class StudentEncoder:
     def _concatenated(
         self, questions: Sequence[str], solutions: Sequence[str], responses: Ragged, explanations: Explanations
     ) -> list[Parts]:
-        """Return the parts of each row, with the teacher's own tokens as the explanation."""
-        tokenizer, of_prefix = self.prompts.tokenizer, {question: self._opening(question) for question in questions}
-        prefixes = tokenize(tokenizer, [text for text, _ in of_prefix.values()], [plain for _, plain in of_prefix.values()])
-        prefix_of = dict(zip(of_prefix, prefixes, strict=True))
+        # The explanation keeps the teacher's own tokens.
+        tokenizer, openings = self.prompts.tokenizer, {question: self._opening(question) for question in questions}
+        prefixes = tokenize(tokenizer, [text for text, _ in openings.values()], [plain for _, plain in openings.values()])
+        prefix_of = dict(zip(openings, prefixes, strict=True))
         plain = [self.prompts.plain(solution) for solution in solutions]
         thoughts = [ids[:length].tolist() for ids, length in zip(responses.rows(), explanations.lengths.tolist(), strict=True)]
         return [
@@ -362,7 +361,7 @@ class StudentEncoder:
     def _retokenized(
         self, questions: Sequence[str], solutions: Sequence[str], responses: Ragged, explanations: Explanations
     ) -> list[Parts]:
-        """Return the parts of each row, tokenized again as one text."""
+        # The texts are joined, and tokenized again as one text.
         rows: list[Parts] = []
         forced = self._format.padding if self._settings.include_forced_prefix else ""
         for question, solution, thought in zip(questions, solutions, explanations.texts, strict=True):
@@ -373,12 +372,11 @@ class StudentEncoder:
         return rows
 
     def _opening(self, question: str) -> tuple[str, Spans]:
-        """Return the text before the explanation, without the padding where that is scored."""
+        # The padding belongs to the explanation if it is scored.
         text, plain = self.prompts.student(question)
         return text.removesuffix(self._format.padding) if self._settings.include_forced_prefix else text, plain
 
     def _fit(self, parts: Parts, address: str) -> tuple[Parts, int]:
-        """Return the parts that are scored, and the row's status so far."""
         prefix, think, bridge, solution, end = parts
         limit = self._settings.max_student_len
         length = sum(map(len, parts))
@@ -398,14 +396,14 @@ class StudentEncoder:
 
 
 def needs_teacher_pass(settings: RltReward, temperature: float) -> bool:
-    """Return whether the teacher's log-probs of the explanation are others than those that the rollouts were scored with."""
+    """Return whether the rollouts' log-probs cannot be reused as the teacher's log-probs of the explanation."""
     own_tokens = settings.align == "concat" and not settings.include_forced_prefix
     own_temperature = settings.unbias_teacher_log_probs or temperature == 1
     return settings.include_teacher_think_entropy and not (own_tokens and own_temperature)
 
 
 def reused_log_probs(log_probs: Ragged, think_lengths: Tensor) -> Tensor:
-    """Return the log-probs of the explanations out of those of the whole responses, fp32 [all tokens of THINK].
+    """Take the log-probs of the explanations out of those of the whole responses, fp32 [all tokens of THINK].
 
     Args:
         log_probs: fp32, the log-prob of each response token.
