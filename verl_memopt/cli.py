@@ -489,11 +489,11 @@ def train(settings: Settings, listener: Listener | None = None, rows: PythonRows
     """
     from verl_memopt.model.folder import resolve_folder
     from verl_memopt.observe.own_files import private_files
-    from verl_memopt.run.interrupts import of_process
+    from verl_memopt.run.interrupts import process_interrupts
 
     model = settings.actor_rollout_ref.model  # before Ray's processes start, which would wait for the hub
     resolve_folder(model.path, "actor_rollout_ref.model.path", bool(model.trust_remote_code))
-    with private_files(settings.trainer.private_files), of_process() as interrupts:
+    with private_files(settings.trainer.private_files), process_interrupts() as interrupts:
         unreadable: dict[int, str] = {}
         while True:
             with _begun_workers(settings) as begun:

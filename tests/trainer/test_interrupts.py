@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from verl_memopt.run.interrupts import Interrupts, of_process
+from verl_memopt.run.interrupts import Interrupts, process_interrupts
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -75,7 +75,7 @@ def test_outside_the_main_thread_no_handler_is_set():
 
 
 def test_a_process_whose_signals_nobody_watches_gets_new_interrupts_each_time():
-    assert of_process() is not of_process()
+    assert process_interrupts() is not process_interrupts()
 
 
 def asked_in_steps(deadline, save_seconds=0.0):

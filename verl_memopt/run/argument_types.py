@@ -14,28 +14,26 @@ MOST_DIGITS = 19
 
 
 def path_of(text: str) -> Path:
-    """Return a path that a file can have. Names come from scripts too, and a system call would fail with a traceback."""
+    # Names come from scripts too, and a system call would fail with a traceback.
     if "\0" in text or any(len(os.fsencode(part)) > LONGEST_NAME for part in Path(text).parts):
         raise ArgumentTypeError(f"{text[:60]!r}: no file can have this name (at most {LONGEST_NAME} bytes a part)")
     return Path(text)
 
 
 def step_of(text: str) -> str:
-    """Return which checkpoint: a number of decimal digits, or best."""
     if text != "best" and not (text.isdecimal() and len(text) < MOST_DIGITS):
         raise ArgumentTypeError(f"{text[:60]} is neither a step nor best")
     return text
 
 
 def size_of(text: str) -> int:
-    """Return a whole number of at least 1."""
+    # isdecimal, because int() reads signs, blanks and underscores too.
     if not (text.isdecimal() and len(text) < MOST_DIGITS) or int(text) < 1:
         raise ArgumentTypeError(f"{text[:60]} is not a whole number of at least 1")
     return int(text)
 
 
 def seconds_of(text: str) -> float:
-    """Return a length of time."""
     with suppress(ValueError):
         if 0 < (number := float(text)) < 1e6:
             return number
@@ -43,7 +41,7 @@ def seconds_of(text: str) -> float:
 
 
 def gigabytes_of(text: str) -> float:
-    """Return a size of memory in GiB, from 24, 24g or 24GB."""
+    # Reads 24, 24g and 24GB.
     from verl_memopt.memory import profiles
 
     try:

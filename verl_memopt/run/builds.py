@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def torch_build() -> str | None:
-    """Return the kind of device that the installed PyTorch is built for, cpu or gpu, or None if it is not installed."""
+    # Return the kind of device that the installed PyTorch is built for, cpu or gpu; None if it is not installed.
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -20,7 +20,7 @@ def torch_build() -> str | None:
 
 
 def vllm_build() -> str | None:
-    """Return the kind of device that the installed vLLM is built for, cpu or gpu, or None if it is not installed.
+    """Return the kind of device that the installed vLLM is built for, cpu or gpu; None if it is not installed.
 
     vLLM selects its platform by the same names and versions (``vllm.platforms``), whatever the device of the run is: a build for
     GPUs uses the GPU.
@@ -32,7 +32,7 @@ def vllm_build() -> str | None:
 
 
 def device_of(name: str) -> str:
-    """Return ``cpu`` or ``cuda`` for ``trainer.device``, without PyTorch where its build decides."""
+    # If the build decides, PyTorch need not be imported.
     if name == "cpu" or (name == "auto" and "torch" not in sys.modules and torch_build() == "cpu"):
         return "cpu"
     from verl_memopt.distributed.device import resolve_device

@@ -34,7 +34,7 @@ STOPPED = 130
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What the command line says about answers.
+    """How answers are generated.
 
     Attributes:
         temperature: Divides the logits before sampling; 0 = the most likely token. None = as the model's generation config says.
@@ -67,18 +67,15 @@ class Chat:
 
     @property
     def has_template(self) -> bool:
-        """Whether texts are turns of a conversation."""
         return bool(self.tokenizer.chat_template)
 
     def say(self, text: str) -> str:
-        """Answer a text of the user in the present conversation, write the answer and return it."""
         if not self.has_template:
             return self.answer(text)
         system = [] if self.messages or self.options.system is None else [{"role": "system", "content": self.options.system}]
         return self.turn([*system, {"role": "user", "content": text}])
 
     def turn(self, added: Messages) -> str:
-        """Answer messages, which continue the conversation if it is remembered. Write the answer and return it."""
         conversation = [*self.messages, *added]
         ids = self._rendered(conversation)
         if len(ids) + self.options.max_tokens > self._longest() and self.messages:
@@ -92,7 +89,7 @@ class Chat:
         return answer
 
     def answer(self, text: str) -> str:
-        """Continue a text as it is, without a chat template, write the continuation and return it."""
+        # Continue a text as it is, without a chat template; write the continuation and return it.
         return self._generate(tokenize(self.tokenizer, [text], whole=True)[0])
 
     def _rendered(self, messages: Messages) -> list[int]:
@@ -150,7 +147,7 @@ class _Streamer(TextStreamer):
 
 @contextlib.contextmanager
 def model_folder(path: Path) -> Iterator[Path]:
-    """Yield the model folder of a path: the path itself, the ``model/`` of a run, or a checkpoint's, which is written aside."""
+    """Yield the model folder of a path: the path itself, a run's ``model/``, or that of a checkpoint, which is exported first."""
     path = path.expanduser()
     if not path.is_dir():
         raise UserError(f"{path}: no such folder. Give a run folder, a model folder or a global_step_N folder.")
@@ -166,15 +163,15 @@ def model_folder(path: Path) -> Iterator[Path]:
 
 
 def run_of(path: Path) -> Path | None:
-    """Return the run folder of a path in it, or of the run folder itself; None where there is none."""
+    # The path may be the run's folder or one directly inside of it.
     path = path.expanduser().resolve()
     return next((folder for folder in (path, path.parent) if (folder / "config.yaml").is_file()), None)
 
 
 def prompts_of(run: Path | None) -> tuple[Messages | str | None, Mapping[str, Any]]:
-    """Return what a run folder says about prompts: one of its data, and the arguments of the chat template.
+    """Return a prompt of a run's data, and the arguments of the chat template.
 
-    The prompt is messages, or a text that is rendered already. None and {} where it cannot be read: a chat needs none of it.
+    The prompt is messages, or a text that is rendered already. None and {} if they cannot be read: a chat works without them.
     """
     if run is None:
         return None, {}
@@ -208,7 +205,6 @@ def _first_row(data: Mapping[str, Any]) -> Messages | str | None:
 
 
 def open_chat(folder: Path, device: str, trust_remote_code: bool, options: ChatOptions, template: Mapping[str, Any]) -> Chat:
-    """Load a model folder in the dtype that its config says."""
     transformers_logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -219,7 +215,7 @@ def open_chat(folder: Path, device: str, trust_remote_code: bool, options: ChatO
 
 
 def talk(chat: Chat, example: Messages | str | None, prompt: str | None) -> int:
-    """Answer ``prompt``, or what standard input holds where it is no terminal, or else the lines that a person types.
+    """Answer ``prompt``, or standard input if it is not a terminal, or else the lines that a person types.
 
     ``example``: a prompt of the run's data, which an empty line sends. The exit code is 130 after Ctrl-C.
     """
@@ -275,7 +271,7 @@ def _indented(text: str) -> str:
 
 @contextlib.contextmanager
 def own_interrupts() -> Iterator[None]:
-    """Let Ctrl-C end the body here. The watch of the command line would speak of a run that it stops."""
+    # Let Ctrl-C end the body here. The watch of the command line would say that it stops a run.
     wakeup = signal.set_wakeup_fd(-1)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -288,7 +284,7 @@ def own_interrupts() -> Iterator[None]:
 def chat(path: Path, prompt: str | None, device: str, trust_remote_code: bool, options: ChatOptions) -> int:
     """Run ``verl-memopt chat`` and return the exit code.
 
-    ``path``: a run folder, a model folder or a checkpoint. ``prompt``: None = those of standard input.
+    ``path``: a run folder, a model folder or a checkpoint. ``prompt``: None = read standard input.
     """
     try:
         with own_interrupts():

@@ -51,8 +51,8 @@ AWAY = ".partial"
 class Checkpoint:
     """A whole checkpoint.
 
-    ``driver`` has its state: data position, seed, controllers, settings. ``passed_over``: ``folder: not whole (fault)`` of each
-    newer one.
+    ``driver``: the driver's state, which is data position, seed, controllers and settings. ``passed_over``: ``folder: not whole
+    (fault)`` of each newer one that was skipped.
     """
 
     folder: Path
@@ -75,7 +75,11 @@ class DriverState(TypedDict):
 
 
 def check_driver(checkpoint: Checkpoint) -> None:
-    """Raise a CheckpointError where the driver's state is not of the form that a run writes."""
+    """Check that the driver's state has the form that a run writes.
+
+    Raises:
+        CheckpointError: It has not.
+    """
     try:
         checked(checkpoint.driver, DriverState, "its state")
     except RecordError as error:
@@ -88,7 +92,7 @@ class CheckpointStore:
 
     Attributes:
         root: The run folder.
-        keep: How many of the newest checkpoints to keep; None for all.
+        keep: How many of the newest checkpoints to keep; None = all.
         keep_best: Also keep the checkpoint with the best validation score.
         metric: The validation metric that is the score, as ``trainer.keep_best_checkpoint`` names it; None = the usual score.
         present: Step of the checkpoint that this run saved last or started from; None before.
@@ -101,11 +105,10 @@ class CheckpointStore:
     present: int | None = None
 
     def folder(self, step: int) -> Path:
-        """Return the folder of a step's checkpoint."""
         return self.root / f"global_step_{step}"
 
     def begin(self, step: int) -> Path:
-        """Return an empty folder for the checkpoint of ``step``. It is no checkpoint until :meth:`commit`."""
+        """Return an empty folder for the checkpoint of ``step``. It does not count as a checkpoint until :meth:`commit`."""
         aside = self._aside(step)
         # A folder under this name is what a killed run left unfinished.
         shutil.rmtree(aside, ignore_errors=True)
@@ -159,7 +162,7 @@ class CheckpointStore:
         return final
 
     def failed(self, step: int, reason: str) -> CheckpointError:
-        """Remove the unfinished checkpoint of ``step`` and return the error to raise."""
+        # Remove the unfinished checkpoint of ``step`` and return the error to raise.
         shutil.rmtree(self._aside(step), ignore_errors=True)
         kept = self.steps()
         last = f"the checkpoint of step {kept[-1]} is untouched" if kept else "there is no earlier checkpoint"
@@ -170,18 +173,17 @@ class CheckpointStore:
         )
 
     def history(self) -> CheckpointHistory:
-        """Return which checkpoints of the folder belong to this run, as they are on disk now."""
         return read_history(self.root, self._folders())
 
     def steps(self) -> list[int]:
         """Return the steps of this run's checkpoints, whole or not, oldest first.
 
-        Steps of an earlier run that this one does not continue are not among them.
+        Steps of an earlier run that this one does not continue are left out.
         """
         return self.history().steps
 
     def newest(self, unreadable: Mapping[int, str] | None = None) -> Checkpoint | None:
-        """Return the newest whole checkpoint, from which the run continues; None where there is no checkpoint at all.
+        """Return the newest whole checkpoint, from which the run continues; None if there is no checkpoint at all.
 
         Damaged checkpoints are skipped, and each is logged with its fault. ``unreadable``: step -> fault of checkpoints that
         looked whole but could not be loaded.
@@ -221,7 +223,7 @@ class CheckpointStore:
         )
 
     def resumed(self, checkpoint: Checkpoint) -> None:
-        """Note that the run continues from a checkpoint, which may be in another folder."""
+        # The checkpoint may be in another run's folder, and then it is none of this store's.
         self.present = checkpoint.step if checkpoint.folder == self.folder(checkpoint.step).resolve() else None
 
     def prove(self, step: int) -> None:
@@ -243,23 +245,20 @@ class CheckpointStore:
         self._prune()
 
     def proven(self) -> int | None:
-        """Return the newest proven step of this run; None if there is none."""
         return max((step for step in self.steps() if self.is_proven(step)), default=None)
 
     def is_proven(self, step: int) -> bool:
-        """Return whether the checkpoint of a step is proven."""
         return (self.folder(step) / PROVEN).is_file()
 
     def best(self) -> int | None:
-        """Return the step with the best validation score, the newer of two equal ones; None if no step has a score.
+        """Return the step with the best validation score, the newer one of equal scores; None if no step has a score.
 
-        Scores of different metrics cannot be compared, so those of the newest step that has one count.
+        Scores of different metrics cannot be compared, so only those of the metric of the newest scored step count.
         """
         ranked = self._ranked()
         return max(ranked)[1] if ranked else None
 
     def is_better(self, score: float | None) -> bool:
-        """Return whether a score is better than that of every checkpoint of this run."""
         if score is None or not math.isfinite(score):
             return False
         steps = self._ranked()
@@ -267,7 +266,7 @@ class CheckpointStore:
         return not steps or newest != self.metric or rank_of(self.metric, score) > max(steps)[0]
 
     def _ranked(self) -> list[tuple[float, int]]:
-        """Return (rank, step) of the steps that have a score, by the metric of the newest of them. The best has the highest."""
+        # (rank, step) by the metric of the newest step that has a score. The best has the highest rank.
         lineage = self.history()
         scored = [lineage.manifests[step] for step in lineage.steps if step in lineage.manifests]
         scored = [manifest for manifest in scored if manifest.score is not None]
@@ -285,7 +284,6 @@ class CheckpointStore:
         return self.root / f"global_step_{step}{AWAY}"
 
     def _complete(self, aside: Path, driver: dict[str, Any], records: Records) -> Records:
-        """Write the driver's state and return the records of all files, in the order of their names."""
         with hashed_file(aside / "data.pt", records, "data.pt") as file:
             torch.save(driver, cast("IO[bytes]", file))
         present = {path.relative_to(aside).as_posix(): path for path in aside.rglob("*") if path.is_file()}
@@ -319,26 +317,29 @@ class CheckpointStore:
             shutil.rmtree(away, ignore_errors=True)
 
     def _emptied(self, folder: Path) -> Path:
-        """Return a name that is free, to which ``folder`` can be renamed before it is removed."""
+        # Renamed before it is removed, so that a kill leaves no half-removed checkpoint under its own name.
         away = folder.with_name(f"{folder.name}.old{AWAY}")
         shutil.rmtree(away, ignore_errors=True)
         return away
 
 
 def rank_of(metric: str | None, score: float) -> float:
-    """Return a score with the sign with which more is better. ``metric`` is as ``trainer.keep_best_checkpoint`` names it."""
+    # Return a score with the sign that makes more better. ``metric``: as ``trainer.keep_best_checkpoint`` names it.
     return -score if (metric or "").startswith("min:") else score
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether a path has the form of a checkpoint, whole or not."""
+    # Whether it is whole is another question.
     return STEP_FOLDER.match(folder.name) is not None and folder.is_dir()
 
 
 def read_checkpoint(folder: Path, key: str = "trainer.resume_from_path=") -> Checkpoint:
-    """Return the checkpoint in a ``global_step_N`` folder. The path may be relative or have a ``~``.
+    """Return the checkpoint in a ``global_step_N`` folder. The path may be relative or start with ``~``.
 
-    ``key`` is what errors say before the folder. A CheckpointError says why it is none, or not whole.
+    ``key``: what errors say before the folder.
+
+    Raises:
+        CheckpointError: It is not a checkpoint, or not a whole one.
     """
     folder = folder.expanduser().resolve()
     if not is_checkpoint(folder):
@@ -357,7 +358,6 @@ GONE = "it is gone"
 
 
 def _read(folder: Path) -> Checkpoint | str:
-    """Return the checkpoint of a folder, or why it is not whole."""
     with reading(folder) as is_there:
         return _read_held(folder) if is_there else GONE
 
@@ -379,7 +379,7 @@ def _read_held(folder: Path) -> Checkpoint | str:
 
 
 def check_folder(run_dir: Path) -> int:
-    """Verify the checkpoints of a run folder and print one line for each, oldest step first. Then name each damaged other file.
+    """Verify the checkpoints of a run folder and print one line for each, oldest first; then one for each other damaged file.
 
     The exit code is 1 if something is not whole.
     """
@@ -407,10 +407,10 @@ def check_folder(run_dir: Path) -> int:
         facts += ["proven: its weights gave finite gradients"] if store.is_proven(step) else []
         facts += [BEYOND] if step in lineage.beyond else []
         sys.stdout.write(f"global_step_{step}: {', '.join(facts)}\n")
-    of_record = RunFolder(run_dir).faults()
-    for fault in of_record:
+    other_faults = RunFolder(run_dir).faults()
+    for fault in other_faults:
         sys.stdout.write(f"NOT WHOLE: {fault}\n")
-    return 0 if all(fault is None for fault in faults.values()) and not of_record else 1
+    return 0 if all(fault is None for fault in faults.values()) and not other_faults else 1
 
 
 # The manifest of a checkpoint: a file that lists the other files with their checksums, and has a checksum of itself.
@@ -433,12 +433,12 @@ class Manifest:
 
     Attributes:
         step: Step of the run.
-        commit: One more than the largest of the run folder when this one was committed.
+        commit: One more than the largest number in the run folder when this checkpoint was committed.
         world_size: Ranks that wrote it.
         torch: Version that wrote it.
         score: Validation score of the step; None without a validation.
         files: name -> size and checksum of each file.
-        metric: ``trainer.keep_best_checkpoint`` that gave the score; None = the usual score, of which more is better.
+        metric: ``trainer.keep_best_checkpoint`` that gave the score; None = the usual score, for which more is better.
     """
 
     step: int
@@ -451,7 +451,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> str:
-    """Write a manifest into ``folder`` and return its text. The caller forces it to disk."""
+    # Write a manifest into ``folder`` and return its text. The caller must force it to disk.
     text = _render({"format": FORMAT, "algorithm": ALGORITHM, **asdict(manifest)})
     (folder / MANIFEST).write_text(text, encoding="utf-8")
     return text
@@ -489,9 +489,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def find_fault(folder: Path, contents: bool = True) -> str | None:
-    """Return what is wrong with a checkpoint folder; None where every file is as its manifest says.
+    """Return what is wrong with a checkpoint folder; None if every file is as its manifest says.
 
-    ``contents``: compare checksums too, and not only sizes.
+    ``contents``: compare checksums, not only sizes.
     """
     try:
         manifest = read_manifest(folder)
@@ -510,7 +510,7 @@ def find_fault(folder: Path, contents: bool = True) -> str | None:
 
 
 def _render(fields: Mapping[str, Any]) -> str:
-    """Return the text of a manifest with these fields. Its last field is the checksum of the text without that field."""
+    # The last field is the checksum of the text without that field.
     bare = json.dumps(fields, indent=1)
     return json.dumps({**fields, "digest": blake3(bare.encode()).hexdigest()}, indent=1) + "\n"
 
@@ -529,12 +529,12 @@ class CheckpointHistory:
     """The checkpoints of a folder, by step.
 
     Attributes:
-        commits: Step -> commit number; None where the manifest cannot be read.
-        manifests: Step -> manifest, where it can be read.
+        commits: Step -> commit number; None if the manifest cannot be read.
+        manifests: Step -> manifest, if it can be read.
         steps: Steps of this run, oldest first, whole or not.
         beyond: Steps of an earlier run that this one does not continue.
         last_commit: The largest commit number; 0 without any.
-        doubt: A warning where the tracker file and the commit numbers disagree; None where they agree.
+        doubt: A warning if the tracker file and the commit numbers disagree; None if they agree.
     """
 
     commits: Mapping[int, int | None]
@@ -546,10 +546,11 @@ class CheckpointHistory:
 
 
 def read_history(root: Path, folders: Mapping[int, Path]) -> CheckpointHistory:
-    """Return which checkpoints of a run folder belong to the run.
+    """Find out which checkpoints of a run folder belong to the run.
 
     A run that starts again from an earlier checkpoint leaves later steps behind, with smaller commit numbers than its own. So a
     step belongs to the present run unless an earlier step has a larger commit number, or it is beyond the newest step.
+
     ``folders``: step -> folder of each checkpoint.
     """
     manifests: dict[int, Manifest] = {}
@@ -576,7 +577,6 @@ def read_history(root: Path, folders: Mapping[int, Path]) -> CheckpointHistory:
 
 
 def _newest(commits: Mapping[int, int | None], numbered: Mapping[int, int], tracked: int | None) -> int | None:
-    """Return the newest step of the run; None where nothing says it."""
     named = tracked if tracked in commits else None
     if named is not None and commits[named] is None:
         # The manifest of the newest step is damaged, so its commit number is unknown.

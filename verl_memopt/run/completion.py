@@ -24,12 +24,12 @@ Commands = Mapping[str, Completed]
 
 
 def script_of(shell: str, commands: Commands, settings: Sequence[str]) -> str:
-    """Return the script of a shell. ``settings``: keys with the equal sign after them, or whole overrides."""
+    # Return the completion script of a shell. ``settings``: keys with an equal sign after them, or whole overrides.
     return SHELLS[shell](commands, settings)
 
 
 def _bash(commands: Commands, settings: Sequence[str]) -> str:
-    options = "\n".join(f"    {name}) options='{' '.join(each.options)}' ;;" for name, each in commands.items())
+    options = "\n".join(f"    {name}) options='{' '.join(command.options)}' ;;" for name, command in commands.items())
     return f"""# eval "$({PROGRAM} completion bash)", for example in ~/.bashrc
 _verl_memopt() {{
   local word=${{COMP_WORDS[COMP_CWORD]}} options=
@@ -56,7 +56,7 @@ complete -o default -F _verl_memopt {PROGRAM}
 
 
 def _zsh(commands: Commands, settings: Sequence[str]) -> str:
-    options = "\n".join(f"    {name}) options=({' '.join(each.options)} --help) ;;" for name, each in commands.items())
+    options = "\n".join(f"    {name}) options=({' '.join(command.options)} --help) ;;" for name, command in commands.items())
     return f"""#compdef {PROGRAM}
 # eval "$({PROGRAM} completion zsh)", for example in ~/.zshrc after compinit
 _verl_memopt() {{
@@ -75,8 +75,8 @@ _verl_memopt() {{
   case $words[2] in
     {"|".join(_with_settings(commands))})
       local -i found=0
-      compadd -S '' -- {" ".join(each for each in settings if each.endswith("="))} && found=1
-      compadd -- {" ".join(each for each in settings if not each.endswith("="))} && found=1
+      compadd -S '' -- {" ".join(setting for setting in settings if setting.endswith("="))} && found=1
+      compadd -- {" ".join(setting for setting in settings if not setting.endswith("="))} && found=1
       (( found )) && return
       compset -P '*=' ;;
   esac
@@ -89,18 +89,18 @@ compdef _verl_memopt {PROGRAM}
 def _fish(commands: Commands, settings: Sequence[str]) -> str:
     lines = [f"# {PROGRAM} completion fish | source, for example in ~/.config/fish/config.fish"]
     lines += [
-        f"complete -c {PROGRAM} -n __fish_use_subcommand -f -a {name} -d '{each.help.replace(chr(39), '')}'"
-        for name, each in commands.items()
+        f"complete -c {PROGRAM} -n __fish_use_subcommand -f -a {name} -d '{command.help.replace(chr(39), '')}'"
+        for name, command in commands.items()
     ]
-    for name, each in commands.items():
+    for name, command in commands.items():
         seen = f"-n '__fish_seen_subcommand_from {name}'"
-        lines += [f"complete -c {PROGRAM} {seen} -l {option.removeprefix('--')}" for option in each.options]
+        lines += [f"complete -c {PROGRAM} {seen} -l {option.removeprefix('--')}" for option in command.options]
     seen = f"-n '__fish_seen_subcommand_from {' '.join(_with_settings(commands))}'"
     return "\n".join([*lines, f"complete -c {PROGRAM} {seen} -a '{' '.join(settings)}'"]) + "\n"
 
 
 def _with_settings(commands: Commands) -> list[str]:
-    return [name for name, each in commands.items() if each.takes_settings]
+    return [name for name, command in commands.items() if command.takes_settings]
 
 
 SHELLS: dict[str, Callable[[Commands, Sequence[str]], str]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}

@@ -30,20 +30,20 @@ class Environment:
 
     Attributes:
         device: cpu or cuda.
-        num_devices: of all roles, over all nodes.
-        folder: of the policy's model.
-        tokenizer_folder: the model's, unless the settings name another.
-        reference_folder: None where the run needs no model for the reference.
-        tokenizer: a transformers tokenizer.
-        embedding_rows: of the policy; token ids are below it.
-        eos_token_ids: that end a response.
-        free_engine: the engine releases its memory between rollouts.
-        run_dir: where the run writes.
-        weights: name -> shape of each weight of the policy, without adapters.
-        critic_folder: of the critic's model; None in a run without a critic.
-        critic_weights: name -> shape of each weight of the critic, without adapters.
-        slides: some model's attention slides over a window.
-        features: what is special in the policy's forward, as ``field=value`` of its config.
+        num_devices: Of all roles, over all nodes.
+        folder: The policy's model.
+        tokenizer_folder: That of the model, unless the settings name another.
+        reference_folder: The reference's model; None if the run needs none.
+        tokenizer: A transformers tokenizer.
+        embedding_rows: Rows of the policy's embedding; token ids are below this number.
+        eos_token_ids: Ids that end a response.
+        free_engine: The engine releases its memory between rollouts.
+        run_dir: Where the run writes.
+        weights: Name -> shape of each weight of the policy, without adapters.
+        critic_folder: The critic's model; None in a run without a critic.
+        critic_weights: Name -> shape of each weight of the critic, without adapters.
+        slides: The attention of some model uses a sliding window.
+        features: What is special in the policy's forward, as ``field=value`` of its config.
     """
 
     device: str
@@ -64,22 +64,27 @@ class Environment:
 
     @property
     def known_ids(self) -> int | None:
-        """Ids from this one on are rows of the embedding that the tokenizer has no token for; None where there are none.
+        """Ids from this one on are rows of the embedding without a token; None if there are no such rows.
 
         Many models have a few hundred such rows, which make the embedding's size a round number.
         """
-        known = max((*self.tokenizer.get_vocab().values(), *self.eos_token_ids), default=-1) + 1
-        return known if known < self.embedding_rows else None
+        num_ids = max((*self.tokenizer.get_vocab().values(), *self.eos_token_ids), default=-1) + 1
+        return num_ids if num_ids < self.embedding_rows else None
 
 
 def resolve_environment(
     settings: Settings, reference_path: str | None, critic: Critic | None, pools: Mapping[str, ResourcePool]
 ) -> Environment:
-    """Return what this machine has for a run.
+    """Find out what this machine has for a run, before any worker starts.
 
-    ``reference_path``: None where the run needs no model for the reference. ``critic``: None in a run without one. ``pools``:
-    section -> the devices that its role has for itself. A ConfigError says what the machine cannot do. No worker has started by
-    then.
+    Args:
+        settings: Settings of the run.
+        reference_path: None if the run needs no model for the reference.
+        critic: None in a run without a critic.
+        pools: Section -> the devices that its role has for itself.
+
+    Raises:
+        ConfigError: The machine cannot do what the settings ask for.
     """
     trainer, data, roles = settings.trainer, settings.data, settings.actor_rollout_ref
     model, rollout, actor = roles.model, roles.rollout, roles.actor
@@ -119,7 +124,7 @@ def resolve_environment(
         _check_same_tokenizer(tokenizer, tokenizer_folder, critic.model, critic_folder)
     return Environment(
         device=device,
-        num_devices=sum(each.nnodes * each.n_gpus_per_node for each in asked.values()),
+        num_devices=sum(pool.nnodes * pool.n_gpus_per_node for pool in asked.values()),
         folder=folder,
         tokenizer_folder=tokenizer_folder,
         reference_folder=reference,
@@ -137,7 +142,7 @@ def resolve_environment(
 
 
 def _check_same_tokenizer(tokenizer: Any, folder: Path, critic: CriticModel, critic_folder: Path) -> None:
-    """Refuse a critic whose own tokenizer is another than the policy's. A folder without a tokenizer uses the policy's."""
+    # Refuse a critic whose tokenizer differs from the policy's. A folder without a tokenizer uses the policy's.
     key, own, trusted = CRITIC_PATH, critic_folder, bool(critic.trust_remote_code)
     if critic.tokenizer_path is not None:
         key = "critic.model.tokenizer_path"
@@ -155,14 +160,11 @@ def _check_same_tokenizer(tokenizer: Any, folder: Path, critic: CriticModel, cri
 
 
 def _check_devices(asked: Mapping[str, Trainer | ResourcePool], ray: RayKwargs, device: str) -> None:
-    """Refuse more GPUs than this machine has. Over several nodes, Ray checks it when the cluster is known.
-
-    ``asked``: section -> the devices that it asks for.
-    """
+    # With several nodes Ray checks this once the cluster is known.
     present = device_count(device)
-    on_this_machine = device == "cuda" and all(each.nnodes == 1 for each in asked.values()) and "address" not in ray.ray_init
-    if on_this_machine and sum(each.n_gpus_per_node for each in asked.values()) > present:
-        keys = ", ".join(f"{section}.n_gpus_per_node={each.n_gpus_per_node}" for section, each in asked.items())
+    on_this_machine = device == "cuda" and all(pool.nnodes == 1 for pool in asked.values()) and "address" not in ray.ray_init
+    if on_this_machine and sum(pool.n_gpus_per_node for pool in asked.values()) > present:
+        keys = ", ".join(f"{section}.n_gpus_per_node={pool.n_gpus_per_node}" for section, pool in asked.items())
         it, own = ("it", "") if len(asked) == 1 else ("their sum", ", or leave out enable_resource_pool to share devices")
         raise ConfigError(f"{keys}: this machine has {present}. Set {it} to at most {present}{own}.")
 
@@ -191,7 +193,7 @@ def _check_engine(engine: str, device_setting: str, device: str) -> None:
 
 
 def missing_build_tools() -> str | None:
-    """Return what Triton needs to build its launchers and this machine lacks, with the packages that bring it; None if nothing.
+    """Return what Triton needs to build its launchers and this machine lacks, with the packages that have it; else None.
 
     Triton takes the compiler of ``CC``, gcc or clang, and the headers of the running Python (``triton.runtime.build``).
     """
@@ -207,7 +209,8 @@ def missing_build_tools() -> str | None:
 def frees_engine(rollout: Rollout, device: str) -> bool:
     """Return whether the engine releases its memory between rollouts: ``rollout.free_cache_engine``, by default on a GPU.
 
-    vLLM on a CPU cannot: a ConfigError.
+    Raises:
+        ConfigError: It is requested of vLLM on a CPU, which cannot.
     """
     setting = rollout.free_cache_engine
     if setting and device == "cpu" and rollout.name == "vllm":
@@ -219,12 +222,12 @@ def frees_engine(rollout: Rollout, device: str) -> bool:
 
 
 def _writable(folder: Path) -> Path:
-    """Return the resolved path of a folder that this user may write in, or make. It is not made yet."""
-    there = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
-    if not there.is_dir():
+    # The folder is not made yet, so its nearest parent that exists is asked.
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if os.path.lexists(parent))
+    if not existing.is_dir():
         raise ConfigError(
             f"trainer.default_local_dir={folder}: cannot be made ({os.strerror(errno.ENOTDIR)}). Give another folder."
         )
-    if not os.access(there, os.W_OK | os.X_OK):
+    if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"trainer.default_local_dir={folder}: not writable. Give another folder.")
     return folder.resolve()

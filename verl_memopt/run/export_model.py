@@ -35,7 +35,7 @@ BEST = "best"
 
 @dataclass(frozen=True)
 class RoleKeys:
-    """Where a role has its things: folder in a checkpoint, sections of the settings, name of the shapes in the driver's state."""
+    """Where to find a role: its folder in a checkpoint, its sections of the settings, and its shapes in the driver's state."""
 
     folder: str
     model: str
@@ -61,7 +61,6 @@ class StoredModel:
     base: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a role that the checkpoint does not have."""
         check_driver(self.checkpoint)
         if not (self.folder / "huggingface" / "config.json").is_file():
             raise CheckpointError(
@@ -70,39 +69,34 @@ class StoredModel:
 
     @property
     def keys(self) -> RoleKeys:
-        """Where the role has its things."""
         return ROLES[self.role]
 
     @property
     def folder(self) -> Path:
-        """The folder of the role in the checkpoint."""
         return self.checkpoint.folder / self.keys.folder
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Key -> value of the run's settings."""
         settings: Mapping[str, Any] = self.checkpoint.driver["settings"]
         return settings
 
     @property
     def lora_rank(self) -> int:
-        """Rank of the adapters; 0 for none."""
         return int(self.settings[f"{self.keys.model}.lora_rank"] or 0)
 
     @property
     def base_model(self) -> str:
-        """The model that training started from, as the settings name it."""
         return str(self.settings[f"{self.keys.model}.path"])
 
     @property
     def shapes(self) -> Mapping[str, list[int]]:
-        """Name -> shape of each weight, without adapters."""
+        # Name -> shape of each weight, without adapters.
         shapes: Mapping[str, list[int]] = self.checkpoint.driver[self.keys.weights]
         return shapes
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the model that training started from."""
+        # That of the model that training started from.
         masters = dtype_of(str(self.settings[f"{self.keys.fsdp}.model_dtype"]), f"{self.keys.fsdp}.model_dtype")
         named = self.checkpoint.driver.get("dtypes", {}).get(self.role)
         return stored_dtype(self.folder / "huggingface", masters) if named is None else dtype_of(named, self.role)
@@ -110,7 +104,7 @@ class StoredModel:
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor) of the model, with adapters merged, as the run itself would write it.
 
-        What adapters add is computed in fp32, and rounded to the dtype in which training kept the weights, then to ``dtype``.
+        The adapters' product is computed in fp32, and rounded to the dtype in which training kept the weights, then to ``dtype``.
 
         Raises:
             CheckpointError: A tensor is neither in the checkpoint nor in the base, or has another shape there.
@@ -152,7 +146,7 @@ class StoredModel:
 
 @contextmanager
 def held_checkpoint(path: Path, step: str | None) -> Iterator[Checkpoint]:
-    """Yield the checkpoint of :func:`find_checkpoint`. A run beside this process does not remove it in the body."""
+    """Yield the checkpoint of :func:`find_checkpoint`. A run beside this process cannot remove it in the body."""
     for _ in range(LOOKS):
         try:
             checkpoint = find_checkpoint(path, step)
@@ -172,7 +166,7 @@ LOOKS = 20
 
 
 def find_checkpoint(path: Path, step: str | None) -> Checkpoint:
-    """Return a whole checkpoint: that of a ``global_step_N`` folder, or of a run folder its newest, its best, or that of a step.
+    """Return a whole checkpoint: of a ``global_step_N`` folder, or of a run folder its newest, its best, or that of a step.
 
     Every file is compared with its checksum.
     """
@@ -205,8 +199,8 @@ def find_checkpoint(path: Path, step: str | None) -> Checkpoint:
 def export_model(model: StoredModel, folder: Path, dtype: torch.dtype | None = None) -> None:
     """Write a model folder: weights with adapters merged, config, tokenizer, and the adapters in ``adapter/``.
 
-    The folder appears when it is whole, and replaces an older one then. ``dtype`` is that of the weights; None = that of the
-    model that training started from.
+    The folder appears when it is whole, and then replaces an older one. ``dtype``: of the weights; None = that of the model that
+    training started from.
     """
     dtype = model.dtype if dtype is None else dtype
     check_space(folder, sum(prod(shape) for shape in model.shapes.values()) * dtype.itemsize)
@@ -218,7 +212,7 @@ def export_model(model: StoredModel, folder: Path, dtype: torch.dtype | None = N
 
 
 def export_adapter(model: StoredModel, folder: Path) -> None:
-    """Write the adapters of a model alone, as peft has them."""
+    # The adapters alone, in the form of peft.
     if not model.lora_rank:
         raise CheckpointError(
             f"{model.folder}: it has no adapter, because the run trained all weights. Leave --adapter-only out."
@@ -228,7 +222,6 @@ def export_adapter(model: StoredModel, folder: Path) -> None:
 
 
 def check_empty(folder: Path) -> None:
-    """Refuse a folder that has something in it."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"{folder}: it exists and is not empty. Give a folder that does not exist yet, or remove it.")
 

@@ -31,11 +31,10 @@ class Inputs:
     Attributes:
         aside: Where they are written first.
         command: The command line of the call.
-        rows: Training rows that are no file, because they are read as steps need them; None = there are none such.
+        rows: Training rows that are read as steps need them, and so are not in a file; None = there are none.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        """Make the folder aside, on the disk of the run's folder, which need not exist. A ConfigError says that it cannot be."""
         self._run_dir, self._folder = run_dir, run_dir / INPUTS
         self._names: dict[str, str] = {}
         self.command = ""
@@ -43,19 +42,20 @@ class Inputs:
         try:
             if os.path.lexists(run_dir) and not run_dir.is_dir():
                 raise ConfigError(f"trainer.default_local_dir={run_dir}: this is no folder. Give another one.")
-            there = next(each for each in (run_dir, *run_dir.parents) if each.is_dir())
+            existing = next(parent for parent in (run_dir, *run_dir.parents) if parent.is_dir())
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f"trainer.default_local_dir={str(run_dir)!r:.200}: {reason}. Give another folder.") from error
         try:
-            self.aside = Path(tempfile.mkdtemp(prefix=".inputs-", dir=there))
+            # On the disk of the run's folder, so that the files can be renamed into it. That folder need not exist yet.
+            self.aside = Path(tempfile.mkdtemp(prefix=".inputs-", dir=existing))
         except OSError as error:
             raise ConfigError(
-                f"trainer.default_local_dir={run_dir}: {there} cannot be written to ({error.strerror}). Give another folder."
+                f"trainer.default_local_dir={run_dir}: {existing} cannot be written to ({error.strerror}). Give another folder."
             ) from error
 
     def placed(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return settings that name what lies aside, with the names that it will have in the run's folder."""
+        # Return settings that name files aside with the names that these will have in the run's folder.
         for path in sorted(self.aside.iterdir()):
             self._names[path.name] = f"{path.stem}-{_digest(path)[:12]}{path.suffix}"
         return {key: self._placed(value) for key, value in values.items()}
@@ -65,16 +65,16 @@ class Inputs:
             first, *rest = Path(value).relative_to(self.aside).parts
             return str(self._folder.joinpath(self._names.get(first, first), *rest))
         if isinstance(value, Mapping):
-            return {key: self._placed(each) for key, each in value.items()}
-        return [self._placed(each) for each in value] if isinstance(value, list | tuple) else value
+            return {key: self._placed(item) for key, item in value.items()}
+        return [self._placed(item) for item in value] if isinstance(value, list | tuple) else value
 
     @contextmanager
     def written(self) -> Iterator[None]:
-        """Hold the lock of the run's folder, and have the inputs there in the body, which starts the run.
+        """Hold the lock of the run's folder, and put the inputs there for the body, which starts the run.
 
-        What was written for a start that is refused is removed again.
+        Files of a start that is refused are removed again.
         """
-        made = [each for each in (self._run_dir, *self._run_dir.parents) if not each.exists()]
+        made = [parent for parent in (self._run_dir, *self._run_dir.parents) if not parent.exists()]
         moved, pending, is_new = list[Path](), self._folder / PENDING, False
         try:
             lock = hold(self._run_dir)
@@ -107,7 +107,6 @@ class Inputs:
                     folder.rmdir()
 
     def discard(self) -> None:
-        """Remove what still lies aside."""
         _remove(self.aside)
 
 
@@ -119,8 +118,8 @@ def _remove(path: Path) -> None:
 
 
 def _digest(path: Path) -> str:
-    """Return the checksum of a file, or of all files of a folder and their names."""
+    # For a folder, of all its files and their names.
     if path.is_file():
         return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
-    files = sorted(each for each in path.rglob("*") if each.is_file())
-    return blake3("".join(f"{each.relative_to(path)} {_digest(each)}\n" for each in files).encode()).hexdigest()
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return blake3("".join(f"{file.relative_to(path)} {_digest(file)}\n" for file in files).encode()).hexdigest()

@@ -34,16 +34,16 @@ SAVES_RESERVED = 2.0
 class Interrupts:
     """A request to stop, and the time that is left for it.
 
-    Used as a context manager, it handles SIGINT, SIGTERM and SIGHUP itself: the first signal requests a stop, the second
-    raises KeyboardInterrupt. This is for processes without a :class:`~verl_memopt.run.interrupts.SignalWatch`. Outside
-    the main thread Python allows no signal handlers, so none are set there.
+    Used as a context manager, it handles SIGINT, SIGTERM and SIGHUP itself: the first signal requests a stop, the second raises
+    KeyboardInterrupt. This is for processes without a :class:`~verl_memopt.run.interrupts.SignalWatch`. Outside of the main
+    thread Python allows no signal handlers, so none are set there.
+
+    Args:
+        at_once: The first signal raises KeyboardInterrupt too.
+        watched: A SignalWatch handles the signals.
     """
 
     def __init__(self, at_once: bool = False, watched: bool = False) -> None:
-        """Set no handlers yet.
-
-        ``at_once``: the first signal raises KeyboardInterrupt too. ``watched``: a SignalWatch handles the signals.
-        """
         self._at_once = at_once
         self._watched = watched
         self._before: dict[int, Any] = {}
@@ -62,14 +62,13 @@ class Interrupts:
 
     @property
     def requested(self) -> bool:
-        """Whether a stop was requested."""
         return self.exit_code is not None
 
     def begin_steps(self, deadline_seconds: float, on_request: Callable[[float], None]) -> None:
-        """Note that from now on a stop has something to finish.
+        """From now on, a stop must finish and save the step.
 
-        ``deadline_seconds``: from the signal to the end of the process. ``on_request`` is called once, when a stop is requested,
-        with the moment (seconds since the epoch) to abandon a rollout.
+        ``deadline_seconds``: from the signal to the end of the process. ``on_request``: called once, when a stop is requested,
+        with the moment (seconds since the epoch) when a rollout must be abandoned.
         """
         self.deadline_seconds = deadline_seconds
         self._on_request = on_request
@@ -78,12 +77,11 @@ class Interrupts:
             self._call_on_request()
 
     def between_runs(self) -> int | None:
-        """Note that a run has ended and another is to begin, and return the exit code where a stop was requested, else None."""
+        # Note that a run has ended and another will begin. Return the exit code if a stop was requested, else None.
         self.in_steps = False
         return self.exit_code
 
     def request(self, number: int) -> str:
-        """Request a stop because of signal ``number``, and return the line to show for it."""
         self.requested_at = time.monotonic()
         self.exit_code = EXIT_CODES[signal.Signals(number)]
         if self.in_steps:
@@ -91,20 +89,18 @@ class Interrupts:
         return f"{signal.Signals(number).name}: stopping after this step, then saving; once more stops at once"
 
     def seconds_left(self) -> float:
-        """Return the seconds until the deadline of a requested stop."""
         return self.requested_at + self.deadline_seconds - time.monotonic()
 
     @property
     def reserve_seconds(self) -> float:
-        """Return the seconds to keep for saving, with room to spare."""
+        # With room to spare, because the next save may take longer than those so far.
         return max(self.save_seconds * SAVES_RESERVED, self.deadline_seconds * RESERVE_SHARE)
 
     def too_late_for(self, seconds: float) -> bool:
-        """Return whether a stop was requested and work of ``seconds`` would leave too little time to save."""
         return self.requested and self.seconds_left() - seconds < self.reserve_seconds
 
     def out_of_time(self) -> bool:
-        """Return whether a stop was requested and it is time to abandon what is not finished."""
+        # Return whether a stop was requested and it is time to abandon what is not finished.
         return self.too_late_for(0.0)
 
     def _call_on_request(self) -> None:
@@ -142,8 +138,8 @@ def _set_handlers(handler: Callable[[int, FrameType | None], None]) -> dict[int,
 _watched: list[Interrupts] = []
 
 
-def of_process() -> Interrupts:
-    """Return the watched interrupts of this process; without a SignalWatch new ones, which set their own handlers."""
+def process_interrupts() -> Interrupts:
+    """Return the watched interrupts of this process; without a SignalWatch, new ones that set their own handlers."""
     return _watched[-1] if _watched else Interrupts()
 
 
@@ -169,9 +165,9 @@ SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"
 class SignalWatch:
     """Handles SIGINT, SIGTERM and SIGHUP of this process, from now to its end.
 
-    Before the first step, the first signal ends the process, since there is nothing to save. During the steps the first one
-    requests a stop; a second one, or the deadline, ends the process. Ending kills every process that this one started, and
-    exits with 130, 143 or 129. Where SIGHUP is ignored, as under nohup, it stays so.
+    Before the first step the first signal ends the process, since there is nothing to save. During the steps the first one
+    requests a stop; a second one, or the deadline, ends the process. Ending kills every process that this one started, and exits
+    with 130, 143 or 129. If SIGHUP is ignored, as under nohup, it stays ignored.
 
     Use it only in the main thread of a command's own process.
     """
@@ -224,7 +220,7 @@ class SignalWatch:
             self._end(stop.exit_code or 1, f"{name}: the second signal; ended at once. {stop.last_saved}.")
 
     def _end(self, code: int, text: str) -> NoReturn:
-        """End this process and all that it started. Python and C++ clean nothing up, so nothing can crash or hang."""
+        # Python and C++ clean nothing up, so nothing can crash or hang.
         self._ending.set()
         try:
             _last_words(text)
@@ -236,9 +232,9 @@ class SignalWatch:
 
 
 def end_process(code: int) -> None:
-    """End this process as Python does, but without taking apart what it has imported: for PyTorch that takes a second and a half.
+    """End this process like Python, but without taking apart what it has imported, which takes a second and a half for PyTorch.
 
-    Returns where the output cannot be written. Python then says so when it ends the process.
+    Returns if the output cannot be written. Python then reports that when it ends the process.
     """
     # What a child of multiprocessing does at its end: wait for threads, then call what is registered for the exit.
     threading._shutdown()  # type: ignore[attr-defined]
@@ -252,7 +248,7 @@ def end_process(code: int) -> None:
 
 
 def _last_words(text: str) -> None:
-    """Write buffered output and then ``text``. Later output, of libraries whose processes are killed, is discarded."""
+    # Output of libraries whose processes are killed next would follow the last line, so it is discarded.
     flusher = threading.Thread(target=_flush, daemon=True)
     flusher.start()
     flusher.join(FLUSH_SECONDS)
@@ -274,7 +270,7 @@ def _flush() -> None:
 
 
 def _write_line(text: str) -> None:
-    """Write a line without Python's streams and loggers, whose locks another thread may hold."""
+    # Another thread may hold the locks of Python's streams and loggers.
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())
 
@@ -284,7 +280,7 @@ def _nothing(number: int, frame: FrameType | None) -> None:
 
 
 def _as_if_never_watched() -> None:
-    """Set the default actions in a forked child: it has inherited the pipe, but its signals are its own."""
+    # A forked child has inherited the pipe, but its signals are its own.
     signal.set_wakeup_fd(-1)
     for number in EXIT_CODES:
         if signal.getsignal(number) is _nothing:
@@ -312,13 +308,12 @@ class StopFile:
     _moment: float | None = None
 
     def write(self, moment: float) -> None:
-        """Ask all rollouts to end at ``moment`` (seconds since 1970)."""
         aside = self.path.with_name(self.path.name + ".new")
         aside.write_text(f"{moment}\n")
         aside.replace(self.path)
 
     def remove(self) -> None:
-        """Withdraw the request. In a folder that was made read-only there is none."""
+        # In a folder that was made read-only there is no file.
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
 
@@ -333,5 +328,4 @@ class StopFile:
 
 
 def never() -> bool:
-    """Return False: no stop is requested."""
     return False

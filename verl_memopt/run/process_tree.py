@@ -27,12 +27,13 @@ _ROUND_SECONDS = 0.005
 def safe_path() -> list[str]:
     """Return the import path of this process with Python's own folders first, then those of psutil and of this package.
 
-    A process that starts with it runs no file of the working directory, or of another folder, in place of the modules it needs.
+    A process that starts with this path runs no file of the working directory, or of another folder, in place of the modules it
+    needs.
     """
-    of_psutil = importlib.util.find_spec("psutil")
-    assert of_psutil is not None
-    assert of_psutil.origin is not None
-    packages = [str(Path(of_psutil.origin).parents[1]), str(Path(__file__).parents[2])]
+    psutil_spec = importlib.util.find_spec("psutil")
+    assert psutil_spec is not None
+    assert psutil_spec.origin is not None
+    packages = [str(Path(psutil_spec.origin).parents[1]), str(Path(__file__).parents[2])]
 
     def rank(folder: str) -> int:
         if folder == sysconfig.get_path("stdlib") or Path(folder).name == "lib-dynload":
@@ -43,7 +44,7 @@ def safe_path() -> list[str]:
 
 
 def descendants(root: int) -> list[Process]:
-    """Return every process below ``root``, parents first; zombies are among them.
+    """Return every process below ``root``, parents first, including zombies.
 
     The kernel gives a process whose parent has died to the nearest ancestor that adopts orphans (PR_SET_CHILD_SUBREAPER). If
     ``root`` adopts them, no process that it started is missed.
@@ -57,17 +58,17 @@ def descendants(root: int) -> list[Process]:
 
 
 def cpu_seconds(tree: Iterable[Process]) -> float:
-    """Return the processor time of the processes and of the children they have waited for."""
+    # Return the processor time of the processes and of the children that they have waited for.
     return sum(sum(times[:4]) for times in _each(tree, "cpu_times"))
 
 
 def resident_bytes(tree: Iterable[Process]) -> int:
-    """Return the total memory of the processes. A page that several of them share counts once for each."""
+    # Return the total memory of the processes. A page that several of them share counts once for each.
     return sum(memory.rss for memory in _each(tree, "memory_info"))
 
 
 def proportional_bytes(tree: Iterable[Process]) -> int:
-    """Return the total memory of the processes. A shared page is divided among them. Slower."""
+    # Return the total memory of the processes. A shared page is divided among them. Slower than ``resident_bytes``.
     return sum(memory.pss for memory in _each(tree, "memory_full_info"))
 
 
@@ -96,7 +97,7 @@ def end_descendants(seconds: float) -> bool:
 
 
 def reap() -> bool:
-    """Collect the children that have ended, and return whether any child is left."""
+    # Collect the children that have ended, and return whether any child is left.
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -117,7 +118,6 @@ def _kill_all() -> None:
 
 
 def send_signal(pids: Iterable[int], number: int) -> None:
-    """Send a signal to each process that still exists and belongs to this user."""
     # os.kill, because psutil's methods first read again when the process was started: long enough for another to be forked.
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -139,7 +139,7 @@ def kill_marked(mark: str, seconds: float) -> list[int]:
 
 
 def marked(mark: str) -> list[Process]:
-    """Return all processes but this one whose initial environment has the entry ``mark`` (``NAME=value``).
+    """Return all other processes whose initial environment has the entry ``mark`` (``NAME=value``).
 
     Processes of other users are left out.
     """

@@ -42,12 +42,11 @@ TRACKER = "multiprocessing.resource_tracker"
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the ids of the children of ``pid``, of their children and so on, without zombies, parents first."""
+    # Zombies are left out: they have ended, and nobody has collected them.
     return [child.pid for child in process_tree.descendants(pid) if is_alive(child.pid)]
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process exists and is not a zombie."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.Error:
@@ -55,7 +54,6 @@ def is_alive(pid: int) -> bool:
 
 
 def kill(pids: Iterable[int]) -> None:
-    """Send SIGKILL to each process that still exists and belongs to this user."""
     process_tree.send_signal(pids, signal.SIGKILL)
 
 
@@ -77,7 +75,7 @@ def kill_descendants() -> list[int]:
 
 
 def wait_until_gone(pids: Iterable[int], seconds: float) -> list[int]:
-    """Wait until none of these processes runs, at most ``seconds``, and return those that still run."""
+    # Wait at most ``seconds`` until none of these processes runs, and return those that still run.
     deadline = time.monotonic() + seconds
     left = list(pids)
     while (left := [pid for pid in left if is_alive(pid)]) and time.monotonic() < deadline:
@@ -121,13 +119,12 @@ MARK = "VERL_MEMOPT_GUARDED_BY"
 class Guardian:
     """Kills descendants of this process once this process is gone.
 
-    It kills those that are born from now on until :meth:`all_started`, and their descendants. Until then this process has the
-    environment variable ``VERL_MEMOPT_GUARDED_BY``, which they inherit. A guardian that is killed has a successor at once, which
+    It kills those that start between now and :meth:`all_started`, and their descendants. Until then this process has the
+    environment variable ``VERL_MEMOPT_GUARDED_BY``, which they inherit. If a guardian is killed, a new one starts at once and
     watches the same processes.
     """
 
     def __init__(self) -> None:
-        """Start the guardian, and return once it watches."""
         self._value = secrets.token_hex(16)
         self._changing, self._dismissed = threading.Lock(), False
         self._start()
@@ -161,7 +158,6 @@ class Guardian:
             )
 
     def _follow(self) -> None:
-        """Start the guardian again whenever it was killed, until it is dismissed."""
         while True:
             self._process.wait()
             with self._changing:
@@ -203,7 +199,7 @@ class Guardian:
 
 
 def guard(starter: int, value: str) -> None:
-    """Watch the descendants of ``starter`` that are born from now on, and kill them when standard input ends.
+    """Watch the descendants of ``starter`` that start from now on, and kill them when standard input ends.
 
     Processes whose environment has ``VERL_MEMOPT_GUARDED_BY`` with this value are killed as well.
     """
@@ -238,7 +234,7 @@ def guard(starter: int, value: str) -> None:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Collect no garbage in the body, which imports: a collection would look through all that stays, again and again."""
+    # Pause the garbage collector while the body imports: it would look through everything that stays, again and again.
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -36,14 +36,13 @@ MOST_NAMED = 3
 
 
 def checkpoint_store(trainer: Trainer, has_validation: bool, run_dir: Path) -> CheckpointStore:
-    """Return the checkpoint store of a run. ``trainer.keep_best=null`` means true for a run that validates."""
+    # Return the checkpoint store of a run. ``trainer.keep_best=null`` means true for a run that validates.
     validates = has_validation and trainer.test_freq > 0
     keep_best = validates if trainer.keep_best is None else trainer.keep_best
     return CheckpointStore(run_dir, trainer.max_actor_ckpt_to_keep, keep_best, trainer.keep_best_checkpoint)
 
 
 def loaded_parts(actor: Actor, critic: Critic | None) -> dict[str, list[str]]:
-    """Return the setting of each trained role that lists what it loads from a checkpoint, with its value."""
     roles: dict[str, Actor | Critic | None] = {"actor_rollout_ref.actor": actor, "critic": critic}
     return {f"{name}.checkpoint.load_contents": list(role.checkpoint.load_contents or []) for name, role in roles.items() if role}
 
@@ -53,11 +52,11 @@ def find_checkpoint(
 ) -> Checkpoint | None:
     """Return the checkpoint that ``trainer.resume_mode`` selects; None for a fresh start.
 
-    ``loaded``: as :func:`loaded_parts` gives it. ``unreadable``: step -> fault of checkpoints that could not be loaded.
+    ``loaded``: see :func:`loaded_parts`. ``unreadable``: step -> fault of checkpoints that could not be loaded.
 
     Raises:
-        CheckpointError: the named checkpoint is not whole, or there are checkpoints but none is.
-        ConfigError: the checkpoint would be loaded without the model.
+        CheckpointError: The named checkpoint is not whole, or there are checkpoints but none is.
+        ConfigError: The checkpoint would be loaded without the model.
     """
     if trainer.resume_mode == "disable":
         return None
@@ -78,7 +77,6 @@ def find_checkpoint(
 
 
 def _named_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint of a ``global_step_N`` folder, or the newest of a run's folder."""
     folder = path.expanduser().resolve()
     newest = None if is_checkpoint(folder) else CheckpointStore(folder, None).newest()
     return read_checkpoint(folder) if newest is None else newest
@@ -87,10 +85,12 @@ def _named_checkpoint(path: Path) -> Checkpoint:
 def compare_settings(
     settings: Settings, environment: Environment, checkpoint: Checkpoint, contents: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Log how the settings differ from those of the checkpoint, and the files that they name, one line for each key.
+    """Log how settings, and the files that they name, differ from those of the checkpoint, one line per key.
 
-    ``settings`` have concrete seeds. ``contents``: as :func:`contents_of` gives it. A change with which the run cannot continue
-    is a ConfigError.
+    ``settings``: with concrete seeds. ``contents``: see :func:`contents_of`.
+
+    Raises:
+        ConfigError: The run cannot continue with a change.
     """
     driver, folder = checkpoint.driver, checkpoint.folder
     if driver["seed"] != settings.data.seed:
@@ -126,7 +126,7 @@ def compare_settings(
 def with_seeds(data: Data, rollout: Rollout, resumed_seed: int | None) -> tuple[Data, Rollout]:
     """Return both sections with concrete seeds: those of the settings, else the resumed run's, else drawn and logged.
 
-    The seed of the rollout is by default that of the data. ``resumed_seed``: None for a fresh start.
+    The seed of the rollout defaults to that of the data. ``resumed_seed``: None for a fresh start.
     """
     seed = data.seed
     if seed is not None and rollout.seed is not None:
@@ -141,13 +141,12 @@ def with_seeds(data: Data, rollout: Rollout, resumed_seed: int | None) -> tuple[
 
 
 def plain_shapes(weights: Shapes) -> dict[str, list[int]]:
-    """Return the shapes of a model as a checkpoint stores them."""
     return {name: list(shape) for name, shape in weights.items()}
 
 
 def _different(before: Mapping[str, Any], now: Shapes) -> str:
     shapes = {name: (_shape(before.get(name)), _shape(now.get(name))) for name in sorted(before.keys() | now.keys())}
-    names = [name for name, (there, here) in shapes.items() if there != here]
+    names = [name for name, (stored, present) in shapes.items() if stored != present]
     texts = [f"{name}: {shapes[name][0]} there, {shapes[name][1]} here" for name in names[:MOST_NAMED]]
     more = [f"{len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
     return "; ".join([*texts, *more])
@@ -229,7 +228,7 @@ class Change:
 
 
 def kept_settings(settings: Settings) -> dict[str, Any]:
-    """Return the settings as a checkpoint keeps them: dotted key -> plain value."""
+    """Return the settings in the form that a checkpoint keeps: dotted key -> plain value, without secrets."""
     flat = flatten(to_plain(settings))
     return _without_secrets({key: flat.get(key, {}) for key in leaf_types()})
 
@@ -239,7 +238,7 @@ def _without_secrets(kept: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def contents_of(settings: Settings, environment: Environment) -> dict[str, str]:
-    """Return the key of each file or folder that the training reads -> a checksum of its contents.
+    """Map the key of each file or folder that training reads to a checksum of its contents.
 
     A model's large files are hashed in part. Data sources of the hub are left out.
     """
@@ -252,7 +251,7 @@ def contents_of(settings: Settings, environment: Environment) -> dict[str, str]:
 
 
 def _files_read(settings: Settings, environment: Environment) -> dict[str, list[Path]]:
-    """Return the key of each file or folder that a run reads -> where it is, whether it is there or not."""
+    # The files need not exist.
     folders = {
         f"{_AR}.model.path": environment.folder, f"{_AR}.ref.model.path": environment.reference_folder,
         "critic.model.path": environment.critic_folder,
@@ -261,20 +260,20 @@ def _files_read(settings: Settings, environment: Environment) -> dict[str, list[
     for key, value in kept_settings(settings).items():
         if key.endswith(("path", "_files")) and key not in ("trainer.resume_from_path", "trainer.default_local_dir"):
             named = [folders[key]] if key in folders else value if isinstance(value, list) else [value]
-            found[key] = [Path(str(each)).expanduser() for each in named if each is not None]
-    found[FURTHER] = [Path(each).expanduser() for each in settings.reward_model.further_models.values()]
+            found[key] = [Path(str(path)).expanduser() for path in named if path is not None]
+    found[FURTHER] = [Path(path).expanduser() for path in settings.reward_model.further_models.values()]
     return found
 
 
 def check_own_files(settings: Settings, environment: Environment, folder: Path, continues: bool) -> None:
-    """Refuse settings that name what this start moves aside or writes anew in its own folder.
+    """Refuse settings that name files which this start moves or overwrites in its own folder.
 
-    ``continues``: the run goes on with the one that is there.
+    ``continues``: the run continues the one in that folder.
     """
     for key, paths in _files_read(settings, environment).items():
         if changed := next((path for path in paths if differs_from_name(path)), None):
             raise ConfigError(f"{key}={changed}: it has other contents than were written. Start the run from Python again.")
-        for path in (each.resolve() for each in paths if each.resolve().is_relative_to(folder.resolve())):
+        for path in (named.resolve() for named in paths if named.resolve().is_relative_to(folder.resolve())):
             name = path.relative_to(folder.resolve()).parts[:1]
             if name and (name[0] in (FINAL_MODEL, BEST_MODEL) or (is_run_file(name[0]) and not continues)):
                 raise ConfigError(
@@ -284,10 +283,10 @@ def check_own_files(settings: Settings, environment: Environment, folder: Path, 
 
 
 def changes(before: Mapping[str, Any], settings: Settings) -> list[Change]:
-    """Return what settings change of those that a checkpoint kept, in the order of the schema.
+    """Return which settings differ from those that a checkpoint kept, in the order of the schema.
 
     A key that did not exist when the checkpoint was made counts as if it had had its default. In a run without a critic, the
-    critic's keys are left out. ``before``: as :func:`kept_settings` gave it.
+    critic's keys are left out. ``before``: as :func:`kept_settings` returned it.
     """
     now, old = kept_settings(settings), {**kept_settings(Settings()), **_without_secrets(before)}
     has_critic = now["algorithm.adv_estimator"] in WITH_CRITIC
@@ -305,7 +304,7 @@ def _meaning(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[
 
 
 def _length(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the kind of a change in the run's length. It matters where the schedule has no length of its own and needs one."""
+    # A change of the run's length matters only if the schedule of the learning rate takes its length from it.
     for optim in (f"{role}.optim" for role in _TRAINED):
         flat = now[f"{optim}.lr_scheduler_type"] in ("constant", "constant_with_warmup", "inverse_sqrt")
         warm = now[f"{optim}.lr_warmup_steps"] > 0 or now[f"{optim}.lr_warmup_steps_ratio"] == 0

@@ -34,13 +34,15 @@ RECORD_SECONDS = 1.0
 
 
 class RunLock:
-    """The right to write in a run folder, from construction until :meth:`release` or the end of ``with``."""
+    """The right to write in a run folder, from construction until :meth:`release` or the end of ``with``.
+
+    ``made``: folders that were made for this lock, the innermost first. They are removed at its release if they are empty.
+
+    Raises:
+        ConfigError: It names the process that holds the lock.
+    """
 
     def __init__(self, folder: Path, made: Sequence[Path] = ()) -> None:
-        """Lock the folder. A ConfigError names the process that holds the lock.
-
-        ``made``: folders that were made for this lock, the innermost first. Those that are empty at its release go with it.
-        """
         self.folder = folder
         self.path = folder / LOCK
         self._made = made
@@ -59,7 +61,7 @@ class RunLock:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process got the lock, and not the process that it was forked from."""
+        # A forked process has a copy of the object, and not the lock.
         return self._pid == os.getpid()
 
     def release(self) -> None:
@@ -84,7 +86,7 @@ class RunLock:
         self.release()
 
     def _lock_folder(self) -> int | None:
-        """Return the locked descriptor of the folder; None where the file system has no such locks."""
+        # Return the locked descriptor of the folder; None if the file system has no such locks.
         # Unlike that of the file, this lock is shared with forked processes, which therefore close the descriptor.
         folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -108,7 +110,7 @@ class RunLock:
         )
 
     def _lock(self) -> int | None:
-        """Return the locked descriptor; None where the file was removed between opening and locking."""
+        # Return the locked descriptor; None if the file was removed between opening and locking.
         try:
             # Not through a link: what it leads to would be overwritten.
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -140,7 +142,7 @@ class RunLock:
 
 
 def _is_ours(text: bytes) -> bool:
-    """Return whether a lock's file is new, or one that a run wrote and was killed."""
+    # New, or written by a run that was killed.
     return not text or (text.startswith(b'{"pid": ') and text.endswith(b"}\n"))
 
 
@@ -149,7 +151,7 @@ def _is_ours(text: bytes) -> bool:
 
 @contextmanager
 def reading(folder: Path) -> Iterator[bool]:
-    """Yield whether a folder is there, and keep it from being removed in the body by :func:`removing`."""
+    """Yield whether a folder exists, and keep it from being removed in the body by :func:`removing`."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -166,7 +168,7 @@ def reading(folder: Path) -> Iterator[bool]:
 
 @contextmanager
 def removing(folder: Path) -> Iterator[bool]:
-    """Yield whether a folder may be given another name or removed: nobody reads it. In the body nobody begins to."""
+    """Yield whether a folder may be renamed or removed, because nobody reads it. In the body nobody can begin to."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -199,10 +201,10 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 @contextmanager
 def only_run(what: str) -> Iterator[None]:
-    """Let one run or session at a time be in this process: its signals, its byte counters and Ray belong to the whole process.
+    """Allow one run or session at a time in this process, because signals, byte counters and Ray belong to the whole process.
 
     Raises:
-        ConfigError: Another one is there. It goes on undisturbed.
+        ConfigError: There is another one, which is not disturbed.
     """
     if not _ONLY.acquire(blocking=False):
         raise ConfigError(
@@ -222,7 +224,7 @@ _running: list[str] = []
 
 
 def _as_in_a_new_process() -> None:
-    """Forget the run of the process that this one was forked from."""
+    # A forked process does not run the run of its parent.
     global _ONLY
     _ONLY = threading.Lock()
     _running.clear()
@@ -235,8 +237,8 @@ _HELD: dict[Path, RunLock] = {}
 
 
 def hold(folder: Path) -> RunLock:
-    """Return the lock of a run folder, and make the folder if needed. If this process holds the lock, return that one."""
-    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    """Return the lock of a run folder, which is made if needed. A lock that this process holds is returned again."""
+    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:

@@ -32,7 +32,7 @@ from verl_memopt.memory.param_offload import REFERENCE_KEY, SCORER_KEY, STREAM
 from verl_memopt.memory.streamed_params import may_stream
 from verl_memopt.model.weights import size_of
 from verl_memopt.observe.phase import MIB
-from verl_memopt.run.interrupts import of_process
+from verl_memopt.run.interrupts import process_interrupts
 from verl_memopt.trainer.fit import Card
 from verl_memopt.trainer.fit_search import Search, silent
 
@@ -102,7 +102,7 @@ def train_until_it_fits(line: CommandLine, train: Callable[[Settings], int]) -> 
                 logger.info("%s: %s", "stopped, under" if code else "with these settings it runs", attempts.line)
             return code
         gc.collect()
-        if (stopped := of_process().between_runs()) is not None:
+        if (stopped := process_interrupts().between_runs()) is not None:
             return stopped
         if _checkpoints(run_dir) - before:
             resumes = {"trainer.resume_mode": "auto"}
