@@ -14,7 +14,7 @@ from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Critic, CriticModel, Optim, TrainedFsdp
 from verl_memopt.model.assembly import build_critic, materialize_critic
 from verl_memopt.model.weights import named_weights
-from verl_memopt.worker.policy import Critic as CriticRole
+from verl_memopt.worker.policy import TrainedCritic
 from verl_memopt.worker.trained_model import MiniBatch
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def critic_for(folder, mesh, world_size=1, model=None, fsdp=None, fill=True, **s
     value_model = build_critic(section, folder, mesh, CPU)
     if fill:
         materialize_critic(value_model, folder, CPU)
-    return CriticRole(value_model, replaced(CRITIC, {**settings, "model": section}), 10, world_size, CPU)
+    return TrainedCritic(value_model, replaced(CRITIC, {**settings, "model": section}), 10, world_size, CPU)
 
 
 def critic_batch(rows=16, seed=0, shared=False):

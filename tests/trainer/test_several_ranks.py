@@ -25,8 +25,8 @@ class Ranks:
 
     pools = MappingProxyType({})
 
-    def build(self, factory, of_pools):
-        assert not of_pools
+    def build(self, factory, pool_factories):
+        assert not pool_factories
         self.each("build", [(factory,)] * self.world_size)
         return self
 

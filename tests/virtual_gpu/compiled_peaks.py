@@ -203,7 +203,7 @@ def phases(worker: Worker, case: Case, settings: Settings, updates_alone: bool) 
         if worker.role is not None:
             rows, rlt = student_rows(case), settings.reward_model.rlt
             micros = student_micro_batches(student_batch(rows).row_tokens(), rlt.max_tokens_per_micro_batch)
-            call("reward", "of_role", Student.log_probs, rows, micros, 1.0)
+            call("reward", "call_role", Student.log_probs, rows, micros, 1.0)
     if worker.critic is not None:
         of_critic, of_values = map(cut, critic_budgets(settings.critic))
         valued = dataclasses.replace(batch, old_values=zeros, returns=zeros, old_log_probs=None, ref_log_probs=None)

@@ -51,7 +51,7 @@ def phases(folder, world_size, offload, reward_folder=None, residency="separate"
         call("old_log_prob", "old_log_probs", batch, CUT, False)
         before = len(gpu.waits)
         if reward_folder is None:
-            found = call("reward", "of_role", Student.log_probs, rows_of(9, 7, 3, 6), CUT, 1.0).log_probs
+            found = call("reward", "call_role", Student.log_probs, rows_of(9, 7, 3, 6), CUT, 1.0).log_probs
             scores = (found.think, found.solution)
         else:
             scores = (call("reward", "reward_scores", batch, CUT),)

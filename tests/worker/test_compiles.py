@@ -56,7 +56,7 @@ def phases_of(worker, step):
         yield call_critic(worker, "update_critic", [MiniBatch(valued, cut, counts)])
     if worker.role is not None:
         lengths = [5 + (step * multiple) % 11 for multiple in (3, 7, 5)]
-        yield worker.call("reward", False, "of_role", Student.log_probs, rows_of(*lengths, rows), cut, 0.9)
+        yield worker.call("reward", False, "call_role", Student.log_probs, rows_of(*lengths, rows), cut, 0.9)
     yield worker.call("update_actor", False, "update_actor", [MiniBatch(whole, cut, counts)])
 
 

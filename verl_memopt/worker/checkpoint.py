@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the policy and of the critic: this rank's part of the training state, and a Hugging Face folder."""
+"""Checkpoints of the policy and of the critic: this rank's part of the training state, and a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -29,15 +29,11 @@ START = "lora_start"
 
 
 def plain_weights(model: PackedModel, exact: Callable[[str], torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the weights under the names of a plain model: adapters merged, still sharded. As :func:`merged_weights`."""
     return merged_weights(named_weights(model), model, exact)
 
 
 def sent_weights(model: PackedModel, rollout: Rollout, dtype: torch.dtype, merged: bool = True) -> Iterator[WeightSlice]:
-    """Return the weights for the engine, bucket by bucket; with adapters ``merged``, else without them.
-
-    Gathered rows come in ``dtype``.
-    """
+    """Yield the weights for the engine, bucket by bucket, with adapters ``merged`` or without. Gathered rows have ``dtype``."""
     weights = plain_weights(model) if merged else base_weights(model)
     return weight_slices(weights, dtype, rollout.checkpoint_engine.update_weights_bucket_megabytes)
 
@@ -50,11 +46,18 @@ def save_trained(
     contents: Sequence[str],
     start: StartingAdapter | None = None,
 ) -> Records:
-    """Write this rank's part of a checkpoint and return the record of each file that it wrote, relative to ``folder``.
+    """Write this rank's part of a role's checkpoint and return the record of each file, relative to ``folder``.
 
-    ``folder`` is that of the role in the checkpoint. With hf_model in ``contents``, rank 0 also writes the weights in Hugging
-    Face format. Parameters that are on the host are written from there. Every file is forced to disk. ``start`` are the adapters
-    that the policy started from, which belong to its reference.
+    With hf_model in ``contents``, rank 0 also writes the weights in Hugging Face format. Parameters that rest on the host are
+    written from there. Every file is forced to disk.
+
+    Args:
+        trained: The policy or the critic.
+        plan: What the worker was built from.
+        rank: Rank of this worker.
+        folder: Folder of the role in the checkpoint.
+        contents: Parts to write.
+        start: The adapters that the policy started from, which its reference needs.
 
     Raises:
         CheckpointError: The disk refuses. The message names the folder.
@@ -84,7 +87,7 @@ def save_trained(
 
 
 def save_model(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path) -> None:
-    """Write the policy as a model that others load: its weights with adapters merged, and its adapters in ``adapter/``.
+    """Write the policy as a model for others to load: weights with merged adapters, and the adapters in ``adapter/``.
 
     The weights have the dtype of the folder that the policy started from. Only rank 0 writes.
 
@@ -102,9 +105,9 @@ def save_model(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path)
 
 
 def _export(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, dtype: torch.dtype, weights: bool) -> None:
-    """Write a model in Hugging Face format: config, tokenizer and chat template, and, if asked, weights tensor by tensor.
+    """Write a model in Hugging Face format: config, tokenizer, chat template and, if asked, weights. Only rank 0 writes.
 
-    The critic is written as a token classifier of transformers with one label. Only rank 0 writes.
+    The critic is written as a token classifier of transformers with one label.
     """
     settings, model, writes = plan.settings, trained.model, rank == 0
     bucket = settings.rollout.checkpoint_engine.update_weights_bucket_megabytes
@@ -123,24 +126,21 @@ def _export(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, dt
 
 
 def _exact(plan: WorkerPlan, model: PackedModel) -> Callable[[str], torch.Tensor] | None:
-    """Return what reads the unquantised weights of a quantised base: adapters are saved merged into these."""
     if not quantized_layers(model):
         return None
+    # A quantised base is saved from its folder's exact weights, into which the adapters are merged.
     folder = WeightFolder(Path(plan.folder))
     return lambda name: folder.read(name, ()).to(model.masters)
 
 
 def load_start(folder: Path, model: PackedModel, device: torch.device) -> StartingAdapter | None:
-    """Return the adapters that a checkpoint's policy started from; None where it started from its base."""
     there = (folder / START).is_dir()
     return starting_adapter(folder / START, model, model.compute, device) if there else None
 
 
 def load_trained(trained: TrainedModel, folder: Path, contents: Sequence[str]) -> None:
-    """Read this rank's part of a checkpoint, written by any number of ranks, into parameters on the device.
-
-    A gradient that waits for a step is dropped: it is of other weights.
-    """
+    """Read this rank's part of a checkpoint, written by any number of ranks, into parameters on the device."""
+    # A gradient that waits for a step is one of other weights.
     trained.optimizer.zero_grad(set_to_none=True)
     parts = trained.model, trained.optimizer, trained.schedule
     load_training_state(folder, *parts, trained.device, contents, trained.masters)

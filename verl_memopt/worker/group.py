@@ -46,15 +46,14 @@ WorkerFactory = Callable[[Placement], Any]
 
 
 class Pending(Generic[Result]):
-    """A result that others may still be computing."""
+    """A result that may still be computed elsewhere. ``wait`` returns it once it is there, and is called once."""
 
     def __init__(self, wait: Callable[[], Result]) -> None:
-        """``wait`` returns the result once it is there. It is called once."""
         self._wait = wait
 
     @classmethod
     def done(cls, result: Result) -> Pending[Result]:
-        """Return a result that is there."""
+        """Wrap a result that exists."""
         pending = cls(lambda: result)
         pending.result()
         return pending
@@ -68,7 +67,7 @@ class Pending(Generic[Result]):
         return self._wait()
 
     def then(self, use: Callable[[Result], Other]) -> Pending[Other]:
-        """Return what a function makes of the result. It is called at once where that is there, else when it is asked for."""
+        """Apply a function to the result: at once if it exists, else when it is asked for."""
         if "_result" in vars(self):
             return Pending.done(use(self._result))
         return Pending(lambda: use(self.result()))
@@ -103,7 +102,7 @@ class PoolGroup(WorkerGroup, Protocol):
     """A group on devices of its own, which computes while other groups do."""
 
     def begin(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Pending[list[Any]]:
-        """Call member ``rank`` with ``arguments[rank]``, and do not wait for the results."""
+        """Call member ``rank`` with ``arguments[rank]``, and return without waiting for the results."""
 
 
 def process_environment(placement: Placement, local_world_size: int) -> dict[str, str]:
@@ -133,7 +132,7 @@ class LocalGroup:
     world_size = 1
 
     def __init__(self, factory: WorkerFactory, device: str) -> None:
-        """Set the environment variables and build the worker."""
+        # Nobody can connect from outside, and a single member needs no other address.
         port = free_port(LOOPBACK)
         placement = Placement(rank=0, world_size=1, local_rank=0, master_addr=LOOPBACK, master_port=port, device=device)
         with ExitStack() as environment:
@@ -163,20 +162,20 @@ class LocalGroup:
 
 
 GEN_WAITING = "gen_waiting"
-"""Time that workers wait in the phase ``gen`` for the slowest of them, on average."""
+"""Seconds that workers wait for the slowest of them in the phase ``gen``, on average."""
 
 OWN_PHASES = ("values", "update_critic", "reward")
-"""Phases that one role alone has. Any other phase on devices of its own, such as the start, gets its name too."""
+"""Phases of a single role. Any other phase of its group, such as the start, gets the name of the role as a suffix."""
 
 
 class TimedGroup:
-    """A worker group with a clock, and the roles that have devices of their own.
+    """A worker group whose calls are timed phases, together with the groups of roles that have devices of their own.
 
     Attributes:
-        role: The one role of the group; None = it has all that have no group of their own.
+        role: The only role of the group. None = it has every role without a group of its own.
         track: Count live bytes on a CPU in the calls that follow.
-        figures: What the last call took of the devices.
-        busy_seconds: Time in calls since the last step, on devices of the group's own.
+        figures: Peak bytes, budget and retries of the last call.
+        busy_seconds: Seconds in calls since the last step, for a group on devices of its own.
     """
 
     def __init__(
@@ -189,8 +188,12 @@ class TimedGroup:
     ) -> None:
         """Record the memory of the start.
 
-        ``in_process`` says that the worker runs in this process, so that its figures include the driver's resident memory.
-        ``pools``: role -> its own group.
+        Args:
+            group: The workers.
+            clock: Measures the phases.
+            in_process: The worker runs in this process, so its figures include the driver's resident memory.
+            pools: Role -> its own group.
+            role: As the attribute.
         """
         self.group = group
         self.clock = clock
@@ -216,12 +219,12 @@ class TimedGroup:
         return tuple(self._pools.values())
 
     def of(self, role: str) -> TimedGroup:
-        """Return the group that has a role: its own, or this one."""
+        """Return the group that computes a role: its own, or this one."""
         return self._pools.get(role, self)
 
     @property
     def is_apart(self) -> bool:
-        """Whether the group computes while the policy's does."""
+        """Whether the group has devices of its own, and so computes while the policy's group does."""
         return self.role is not None
 
     def all(self, phase: str, method: Callable[Concatenate[Any, P], Result], *args: P.args, **options: P.kwargs) -> list[Result]:
@@ -235,21 +238,21 @@ class TimedGroup:
     def each(self, phase: str, method: Callable[..., Result], arguments: Sequence[tuple[Any, ...]]) -> list[Result]:
         """Call a method on each worker, with one tuple of arguments per rank, and return the results in rank order.
 
-        With fewer tuples each one goes to as many neighbouring ranks, which share its work and answer alike. The answer of the
-        first of them is returned.
+        With fewer tuples each one goes to several neighbouring ranks, which share its work and give equal results. The result of
+        the first of them is returned.
         """
         return self.begin(phase, method, arguments).result()
 
     def begin(self, phase: str, method: Callable[..., Result], arguments: Sequence[tuple[Any, ...]]) -> Pending[list[Result]]:
         """Call a method as :meth:`each` does. A group with devices of its own computes until the result is asked for.
 
-        The devices that roles share do so one after another: there the results exist when this returns.
+        Roles on shared devices compute one after another, so their results exist when this returns.
         """
-        name, each = method.__name__, self.world_size // len(arguments)
-        assert each * len(arguments) == self.world_size, (self.world_size, len(arguments))
-        calls = [(phase, self.track, name, *args) for args in arguments for _ in range(each)]
+        name, sharing = method.__name__, self.world_size // len(arguments)
+        assert sharing * len(arguments) == self.world_size, (self.world_size, len(arguments))
+        calls = [(phase, self.track, name, *args) for args in arguments for _ in range(sharing)]
         if self.role is not None:
-            return self._begin_apart(phase, calls).then(lambda replies: [reply.value for reply in replies[::each]])
+            return self._begin_apart(phase, calls).then(lambda replies: [reply.value for reply in replies[::sharing]])
         with self.clock.phase(phase):
             replies = self.group.each("call", calls)
             if phase == "gen" and len(replies) > 1:
@@ -257,10 +260,10 @@ class TimedGroup:
                 seconds = [reply.memory.seconds for reply in replies]
                 self.clock.add(GEN_WAITING, max(seconds) - sum(seconds) / len(seconds))
         self._note(phase, replies)
-        return Pending.done([reply.value for reply in replies[::each]])
+        return Pending.done([reply.value for reply in replies[::sharing]])
 
     def _begin_apart(self, phase: str, calls: Sequence[tuple[Any, ...]]) -> Pending[list[Any]]:
-        """Begin calls on devices of the group's own. How long the driver then waits for them is measured too."""
+        """Begin calls on devices of the group's own. The clock also measures how long the driver waits for them in the end."""
         from verl_memopt.observe.phase import wall_time
 
         pool: Any = self.group
@@ -278,32 +281,29 @@ class TimedGroup:
         return Pending(wait)
 
     def _add_span(self, ended: PhaseMemory) -> None:
-        """Add a phase that has just ended to the clock."""
         from verl_memopt.observe.phase import wall_time
 
         self.clock.add_span(ended.name, wall_time() - ended.seconds, ended.seconds)
 
     def _note(self, phase: str, replies: Sequence[Any]) -> PhaseMemory:
-        """Keep what a call took of the devices, and return it."""
         memory = self._combined([reply.memory for reply in replies], phase)
         self._memories.setdefault(memory.name, []).append(memory)
         self.figures = _figures(replies)
         return memory
 
     def _combined(self, memories: Sequence[PhaseMemory], phase: str) -> PhaseMemory:
-        """Return the figures of a call over all ranks, under the name of its phase on these devices."""
         own = self.role is None or phase in OWN_PHASES
         memory = _combined(memories, with_driver=self.role is None and not self.in_process)
         return memory if own else replace(memory, name=f"{phase}_{self.role}")
 
     def note_idle(self, step_seconds: float) -> None:
-        """Add the time of a step in which devices of a single role had nothing to do."""
+        """Record how long the devices of single roles were idle in a step of so many seconds."""
         for pool in self.pools:
             self.clock.add(f"idle_{pool.role}", max(step_seconds - pool.busy_seconds, 0.0))
             pool.busy_seconds = 0.0
 
     def take_memories(self) -> list[PhaseMemory]:
-        """Return the memory of each phase since the last call of this method, in the order in which the phases began.
+        """Return the memory of each phase since the last call, in the order in which the phases began.
 
         Phases of the groups of single roles follow those of this one.
         """
@@ -313,7 +313,6 @@ class TimedGroup:
 
 
 def _figures(replies: Sequence[Any]) -> PassFigures:
-    """Return the figures of one call over all ranks."""
     peaks = [reply.memory.peak_allocated_bytes for reply in replies]
     budgets = [reply.budget_bytes for reply in replies]
     caps = [reply.cap_after_error for reply in replies if reply.cap_after_error is not None]
@@ -334,7 +333,7 @@ def _combined(memories: Sequence[PhaseMemory], with_driver: bool = False) -> Pha
 
 
 def _over_calls(calls: Sequence[PhaseMemory]) -> PhaseMemory:
-    """Return the figures of a phase over its successive calls: the largest peaks, sums, and the live bytes at both ends."""
+    """Summarise successive calls of a phase: the largest peaks, summed times, and the live bytes at both ends."""
     from verl_memopt.observe.phase import COMPILE_FIGURES, sum_of_counted
 
     sums: dict[str, Any] = {name: sum_of_counted(calls, name) for name in COMPILE_FIGURES}

@@ -20,15 +20,13 @@ from verl_memopt.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-"""The GPUs that a process sees, by index or UUID. CUDA reads it when it starts."""
+"""Environment variable with the GPUs that a process sees, by index or UUID. CUDA reads it when it starts."""
 
 RUN_FOLDER = "trainer.default_local_dir"
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where a member runs."""
-
     pid: int
     node: str
     address: str
@@ -39,35 +37,33 @@ class Home:
     """The GPUs that Ray assigned, by the names of the node; empty on a CPU."""
 
     def __str__(self) -> str:
-        """Return where it is, for a message."""
         return f"pid {self.pid} on {self.address}"
 
 
 def free_port(address: str) -> int:
-    """Return a port that is free on this node now."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 
 def network_of(address: str) -> dict[str, str]:
-    """Return the variables that tell gloo and vLLM which address of this node others reach this process at.
+    """Return the variables that tell gloo and vLLM at which address of this node other processes reach this one.
 
     Gloo would listen at the address of the host's name, which on Debian and Ubuntu is a loopback address (127.0.1.1).
     """
     import psutil
 
-    interfaces = [name for name, known in psutil.net_if_addrs().items() if any(one.address == address for one in known)]
+    interfaces = [name for name, found in psutil.net_if_addrs().items() if any(entry.address == address for entry in found)]
     return {"VLLM_HOST_IP": address} | ({"GLOO_SOCKET_IFNAME": interfaces[0]} if interfaces else {})
 
 
 def visible_devices(homes: Sequence[Home], rank: int, device: str) -> dict[str, str]:
-    """Return the variable that shows a member the GPUs of its group on its node, in the order of their local ranks.
+    """Return the variable that shows a member the GPUs of its group on its node, in the order of local ranks.
 
-    It shows none to workers that compute on a CPU. Empty where Ray gave no GPU to any.
+    On a CPU it shows none. Empty if Ray assigned no GPU to any member.
 
     Raises:
-        ConfigError: Ray assigned more or fewer GPUs than one to a member of the node.
+        ConfigError: Ray assigned a member of the node no GPU or more than one.
     """
     if device == "cpu":  # Ray hides none from a process that requested none
         return {VISIBLE_DEVICES: ""}
@@ -84,9 +80,9 @@ def visible_devices(homes: Sequence[Home], rank: int, device: str) -> dict[str, 
 
 
 def site(paths: Mapping[str, str], probe: str) -> dict[str, str]:
-    """Return what this node has: versions of the software, the text of a file, and checksums of paths.
+    """Return the versions of this node's software, the text of the file ``probe``, and checksums of ``paths``.
 
-    The keys are the names that errors use for them. ``paths`` and ``probe`` are as in :func:`compare_nodes`.
+    The keys are the names that errors use. The arguments are as in :func:`compare_nodes`.
     """
     import verl_memopt
 
@@ -106,9 +102,9 @@ def site(paths: Mapping[str, str], probe: str) -> dict[str, str]:
 
 
 def log_places(pools: Mapping[str, Sequence[Home]], here: str) -> None:
-    """Log who is where, unless all are in one pool on this machine, whose node is ``here``.
+    """Log where the workers run, unless all are in one pool on this machine, whose node is ``here``.
 
-    ``pools``: the roles of a pool -> the homes of its ranks.
+    ``pools`` maps the roles of a pool to the homes of its ranks.
     """
     if len(pools) == 1 and {home.node for homes in pools.values() for home in homes} == {here}:
         return
@@ -139,9 +135,12 @@ def compare_nodes(
 ) -> None:
     """Check that all nodes have the software, the run folder and the files that this machine has.
 
-    Does nothing where all workers are on this machine, whose node is ``here``. ``paths``: setting -> file or folder that workers
-    read. ``ask`` gets the places of some of the homes and the path of a file that the driver wrote, and returns the :func:`site`
-    of each.
+    Args:
+        homes: Where the workers run. Nothing is checked if all are on this machine.
+        paths: Setting -> file or folder that workers read.
+        run_dir: The run folder. A file is written there for a moment, which all nodes must see.
+        here: This machine's node.
+        ask: Takes the places of some homes and the path of that file. Returns the :func:`site` of each.
 
     Raises:
         ConfigError: A node has something else. The message names it and each difference.
@@ -156,18 +155,18 @@ def compare_nodes(
         found, mine = ask(elsewhere, str(probe)), site(paths, str(probe))
     finally:
         probe.unlink(missing_ok=True)
-    each = zip(elsewhere, found, strict=True)
-    problems = [differences(mine, theirs, homes[place].address, run_dir) for place, theirs in each]
+    pairs = zip(elsewhere, found, strict=True)
+    problems = [differences(mine, theirs, homes[place].address, run_dir) for place, theirs in pairs]
     if any(problems):
         raise ConfigError(". ".join(filter(None, problems)) + ".")
 
 
 def differences(mine: Mapping[str, str], theirs: Mapping[str, str], address: str, run_dir: Path) -> str:
-    """Return what another node has that differs from this one, each with the way out; empty if nothing does."""
+    """Describe what another node has that differs from this one, each with the way out; "" if nothing does."""
     problems = []
     for name in {**mine, **theirs}:
-        one, other = mine.get(name), theirs.get(name)
-        if one == other:
+        own, other = mine.get(name), theirs.get(name)
+        if own == other:
             continue
         if name == RUN_FOLDER:
             problems.append(f"it does not see {name}={run_dir}; set it to a folder that all nodes share, on NFS for example")
@@ -178,6 +177,6 @@ def differences(mine: Mapping[str, str], theirs: Mapping[str, str], address: str
             problems.append(f"{name} is another; install the same version on all nodes")
         else:
             problems.append(
-                f"it has {name} {other or 'not at all'}, and this machine {one or 'not at all'}; install the same on all nodes"
+                f"it has {name} {other or 'not at all'}, and this machine {own or 'not at all'}; install the same on all nodes"
             )
     return f"node {address} differs from this machine: {'; '.join(problems)}" if problems else ""

@@ -19,7 +19,7 @@ from verl_memopt.memory.bucketed_adamw_torch import Bucketed, BucketedAdamW, Buc
 
 KEY = "actor_rollout_ref.actor.optim"
 IN_BUCKETS: dict[type[Optimizer], type[Bucketed]] = {AdamW: BucketedAdamW, SGD: BucketedSGD}
-"""Class of torch -> ours, which walks its state in buckets."""
+"""Torch's class -> ours, which updates bucket by bucket."""
 SGD_ALONE = frozenset({"dampening", "maximize", "foreach", "differentiable", "fused"})
 """Arguments of torch's SGD that ours lacks."""
 SAME_SHAPE = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
@@ -35,13 +35,20 @@ def build_optimizer(
     masters: torch.dtype | None = None,
     grad_offload: bool = False,
 ) -> Optimizer:
-    """Return the optimizer that ``optim`` names, fused where possible (its step then has no parameter-sized temporaries).
+    """Return the optimizer that ``optim`` names, fused if possible, because a fused step has no parameter-sized temporaries.
 
-    AdamW of torch.optim is torch's own, unless the settings need a feature of :class:`Bucketed`. Without one, both are equal bit
-    for bit and equally fast, and torch's is better known. SGD is ours, as torch's fused SGD has no rule for sharded parameters;
-    with arguments that ours lacks it is torch's, unfused. With ``offload`` the state is on the host. ``seed`` is that of the
-    stochastic rounding. ``betas`` and ``momentum`` go to classes that accept them. ``masters`` is the dtype of masters that are
-    split; None = the parameters are the masters. With ``grad_offload`` the step reads gradients from the host.
+    AdamW is torch's own, unless the settings need a feature of :class:`Bucketed`; otherwise both are equal bit for bit and
+    equally fast, and torch's is better known. SGD is ours, because torch's fused SGD has no rule for sharded parameters; with
+    arguments that ours lacks it is torch's, unfused.
+
+    Args:
+        parameters: What is trained.
+        optim: The settings. ``betas`` and ``momentum`` go only to classes that accept them.
+        offload: Keep the optimizer state on the host.
+        seed: Seed of stochastic rounding.
+        key: The section that errors name.
+        masters: The dtype of split masters. None = the parameters are the masters.
+        grad_offload: The step reads gradients from the host.
 
     Raises:
         ConfigError: The module or class is missing, or rejects an argument.
@@ -98,11 +105,11 @@ def build_schedule(optimizer: Optimizer, optim: Optim, steps: int, key: str = KE
 
 
 def learning_rate_factors(warmup: int, total: int, optim: Optim, key: str = KEY) -> Callable[[int], float]:
-    """Return a function from a step of the schedule, counted from 0, to the share of ``lr`` at that step.
+    """Return a function from a step of the schedule, counted from 0, to the factor on ``lr`` at that step.
 
-    A warm-up begins at 0, as in verl and transformers. Where the schedule counts optimizer steps, the first one already
-    updates: a warm-up of ``warmup`` steps begins at ``1 / (warmup + 1)``. After step ``total`` the rate keeps its last value,
-    where transformers' cosine rises again.
+    A warm-up begins at 0, as in verl and transformers. If the schedule counts optimizer steps, the first one already updates, so
+    a warm-up of ``warmup`` steps begins at ``1 / (warmup + 1)``. After step ``total`` the rate keeps its last value, where
+    transformers' cosine rises again.
     """
     steps = max(total - warmup, 1)
     ahead = 1 if optim.lr_schedule_steps == "updates" else 0
@@ -117,7 +124,6 @@ def learning_rate_factors(warmup: int, total: int, optim: Optim, key: str = KEY)
 
 
 def _shape(warmup: int, steps: int, optim: Optim, key: str) -> Callable[[int], float]:
-    """Return transformers' schedule without its warm-up: from a step after the warm-up to a share of ``lr``."""
     name = SAME_SHAPE.get(optim.lr_scheduler_type, optim.lr_scheduler_type)
     arguments: dict[str, dict[str, Any]] = {
         "cosine": {"num_cycles": optim.num_cycles},

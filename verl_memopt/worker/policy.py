@@ -73,7 +73,7 @@ class Updated:
 
 
 class Policy:
-    """The trained policy, in :attr:`trained`. Arguments are as in :class:`TrainedModel`. All ranks call the same methods in step.
+    """The trained policy, in :attr:`trained`. Arguments are as in :class:`TrainedModel`.
 
     ``bypass`` is the rollout correction in bypass mode. None = decoupled mode, or no correction.
     """
@@ -87,7 +87,6 @@ class Policy:
         device: torch.device,
         offload: SavedTensorHooks | None = None,
     ) -> None:
-        """Build optimizer and schedule."""
         self.model = model
         self.bypass: RolloutCorrection | None = None
         self.start: StartingAdapter | None = None
@@ -98,7 +97,6 @@ class Policy:
 
     @classmethod
     def built(cls, roles: RoleBuilder) -> Policy:
-        """Return the policy of a worker, filled from its folder, with its optimizer."""
         plan, world_size = roles.plan, roles.placement.world_size
         actor, model, folder = plan.settings.actor, plan.settings.model, Path(plan.folder)
         fsdp, shares = actor.fsdp_config, roles.shared is not None
@@ -129,23 +127,17 @@ class Policy:
     def compute_log_probs(
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float, with_entropy: bool
     ) -> LogProbs:
-        """Return the log-probs of a batch under the present weights, as :func:`compute_log_probs`."""
         return compute_log_probs(self.model, batch, micro_batches, temperature, with_entropy, self.trained.device)
 
     def update(self, mini_batches: Sequence[MiniBatch], temperature: float, ends_rollout: bool = True) -> dict[str, float]:
-        """Take one optimizer step per mini-batch and return the mean of their metrics, as :meth:`TrainedModel.update`."""
         return self.trained.update(mini_batches, self.loss_at(temperature), ends_rollout)
 
     def update_on_policy(self, mini: MiniBatch, temperature: float, ends_rollout: bool = True) -> Updated:
-        """Take one optimizer step, and return its metrics with the log-probs of its forward.
-
-        A mini-batch without old log-probs is strictly on-policy. ``ends_rollout`` is as in :meth:`TrainedModel.update`.
-        """
+        """Take one optimizer step whose forward also yields the log-probs. Without old log-probs it is strictly on-policy."""
         trained = self.trained
         return self._with_log_probs(mini, lambda loss: trained.queue([mini], loss), temperature, ends_rollout)
 
     def add_gradient(self, mini: MiniBatch, temperature: float) -> Updated:
-        """Add the gradient of a mini-batch to that of earlier ones, without a step. As :meth:`update_on_policy` otherwise."""
         return self._with_log_probs(mini, lambda loss: [self.trained.add_gradient(mini, loss)], temperature)
 
     def _with_log_probs(
@@ -155,21 +147,17 @@ class Policy:
         temperature: float,
         ends_rollout: bool = False,
     ) -> Updated:
-        """Return the metrics of forward and backward of a mini-batch with the log-probs of its forward."""
         self._log_probs = []
         steps = passes(self.loss_at(temperature))
-        # Those of forwards that an out-of-memory error made void come first.
+        # An out-of-memory error may have repeated forwards. Only the last ones count.
         parts, self._log_probs = self._log_probs[-len(mini.micro_batches) :], None
         metrics, parts = self.trained.conclude(steps, ends_rollout, parts)
         return Updated(metrics, scatter_tokens(list(zip(mini.micro_batches, parts, strict=True)), mini.batch.responses.sizes()))
 
     def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
-        """Add the gradient of a mini-batch. As :meth:`TrainedModel.accumulate`."""
         return self.trained.accumulate(micro_batches, counts, self.loss_at(temperature))
 
     def loss_at(self, temperature: float) -> LossOf:
-        """Return the policy's loss of a micro-batch, whose log-probs divide the logits by ``temperature``."""
-
         def loss(micro: MicroBatch, counts: GlobalCounts, prefix_kv: PrefixKV | None) -> tuple[Tensor, dict[str, Tensor]]:
             objective = Objective(micro, counts, self.actor, self.bypass)
             token_gradient = objective.token_gradient(self.trained.world_size)
@@ -196,8 +184,8 @@ GSPO = "gspo"
 class Objective:
     """The loss of a micro-batch, as this rank's share of a mini-batch whose sizes are ``counts``.
 
-    Without ``old_log_probs`` the policy is strictly on-policy, and its own log-probs take their place. ``bypass`` is the rollout
-    correction in bypass mode, where the engine's log-probs are the old ones; None = decoupled mode, or no correction.
+    Without ``old_log_probs`` the update is strictly on-policy: the log-probs of its own forward take their place. ``bypass`` is
+    the rollout correction in bypass mode, where the engine's log-probs are the old ones; None = decoupled mode, or no correction.
     """
 
     micro: MicroBatch
@@ -207,7 +195,7 @@ class Objective:
 
     @property
     def with_entropy(self) -> bool:
-        """True if the loss has an entropy term. An adaptive one is measured while its weight is 0 too."""
+        # An adaptive coefficient needs the entropy measured while it is 0 too.
         return self.actor.entropy_coeff != 0 or self.actor.entropy_ctrl.target is not None
 
     def loss(self, log_probs: Tensor, entropy: Tensor | None) -> LossAndMetrics:
@@ -225,16 +213,17 @@ class Objective:
         return loss, metrics
 
     def token_gradient(self, scale: float) -> TokenGradient | None:
-        """Return a function from log-probs and entropies of some tokens to their gradients of ``scale`` times the loss.
+        """Return a function that computes the gradient of ``scale`` times the loss before any backward, for some of the tokens.
 
-        Returns:
-            The function, or None if a token's gradient depends on other tokens' log-probs: a ratio of sequences, off-policy.
+        It maps (rows, log-probs, entropies) to the gradients of both. None = it does not exist, because a token's gradient
+        depends on the log-probs of other tokens: a ratio of sequences, off-policy.
         """
         on_policy = self.micro.old_log_probs is None
         if (not on_policy and not self._is_token_local) or self._reads_responses:
             return None
-        known_before = on_policy and (self.bypass is not None or LOSSES[self.actor.policy_loss.loss_mode].of_ratio)
-        on_policy_gradient = self._on_policy_gradient() if known_before else None
+        # A loss of ratios has the same gradient whatever the log-probs are, because every ratio is 1.
+        is_constant = on_policy and (self.bypass is not None or LOSSES[self.actor.policy_loss.loss_mode].of_ratio)
+        on_policy_gradient = self._on_policy_gradient() if is_constant else None
         alone = None if on_policy_gradient is None or self.actor.use_kl_loss else on_policy_gradient * scale
 
         def gradient(rows: Any, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -274,13 +263,14 @@ class Objective:
         return with_shared_metrics(tokens, *bypass_loss(tokens, self.actor, self.bypass))
 
     def _near_policy(self, log_probs: Tensor, old: Tensor) -> Tensor:
-        """Return False for the tokens of bad responses that the policy has left, bool [R]. They get advantage 0."""
         micro, threshold = self.micro, self.actor.off_policy_mask_threshold
         assert micro.advantages is not None
         assert threshold is not None
         sampled = old if micro.sampled_log_probs is None else micro.sampled_log_probs
         moved = sampled - log_probs.detach()
+        # Rejected tokens must not make a response look far from the policy.
         moved = moved if micro.kept is None else moved.where(micro.kept, 0.0)
+        # False for tokens of bad responses that the policy has left behind. Their advantage becomes 0.
         return (micro.advantages >= 0) | (row_means(moved, micro.pack.row, micro.lengths) <= threshold)[micro.pack.row]
 
     @property
@@ -291,10 +281,10 @@ class Objective:
         return weighs or actor.off_policy_mask_threshold is not None
 
     def _kl_weights(self, log_probs: Tensor, old: Tensor) -> Tensor:
-        """Return the ratio by which the KL of each token is multiplied, with its gradient."""
         log_ratio, micro = log_probs - old, self.micro
         if self.actor.policy_loss.loss_mode == GSPO:
             kept = log_ratio if micro.kept is None else log_ratio.where(micro.kept, 0.0)
+            # GSPO weighs all tokens of a response by one ratio.
             log_ratio = row_means(kept, micro.pack.row, micro.lengths)[micro.pack.row]
         return safe_ratio(log_ratio)
 
@@ -312,7 +302,6 @@ class Objective:
         return old[rows] if kept is None else old[rows].where(kept[rows], log_probs.detach())
 
     def _penalties(self, log_probs: Tensor, old: Tensor, entropy: Tensor | None, rows: Any) -> list[tuple[float, str, Tensor]]:
-        """Return (weight, name, value) of the terms that are added to the policy's loss, each summed over ``rows``."""
         actor, pack, kept = self.actor, self.micro.pack, self.micro.kept
         penalties = []
 
@@ -334,7 +323,6 @@ class Objective:
         return penalties
 
     def _on_policy_gradient(self) -> Tensor:
-        """Return the on-policy gradient of the log-probs, fp32 [R]."""
         assert self.micro.advantages is not None
         # Every ratio is 1 whatever the log-probs are, so zeros take their place.
         with torch.enable_grad():
@@ -360,12 +348,11 @@ def forward_pass(
     device: torch.device,
     forward: Forward[Output],
 ) -> list[tuple[Sequence[int], Output]]:
-    """Return (rows, output) of each micro-batch, without gradients. What the pass gathered is freed.
+    """Return (rows, output) of each micro-batch, without gradients, and free what the pass has gathered.
 
-    After an out-of-memory error the rows that are left are cut into smaller micro-batches, as :func:`attempt` does it.
-
-    ``micro_batches`` are the rows of each forward. Together they hold every row once, and all ranks have as many of them. The
-    model computes the prefix KV of prompts whose answers lie in several micro-batches.
+    ``micro_batches`` holds the rows of each forward: every row once, and equally many micro-batches on all ranks. After an
+    out-of-memory error the remaining rows are cut into smaller micro-batches, as :func:`attempt` does it. The prefix KV of a
+    prompt is computed once, where its responses lie in several micro-batches.
     """
     outputs: list[tuple[Sequence[int], Output]] = []
 
@@ -411,10 +398,7 @@ def pack_log_probs(
     prefix_kv: PrefixKV | None = None,
     statistics: TokenStatistics | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs fp32 [R] of a pack's targets and, if requested, their entropies, without gradients.
-
-    ``statistics`` is filled; None where none is requested.
-    """
+    """Return log-probs and, if requested, entropies of a pack's targets, fp32 [R], without gradients. Fills ``statistics``."""
     with torch.no_grad():
         return policy(pack, temperature, with_entropy, None, prefix_kv, statistics=statistics)
 
@@ -430,8 +414,8 @@ def compute_log_probs(
 ) -> LogProbs:
     """Return the log-probs of every response token, without gradients.
 
-    ``micro_batches`` are as in :func:`forward_pass`. The logits are divided by ``temperature``. Entropies are computed if
-    asked for, and so are ``statistics``: name -> address, as :func:`verl_memopt.algorithms.custom.statistics_of` gives them.
+    ``micro_batches`` are as in :func:`forward_pass`. The logits are divided by ``temperature``. ``statistics`` maps the names of
+    further values per token to addresses, as :func:`verl_memopt.algorithms.custom.statistics_of` gives them.
     """
     asked = {name: load_statistic(address) for name, address in statistics.items()}
 
@@ -444,10 +428,6 @@ def compute_log_probs(
 
 
 def in_batch_order(parts: Sequence[tuple[Sequence[int], LogProbs]], sizes: Sequence[int]) -> LogProbs:
-    """Return the results of parts of a batch as one, in batch order.
-
-    ``sizes`` are the response tokens of each row of the batch. All parts have the same statistics.
-    """
     entropies = [(rows, part.entropy) for rows, part in parts if part.entropy is not None]
     names = dict.fromkeys(name for _, part in parts for name in part.statistics)
     return LogProbs(
@@ -463,11 +443,11 @@ def in_batch_order(parts: Sequence[tuple[Sequence[int], LogProbs]], sizes: Seque
 def compute_scores(
     model: ValueModel, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], device: torch.device
 ) -> Tensor:
-    """Return the score of each row, fp32 [B] on the host, in batch order.
+    """Return a reward model's score of each row, fp32 [B] on the host, in batch order.
 
-    A score belongs to the last token of its conversation, as in transformers' sequence classifiers. A value belongs to the token
-    after its state, so each response ends with one token more, whose value is the score. No model sees that token. ``batch``
-    holds the conversations of this rank, each with one token more at its end. ``micro_batches`` are as in :func:`forward_pass`.
+    A score belongs to the last token of its conversation, as in transformers' sequence classifiers. Values belong to the token
+    after their state, so each response in ``batch`` ends with one more token, whose value is the score. The model does not see
+    that token. ``micro_batches`` are as in :func:`forward_pass`.
     """
     assert all(batch.responses.sizes()), "each conversation ends with one token more"
 
@@ -483,7 +463,7 @@ def compute_scores(
 # The critic: values of a batch, and update steps on the clipped value loss.
 
 
-class Critic:
+class TrainedCritic:
     """The trained critic, in :attr:`trained`. Arguments are as in :class:`TrainedModel`."""
 
     def __init__(
@@ -495,13 +475,11 @@ class Critic:
         device: torch.device,
         offload: SavedTensorHooks | None = None,
     ) -> None:
-        """Build optimizer and schedule."""
         self.model, self.settings = model, settings
         self.trained = TrainedModel(CRITIC, model, settings, schedule_steps, world_size, device, offload)
 
     @classmethod
-    def built(cls, roles: RoleBuilder, settings: schema.Critic, folder: Path) -> Critic:
-        """Return the critic of a worker, filled from ``folder``, with its optimizer."""
+    def built(cls, roles: RoleBuilder, settings: schema.Critic, folder: Path) -> TrainedCritic:
         model, fsdp = settings.model, settings.model.fsdp_config
         with roles.own_seed(fsdp):
             value_model = build_critic(model, folder, roles.mesh(fsdp), roles.device)
@@ -516,24 +494,16 @@ class Critic:
         return critic
 
     def values(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> Tensor:
-        """Return the value of the state before each response token, fp32 [R] on the host, in batch order.
-
-        ``micro_batches`` are as in :func:`forward_pass`.
-        """
+        """Return the value of the state before each response token, fp32 [R] on the host, in batch order."""
         parts = forward_pass(self.model, batch, micro_batches, self.trained.device, lambda pack, kv, _: self.model(pack, kv))
         return scatter_tokens(parts, batch.responses.sizes())
 
     def update(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
-        """Take one optimizer step per mini-batch and return the mean of their metrics, as :meth:`TrainedModel.update`.
-
-        The batches have ``old_values`` and ``returns``.
-        """
         return self.trained.update(mini_batches, self.loss)
 
     def loss(
         self, micro: MicroBatch, counts: GlobalCounts, prefix_kv: PrefixKV | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the micro-batch's share of the clipped value loss, and of its metrics."""
         assert micro.old_values is not None
         assert micro.returns is not None
         settings, pack = self.settings, micro.pack

@@ -49,16 +49,16 @@ SOCKET_BYTES = 107
 """Longest path of a socket in bytes."""
 
 ROOM = SOCKET_BYTES - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1")
-"""Longest path of Ray's folder in bytes, below which Ray puts its sockets."""
+"""Longest path of Ray's folder in bytes that leaves room for its sockets' names."""
 
 LOCAL_CLUSTER: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 256 * 2**20}
-"""Arguments of ray.init where it starts a cluster; ``ray_kwargs.ray_init`` wins over each. Beyond the shared memory for objects
-Ray spills to disk; batches without padding are small."""
+"""Arguments of ray.init where it starts a cluster, unless ``ray_kwargs.ray_init`` sets them. Batches without padding are small,
+so little shared memory is enough; beyond it Ray spills to disk."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The room of some roles: one CPU per device, and one GPU if the device is a GPU."""
+    """The room of some roles on the cluster: per device one CPU, and one GPU if the device is a GPU."""
 
     nnodes: int
     devices_per_node: int
@@ -68,25 +68,22 @@ class Request:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Resources of one member."""
         return {"CPU": 1.0, "GPU": 1.0} if self.gpu else {"CPU": 1.0}
 
     def __str__(self) -> str:
-        """Return the settings behind the request and what they ask for."""
         node = " and ".join(f"{self.devices_per_node} {name}" for name in self.bundle)
         keys = f"{self.section}.nnodes={self.nnodes}, {self.section}.n_gpus_per_node={self.devices_per_node}"
         return f"{keys} needs {node} on each node"
 
 
 class Connection:
-    """This process's connection to Ray. It connects where there is no connection yet, and :meth:`close` undoes that.
+    """This process's connection to Ray, made here unless one exists. :meth:`close` undoes only what was made here.
 
     Raises:
         ConfigError: Ray refuses ``ray_init`` or its address, or several nodes are requested without an address.
     """
 
     def __init__(self, ray_init: Mapping[str, Any], *requests: Request) -> None:
-        """Connect to Ray, or start it, unless this process is connected already."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         import ray
@@ -121,7 +118,7 @@ class Connection:
         self._owned, self._guardian = False, None
 
     def lost(self) -> str | None:
-        """Return, in words, why Ray can no longer carry a run, or None while it can."""
+        """Return why Ray can no longer carry a run, as a text for the user. None while it can."""
         self._remember_started()
         for pid, name in self._heads.items():
             if not is_alive(pid):
@@ -141,20 +138,19 @@ class Connection:
         return silent
 
     def watch(self, homes: Sequence[Home]) -> None:
-        """Have :meth:`lost` see too whether a signal stops one of these processes here, and whether their nodes answer."""
         import psutil
         import ray
 
         here = ray.get_runtime_context().get_node_id()
         for home in homes:
             if home.node == here:
+                # A process that a signal stops would make the run wait without a word.
                 with suppress(psutil.NoSuchProcess):  # its end is seen by the call that it does not answer
                     self._members.add(psutil.Process(home.pid))
         ports = {node["NodeID"]: node["NodeManagerPort"] for node in ray.nodes()}
         self._nodes = {home.address: ports[home.node] for home in homes}
 
     def silent_node(self) -> str | None:
-        """Return, in words, which watched node does not answer now; None if all do."""
         for address, port in self._nodes.items():
             reason = _does_not_answer(f"{address}:{port}")
             if reason is not None:
@@ -162,7 +158,7 @@ class Connection:
         return None
 
     def _silent_for_long(self) -> str | None:
-        """Return which node has been silent for too long, and warn while it has not. Ray itself waits three times as long."""
+        """Return a node that is silent for too long, and warn of shorter silence. Ray itself waits three times as long."""
         silent, now = self.silent_node(), time.monotonic()
         if silent is None:
             self._silent_since = None
@@ -172,7 +168,6 @@ class Connection:
         return silent if now - self._silent_since > SILENT_SECONDS else None
 
     def _name_stopped(self) -> None:
-        """Log once each process that a signal has stopped: nothing else would tell why the run waits."""
         import psutil
 
         stopped = set()
@@ -185,30 +180,28 @@ class Connection:
         self._stopped = stopped
 
     def logs(self) -> str:
-        """Return the folder of Ray's logs, or where to find it."""
         import ray
 
         node = ray._private.worker._global_node
         return "the folder session_latest/logs of Ray" if node is None else node.get_logs_dir_path()
 
     def _remember_started(self) -> None:
-        """Record Ray's processes and their descendants while they can be found: an orphan cannot."""
         import psutil
 
         for parent in self._started:
+            # Noted while they can be found: once its parent has ended, an orphan belongs to nobody.
             for pid in (parent, *descendants(parent)):
                 with suppress(psutil.NoSuchProcess):
                     self._known.add(psutil.Process(pid))
 
     def _kill_started(self) -> None:
-        """Kill Ray's processes that were started here, and their descendants. A process with a reused id is spared."""
         self._remember_started()
+        # psutil compares start times, so a process with a reused id is spared.
         running = [process.pid for process in self._known if process.is_running()]
         kill(running)
         wait_until_gone(running, GONE_SECONDS)
 
     def _shutdown(self) -> None:
-        """Disconnect, and kill the cluster's processes if they were started here."""
         import ray
 
         self._remember_started()
@@ -220,7 +213,6 @@ class Connection:
         self._kill_started()
 
     def _connect(self, arguments: dict[str, Any], requests: Sequence[Request]) -> None:
-        """Join the cluster of ``address`` or RAY_ADDRESS, else start one on this machine."""
         import psutil
         import ray
 
@@ -242,6 +234,7 @@ class Connection:
                 )
         num_cpus = max(sum(each.nnodes * each.devices_per_node for each in requests), os.cpu_count() or 1)
         folder = arguments.get("_temp_dir") or ("" if joins else str(own_folder() / "ray"))
+        # A cluster that is joined keeps its own settings.
         defaults = {} if joins else {**LOCAL_CLUSTER, "num_cpus": num_cpus, "_temp_dir": folder}
         if folder:
             remove_old_sessions(Path(folder))
@@ -265,7 +258,7 @@ class Connection:
 
 
 class _Fixed(list[str]):
-    """Folders to which Ray adds none."""
+    """A list of folders that Ray cannot extend."""
 
     def extend(self, more: Iterable[str]) -> None: ...
 
@@ -273,7 +266,8 @@ class _Fixed(list[str]):
 def _job_config() -> Any:
     """Return a job whose workers do not look for modules in the driver's working directory and script folder first.
 
-    Ray puts both in front of the standard library, where a file ``secrets.py`` would run. A worker appends its own directory.
+    Ray puts both in front of the standard library, where a file ``secrets.py`` would replace Python's. A worker appends its own
+    directory.
     """
     from ray.job_config import JobConfig
 
@@ -285,8 +279,8 @@ def _job_config() -> Any:
 def stop_signals_blocked() -> Iterator[None]:
     """Block the signals that stop a run, in this thread and in the threads and processes that it starts, which inherit the mask.
 
-    A scheduler sends SIGTERM to every process of a job, and Ray's would end before the run has saved. At the end the handlers of
-    this process are restored, because Ray sets some.
+    A scheduler sends SIGTERM to every process of a job, and Ray's processes would end before the run has saved. At the end the
+    handlers of this process are restored, because Ray sets some.
     """
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -321,7 +315,6 @@ def _one_node() -> Iterator[None]:
 
 @contextmanager
 def environment_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables in the body."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -335,7 +328,7 @@ def environment_set(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def remove_old_sessions(folder: Path) -> None:
-    """Remove the sessions of Ray whose process has ended and that are older than a day. Until then, logs may be asked for."""
+    """Remove folders of Ray's sessions that ended more than a day ago. Logs of younger ones may still be needed."""
     for session in folder.glob("session_*_*"):
         pid = session.name.rpartition("_")[2]
         with suppress(OSError):
@@ -345,7 +338,7 @@ def remove_old_sessions(folder: Path) -> None:
 
 
 def own_folder() -> Path:
-    """Return this user's own folder for Ray's sessions: sockets, logs and spilled objects. Its mode is 0700.
+    """Return this user's folder for Ray's sessions (sockets, logs and spilled objects), with mode 0700.
 
     It is ``verl_memopt_<user id>`` below RAY_TMPDIR, else below the system's folder for temporary files, else below /tmp if that
     folder's path is too long for sockets.
@@ -380,7 +373,7 @@ def own_folder() -> Path:
 
 
 def _does_not_answer(address: str) -> str | None:
-    """Return why nothing can be reached at a ``host:port``. None if something answers, or for another form."""
+    """Return why nothing can be reached at ``host:port``. None if something answers, or if the address has another form."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdigit():
         return None
@@ -392,7 +385,7 @@ def _does_not_answer(address: str) -> str | None:
 
 
 def reserve(requests: Sequence[Request], timeout_seconds: float) -> list[list[Any]]:
-    """Return for each request one placement group per node, each with one bundle per device, all placed.
+    """Return placement groups for each request, one per node with one bundle per device, all placed.
 
     Raises:
         ConfigError: The cluster is too small for the requests.
@@ -405,6 +398,7 @@ def reserve(requests: Sequence[Request], timeout_seconds: float) -> list[list[An
     # The largest first, as what is smaller may fit beside it.
     wanted = sorted((request for request in requests for _ in range(request.nnodes)), key=lambda each: -each.devices_per_node)
     sizes = [request.devices_per_node for request in wanted]
+    # STRICT_PACK keeps the devices of a group on one node.
     groups = [placement_group([each.bundle] * each.devices_per_node, strategy="STRICT_PACK") for each in wanted]
     placed, waiting = ray.wait([group.ready() for group in groups], num_returns=len(groups), timeout=timeout_seconds)
     if waiting:
@@ -435,7 +429,6 @@ def reserve(requests: Sequence[Request], timeout_seconds: float) -> list[list[An
 
 
 def release(groups: list[Any]) -> None:
-    """Release the reserved room."""
     from ray.util.placement_group import remove_placement_group
 
     for group in groups:
@@ -443,10 +436,10 @@ def release(groups: list[Any]) -> None:
 
 
 def _check_possible(*requests: Request) -> None:
-    """Check that the nodes have room for all requests together, each of whose parts is on a node of its own.
+    """Check that the cluster has room for all requests at once, each of their nodes on a node of its own.
 
     Raises:
-        ConfigError: They do not. The message names the keys of each request.
+        ConfigError: It has not. The message names the keys of each request.
     """
     import ray
 

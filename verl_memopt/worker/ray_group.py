@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLOW_SECONDS, SLOW_TIMES = 5.0, 2.0
-"""Workers are named as slow once the others have waited for them so long, and so many times what they took themselves. In a pool
-that takes so much longer than ever before, all that have not answered are named."""
+"""A worker is slow once others have waited for it this long, and this many times as long as they took themselves. If a whole pool
+takes this many times its longest call, all members without a result are slow."""
 
 SETTLE_SECONDS = 1.0
 """Wait for further failures after the first: a broken connection is often reported before the death that caused it."""
@@ -54,7 +54,6 @@ class Member:
     """The process of one worker. It starts empty, so that its environment is set before anything heavy is imported."""
 
     def __init__(self, name: str) -> None:
-        """Ignore the signals that stop a run, and look for modules in the working directory last."""
         # Last, so that a file there never stands for a module of Python; see _job_config in ray_cluster.py.
         sys.path.append(os.getcwd())
         # The driver decides what a signal to all processes of a run means, and this process ends with the driver. A handler,
@@ -66,11 +65,10 @@ class Member:
         self._worker: Any = None
 
     def __repr__(self) -> str:
-        """Return the name that Ray prints before each line that the worker logs."""
+        # Ray prints it before each line that the worker logs.
         return self._name
 
     def home(self) -> Home:
-        """Return where this process runs."""
         import ray
 
         here = ray.get_runtime_context().get_node_id()
@@ -83,11 +81,10 @@ class Member:
         return Home(os.getpid(), here, address, free_port(""), gpus)
 
     def site(self, paths: Mapping[str, str], probe: str) -> dict[str, str]:
-        """Return what this node has, as :func:`~verl_memopt.worker.nodes.site` says."""
         return site(paths, probe)
 
     def prepare(self, environment: dict[str, str], ahead: Sequence[str]) -> None:
-        """Set the environment variables, and call the function of this dotted name with these arguments."""
+        """Set the environment variables. ``ahead`` is the dotted name of a function to call now, and its arguments."""
         os.environ.update(environment)
         if ahead:
             with uncollected():
@@ -95,16 +92,12 @@ class Member:
             gc.freeze()  # nothing of it ever goes, so no later collection needs to look through it
 
     def build(self, pickled_factory: bytes, placement: Placement) -> None:
-        """Build the worker.
-
-        The factory comes pickled, because unpickling it imports modules that read the environment.
-        """
         from ray import cloudpickle
 
+        # Unpickled here and not by Ray: it imports modules that read the environment.
         self._worker = cloudpickle.loads(pickled_factory)(placement)
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the worker."""
         if method == "close":
             # The process is killed next. Its memory goes with it, and vLLM's collections of garbage took a second and a half.
             vars(gc)["collect"] = lambda generation=2: 0
@@ -140,6 +133,7 @@ def start_ray_group(
     group = RayGroup(Connection(ray_init, *wanted), device)
     try:
         group.start(wanted, timeout_seconds)
+        # Does not wait: the imports run while the driver reads its data.
         group.prepare(num_threads, ahead)
     except BaseException:
         group.shutdown()
@@ -148,9 +142,9 @@ def start_ray_group(
 
 
 def group_of(settings: Settings, device: str, ahead: Sequence[str] = (), pools: Sequence[str] | None = None) -> RayGroup:
-    """Return the group that the settings of a run ask for, without its workers. As :func:`start_ray_group`.
+    """Start the group that the settings of a run ask for, still without workers. As :func:`start_ray_group`.
 
-    ``pools``: the roles on devices of their own; None = those of the settings.
+    ``pools`` names the roles on devices of their own; None = those of the settings.
     """
     trainer, ray, gpu = settings.trainer, settings.ray_kwargs, device != "cpu"
     requests = [Request(trainer.nnodes, trainer.n_gpus_per_node, gpu)]
@@ -163,20 +157,19 @@ def group_of(settings: Settings, device: str, ahead: Sequence[str] = (), pools: 
 
 @dataclass(eq=False)
 class Calls:
-    """Calls of one pool that are under way, one per member: ``pending`` is call -> rank, ``results`` is rank -> answer."""
+    """Calls of one pool that are under way, one per member: ``pending`` is call -> rank, ``results`` is rank -> result."""
 
     pool: Pool
     pending: dict[Any, int]
     name: str = ""
-    """What is called; "" = it is not compared with earlier calls."""
+    """Name of the call, by which its time is compared with that of earlier ones; "" = it is not compared."""
     results: dict[int, Any] = field(default_factory=dict)
     begun: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
-    """When the last answer came."""
+    """When the last result came."""
     told: bool = False
 
     def ended(self) -> list[Any]:
-        """Return the answers in rank order."""
         return [self.results[rank] for rank in range(len(self.results))]
 
 
@@ -194,47 +187,38 @@ class Pool:
 
     @property
     def world_size(self) -> int:
-        """Number of members."""
         return self.request.nnodes * self.request.devices_per_node
 
     @property
     def is_own(self) -> bool:
-        """Whether it is the pool of one role, beside the policy's."""
         return self.request.section != "trainer"
 
     def name(self, rank: int) -> str:
-        """Return what a member is called."""
         return f"{self.request.section} worker {rank}" if self.is_own else f"worker {rank}"
 
     def where(self, rank: int) -> str:
-        """Return what a member is called and where it is."""
         return f"{self.name(rank)} ({self.homes[rank]})" if self.homes else self.name(rank)
 
     def all(self, method: str, *args: Any) -> list[Any]:
-        """Make the same call on each member and return the results in rank order. As :meth:`WorkerGroup.all`."""
         return self.group.wait(self.group.begin(self, [member.call.remote(method, *args) for member in self.members]))
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call member ``rank`` with ``arguments[rank]``. As :meth:`WorkerGroup.each`."""
         return self.begin(method, arguments).result()
 
     def begin(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Pending[list[Any]]:
-        """Call member ``rank`` with ``arguments[rank]``, and do not wait for the results."""
         each = zip(self.members, arguments, strict=True)
         made = [member.call.remote(method, *own) for member, own in each]
         calls = self.group.begin(self, made, str(arguments[0][0]) if self.is_own and method == "call" else "")
         return Pending(lambda: self.group.wait(calls))
 
     def shutdown(self) -> None:
-        """End the members of all pools."""
         self.group.shutdown()
 
 
 class RayGroup:
-    """One actor per device. Created by :func:`start_ray_group`. As a worker group it is its first pool, the policy's."""
+    """One actor per device. Created by :func:`start_ray_group`. As a worker group it acts as its first pool, the policy's."""
 
     def __init__(self, connection: Connection, device: str) -> None:
-        """Start without members."""
         self._device = device
         self._connection = connection
         self._all: list[Pool] = []
@@ -245,24 +229,21 @@ class RayGroup:
 
     @property
     def world_size(self) -> int:
-        """Number of members of the first pool."""
         return self._all[0].world_size
 
     @property
     def homes(self) -> list[Home]:
-        """Where all members run, pool by pool."""
         return [home for pool in self._all for home in pool.homes]
 
     @property
     def pools(self) -> dict[str, Pool]:
-        """The pools of single roles, by section of the settings."""
         return {pool.request.section: pool for pool in self._all if pool.is_own}
 
     def start(self, requests: Sequence[Request], timeout_seconds: float) -> None:
-        """Reserve room, and start an empty process in each bundle."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        # A process starts empty, so that its environment is set before anything heavy is imported.
         rooms = reserve(requests, timeout_seconds)
         self._room = [room for own in rooms for room in own]
         self._all = [Pool(self, request) for request in requests]
@@ -280,10 +261,11 @@ class RayGroup:
         asked = [self.begin(pool, [member.home.remote() for member in pool.members]) for pool in self._all]
         for pool, calls in zip(self._all, asked, strict=True):
             pool.homes = self.wait(calls, timeout_seconds)
+        # From now on :meth:`wait` also notices a stopped process and a silent node.
         self._connection.watch(self.homes)
 
     def prepare(self, num_threads: int, ahead: Sequence[str]) -> None:
-        """Tell each process its place and what to call ahead of its worker. Does not wait for that call; :meth:`build` does."""
+        """Tell each process its place and what to call ahead. :meth:`build` waits for that call."""
         for pool in self._all:
             made, nodes = [], [home.node for home in pool.homes]
             # On one node the loopback address needs no firewall to be open, and nobody else can connect.
@@ -299,7 +281,6 @@ class RayGroup:
             self._preparing.append(self.begin(pool, made))
 
     def check_nodes(self, paths: Mapping[str, str], run_dir: Path) -> None:
-        """Log who is where, and check that all nodes have what this machine has, as :func:`compare_nodes` says."""
         import ray
 
         first, here = self._all[0], ray.get_runtime_context().get_node_id()
@@ -311,10 +292,10 @@ class RayGroup:
         log_places({pool.request.section if pool.is_own else "policy": pool.homes for pool in self._all}, here)
         compare_nodes(self.homes, paths, run_dir, here, ask)
 
-    def build(self, factory: WorkerFactory, of_pools: Mapping[str, WorkerFactory] | None = None) -> RayGroup:
+    def build(self, factory: WorkerFactory, pool_factories: Mapping[str, WorkerFactory] | None = None) -> RayGroup:
         """Build the worker of each process, and return the group. Workers may meet in collectives meanwhile.
 
-        ``of_pools``: section -> factory of the workers of its own pool.
+        ``pool_factories`` maps the section of a pool to the factory of its workers.
 
         Raises:
             WorkerError: A worker failed while it was built. The group is gone then, as after any error.
@@ -327,7 +308,7 @@ class RayGroup:
                 self.wait(calls)
             building = []
             for pool in self._all:
-                pickled = cloudpickle.dumps((of_pools or {})[pool.request.section] if pool.is_own else factory)
+                pickled = cloudpickle.dumps((pool_factories or {})[pool.request.section] if pool.is_own else factory)
                 places = zip(pool.members, pool.placements, strict=True)
                 building.append(self.begin(pool, [member.build.remote(pickled, place) for member, place in places]))
             for calls in building:
@@ -338,19 +319,12 @@ class RayGroup:
         return self
 
     def all(self, method: str, *args: Any) -> list[Any]:
-        """Make the same call on each member of the first pool. As :meth:`WorkerGroup.all`."""
         return self._all[0].all(method, *args)
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call member ``rank`` of the first pool with ``arguments[rank]``. As :meth:`WorkerGroup.each`."""
         return self._all[0].each(method, arguments)
 
     def write_timeline(self, path: str) -> None:
-        """Write Ray's record of its tasks as a Chrome trace.
-
-        Raises:
-            ConfigError: The file cannot be written.
-        """
         import ray
 
         try:
@@ -364,6 +338,7 @@ class RayGroup:
         """Kill the members, release their room, and stop Ray if this group started it. May be called again."""
         import ray
 
+        # The exit hook would keep the group, and all that it holds, alive.
         atexit.unregister(self.shutdown)
         if ray.is_initialized() and not self._connection.is_lost:
             self._kill_members()
@@ -373,19 +348,20 @@ class RayGroup:
         self._connection.close()
 
     def begin(self, pool: Pool, made: Sequence[Any], name: str = "") -> Calls:
-        """Take note of calls that were made of members of a pool, one each in rank order. :meth:`wait` returns their results."""
+        """Register calls to the members of a pool, one each in rank order. :meth:`wait` returns their results."""
         assert made, "the group was shut down, or ended with an earlier error"
         calls = Calls(pool, {call: rank for rank, call in enumerate(made)}, name)
         self._under_way.append(calls)
         return calls
 
     def wait(self, calls: Calls, timeout_seconds: float | None = None) -> list[Any]:
-        """Wait for some calls, or for the first failure of any that is under way. Then kill every member and raise its error."""
+        """Wait for some calls, or for the first failure of any call. A failure kills every member, and its error is raised."""
         import ray
 
         failures: dict[tuple[Pool, int], ray.exceptions.RayError] = {}
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while calls.pending or failures:
+            # Calls of all pools, because a failure anywhere ends the run.
             pending = {call: each for each in self._under_way for call in each.pending}
             if not pending:
                 break
@@ -420,10 +396,10 @@ class RayGroup:
         raise self._cause(failures)
 
     def _cause(self, failures: dict[tuple[Pool, int], Any]) -> UserError:
-        """Return the error to raise for several failures.
+        """Choose the error to raise for several failures.
 
-        A node that is gone comes first, and then a death: they explain the broken connections of its peers; then an error
-        for the user. A worker of a role's own pool that lacked memory is named by its role.
+        A lost node comes first, then a death, because they explain the broken connections of the other members; then an error for
+        the user.
         """
         import ray
 
@@ -438,6 +414,7 @@ class RayGroup:
         ]
         if user_errors and not deaths:
             (pool, rank), error = user_errors[0]
+            # The user must learn whose memory it was: each pool has settings of its own.
             if isinstance(error, DeviceMemoryError | HostMemoryError) and pool.is_own:
                 error.args = (f"{pool.where(rank)}: {error.args[0]}", *error.args[1:])
             return error
@@ -448,7 +425,6 @@ class RayGroup:
         return WorkerError(f"{pool.where(rank)} raised an error. Its traceback:\n{_plain(text)}")
 
     def _lost(self, reason: str) -> WorkerError:
-        """Drop the members, which end with the connection, and return the error to raise."""
         self._drop_members()
         return WorkerError(
             f"{reason}, and the run cannot go on without it. The same command resumes from the last checkpoint. "
@@ -474,10 +450,11 @@ class RayGroup:
 
 
 def _name_slow(calls: Calls) -> None:
-    """Warn once of members for which others wait for too long: their peers, or all who wait for the pool."""
+    """Warn once of members that others wait for: the slow ones of a pool, or a whole pool that takes longer than ever."""
     waited, took, pool = time.monotonic() - calls.heard, calls.heard - calls.begun, calls.pool
     if calls.told or not pool.homes or not calls.pending or waited <= SLOW_SECONDS:
         return
+    # Members are named with node and pid, so that one can look there.
     slow = ", ".join(map(pool.where, calls.pending.values()))
     if calls.results and waited > SLOW_TIMES * took:
         calls.told = True
@@ -498,9 +475,9 @@ DEATH_HINT = (
 def _reason(text: str) -> str:
     """Return Ray's facts about a death, without its general advice."""
     match = re.search(r"Worker exit type: .*?(?= Some common causes|$)", _plain(text), re.DOTALL)
+    # Ray's facts without its general advice.
     return match.group() if match else _plain(text)
 
 
 def _plain(text: str) -> str:
-    """Remove terminal colours."""
     return re.sub(r"\x1b\[[0-9;]*m", "", text).strip()

@@ -61,11 +61,10 @@ from verl_memopt.worker.trained_model import TrainedModel, readable
 
 
 class FrozenRole(Protocol):
-    """A frozen model with what a recipe computes in it. The driver calls its methods through ``Worker.of_role``."""
+    """A frozen model with what a recipe computes in it. The driver calls its methods through ``Worker.call_role``."""
 
     @property
-    def model(self) -> PolicyModel:
-        """The model, which may be the reference's or the policy's own."""
+    def model(self) -> PolicyModel: ...
 
 
 class RolePlan(Protocol):
@@ -76,10 +75,10 @@ class RolePlan(Protocol):
 
     @property
     def is_reference(self) -> bool:
-        """Whether the role's model is the reference's, so that the reference is on the device in the phase ``reward`` too."""
+        """Whether the role computes in the reference's model, which must then be on the device in the phase ``reward`` too."""
 
     def build(self, roles: RoleBuilder, policy: PolicyModel, reference: PolicyModel | None) -> FrozenRole:
-        """Return the role. ``reference`` is None where it has no model of its own."""
+        """Build the role. ``reference`` is None if the reference has no model of its own."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class WorkerPlan:
     critic_folder: str | None = None
     """Folder of the critic's model."""
     critic_schedule_steps: int = 0
-    """The same of the critic."""
+    """Steps of the critic's schedule over the whole run."""
     memory: Memory = dataclasses.field(default_factory=Memory)
     """Limits and host buffers of the process."""
     kinds_on_gpu: bool = False
@@ -118,9 +117,9 @@ class WorkerPlan:
     bypass: RolloutCorrection | None = None
     """The rollout correction in bypass mode. None = decoupled mode, or no correction."""
     stop_file: str | None = None
-    """File in which the driver writes when rollouts are abandoned. None = never."""
+    """File that tells a rollout to stop, once the driver has written it. None = rollouts are never abandoned."""
     private_files: bool = False
-    """Only the user who trains may read what the workers write."""
+    """Files that the workers write are readable only by the user who trains."""
     sync_check: bool = False
     """Compare the engine's weights with the policy's after each sync, and look for stale cache blocks."""
     snapshot_folder: str | None = None
@@ -132,26 +131,26 @@ class WorkerPlan:
     further_reward_folders: tuple[str, ...] | None = None
     """Folders of further reward models, which have the same settings. None = there are none."""
     rewards: RewardModel | None = None
-    """The ``reward_model`` section of the settings, that advice is based on. None = no model scores."""
+    """The ``reward_model`` section of the settings, for the advice after an out-of-memory error. None = no model scores."""
     role: RolePlan | None = None
     """A recipe's own role. None = no recipe has one."""
     beside_cache_bytes: int | None = None
-    """What the device holds beside the KV cache by the formulas, with ``rollout.kv_cache_memory_gb=auto``. None = the settings
-    say how large the cache is."""
+    """Bytes that the device holds beside the KV cache by the formulas, with ``rollout.kv_cache_memory_gb=auto``. None = the
+    settings give the size of the cache."""
     adaptive_phases: tuple[str, ...] = ()
     """Phases whose micro-batches are cut again after an out-of-memory error, on one rank."""
     has_policy: bool = True
-    """False = the worker has one role alone, on devices of its own."""
+    """False = the worker has a single other role, on devices of its own."""
 
     def alone(self, role: str) -> WorkerPlan:
-        """Return the plan of the workers that have one role alone, ``critic`` or ``reward_model``."""
-        policys: dict[str, Any] = dict.fromkeys(("engine_folder", "reference_folder", "role", "beside_cache_bytes"))
+        """Return the plan of workers that have only this role (``critic`` or ``reward_model``), on devices of its own."""
+        absent: dict[str, Any] = dict.fromkeys(("engine_folder", "reference_folder", "role", "beside_cache_bytes"))
         snapshots = None if self.snapshot_folder is None else f"{self.snapshot_folder}/{role}"
-        own = {**policys, **_absent({*OWN_ROLES} - {role}), "snapshot_folder": snapshots}
+        # Engine, reference and recipe belong to the policy's workers.
+        own = {**absent, **_absent({*OWN_ROLES} - {role}), "snapshot_folder": snapshots}
         return dataclasses.replace(self, **own, has_policy=False)
 
     def without(self, roles: Iterable[str]) -> WorkerPlan:
-        """Return the plan of the workers of all other roles."""
         return dataclasses.replace(self, **_absent(roles))
 
 
@@ -159,11 +158,10 @@ OWN_ROLES = {
     "critic": ("critic", "critic_folder"),
     "reward_model": ("reward_model", "reward_folder", "further_reward_folders", "rewards"),
 }
-"""Role that may have devices of its own -> its part of a plan."""
+"""Role that may have devices of its own -> its fields of the plan."""
 
 
 def _absent(roles: Iterable[str]) -> dict[str, Any]:
-    """Return the fields of a plan that has none of some roles."""
     return {name: None for role in roles for name in OWN_ROLES[role]}
 
 
@@ -175,26 +173,30 @@ class FrozenModel:
     """A model that is never trained: the reference, or a recipe's own."""
 
     part: str
-    """Its name in the residency table."""
+    """Name in the residency table."""
     key: str
-    """The section that says how it is stored."""
+    """The section of the settings that says how it is stored."""
     model_key: str
-    """The section of its model."""
+    """The section of the settings that names its model."""
     model: Model
     fsdp: Fsdp
     compiled: bool
-    """It asks for compiled functions."""
+    """The settings ask for compiled functions."""
     quantization: str = "none"
 
 
 @dataclass(frozen=True)
 class RoleBuilder:
-    """Builds the frozen roles of one worker. :class:`Policy` and :class:`Critic` build themselves with its other methods.
+    """Builds the frozen roles of one worker, and helps :class:`Policy` and :class:`TrainedCritic` to build themselves.
 
-    All members of a group build the same roles in step.
+    All members of a group build the same roles in the same order.
 
-    ``residency`` gets each part that may rest on the host. ``shared`` are the engine's weights, which the policy computes with;
-    None = it has its own.
+    Args:
+        plan: What to build.
+        placement: The place of this worker in its group.
+        device: The device of the worker.
+        residency: Gets each part that may rest on the host.
+        shared: The engine's weights, which the policy computes with. None = it has its own.
     """
 
     plan: WorkerPlan
@@ -204,14 +206,13 @@ class RoleBuilder:
     shared: Mapping[str, torch.Tensor] | None = None
 
     def reference(self, folder: Path) -> PolicyModel:
-        """Return the frozen reference."""
         settings, ref, key = self.plan.settings, self.plan.settings.ref, "actor_rollout_ref.ref"
         compiled = bool(ref.use_torch_compile)
         plan = FrozenModel(REFERENCE, key, POLICY_KEY, settings.model, ref.fsdp_config, compiled, ref.quantization)
         return self.frozen(plan, folder, self.also)
 
     def frozen(self, plan: FrozenModel, folder: Path, also: tuple[str, ...] = ()) -> PolicyModel:
-        """Return a frozen model, filled from its folder. It is on the device in the phases of the parts ``also`` too."""
+        """Build a frozen model, filled from its folder. It is on the device in the phases of the parts ``also`` too."""
         fsdp, key = plan.fsdp, f"{plan.key}.fsdp_config"
         compiled = compiles_functions(plan.compiled, fsdp, self.device)
         use = ModelUse(fsdp_key=key, quantization=plan.quantization, compiled=compiled)
@@ -233,12 +234,12 @@ class RoleBuilder:
         return model
 
     def moving_reference(self, reference: PolicyModel, policy: TrainedModel) -> MovingReference:
-        """Return the reference as one that follows the policy.
+        """Wrap the reference, so that it can follow the policy.
 
         Raises:
-            ConfigError: The two models differ in their weights' names or shapes.
+            ConfigError: The weights of the two models differ in names or shapes.
         """
-        shapes = [{name: tuple(weight.shape) for name, weight in named_weights(each)} for each in (reference, policy.model)]
+        shapes = [{name: tuple(weight.shape) for name, weight in named_weights(model)} for model in (reference, policy.model)]
         if shapes[0] != shapes[1]:
             name = min(name for name, _ in shapes[0].items() ^ shapes[1].items())
             raise ConfigError(
@@ -251,7 +252,6 @@ class RoleBuilder:
         return MovingReference(reference, home if isinstance(home, OffloadedParams) else None, policy)
 
     def reward_model(self, folder: Path) -> ValueModel:
-        """Return the frozen reward model, whose folder has a scalar head."""
         settings = self.plan.reward_model
         assert settings is not None
         fsdp = settings.fsdp_config
@@ -265,13 +265,12 @@ class RoleBuilder:
         return reward_model
 
     def mesh(self, fsdp: Fsdp) -> DeviceMesh:
-        """Return the mesh on which a model is sharded."""
         return training_mesh(self.device.type, self.placement.world_size, fsdp.fsdp_size)
 
     @contextmanager
     def own_seed(self, fsdp: Fsdp) -> Iterator[None]:
-        """Seed torch for a model in the body, and leave the policy's random state as it was."""
         with torch.random.fork_rng(devices=[]):
+            # The policy's random state must not depend on which other roles the run has.
             make_deterministic(fsdp, self.placement.rank)
             yield
 
@@ -283,7 +282,7 @@ class RoleBuilder:
         also: tuple[str, ...] = (),
         mapped: list[torch.Tensor] | None = None,
     ) -> OffloadedParams | None:
-        """Enter a model that may rest on the host, or streams, into the residency table, and return its place on the host."""
+        """Add a model that streams or may rest on the host to the residency table, and return its place on the host."""
         stream, home = model.stream, None
         if stream is not None:
             stream.name = part
@@ -299,12 +298,11 @@ class RoleBuilder:
 
     @property
     def also(self) -> tuple[str, ...]:
-        """Name of a recipe's model where the reference is that model."""
         role = self.plan.role
+        # Then the reference is needed in that model's phase too.
         return (REWARD_MODEL,) if role is not None and role.is_reference else ()
 
     def activation_offload(self, packed_model: PackedModel, model: Model | CriticModel, metric: str) -> ActivationOffload | None:
-        """Return what keeps the activations of a model on the host, or None where its settings do not ask for it."""
         if not model.enable_activation_offload:
             return None
         min_bytes, in_flight = model.activation_offload_min_bytes, model.activation_offload_in_flight
@@ -312,11 +310,10 @@ class RoleBuilder:
         return ActivationOffload(packed_model, self.device, min_bytes, in_flight, metric=metric, stay_bytes=stay_bytes)
 
     def check_packing(self, packed_model: PackedModel, folder: Path, key: str) -> None:
-        """Check that a packed forward of the model equals an unpacked one. ``key`` is the section of the model."""
+        """Check that a packed forward of the model equals an unpacked one. ``key`` is the model's section of the settings."""
         check_packing(packed_model, self.device, packed_model.compute, self.plan.settings.actor, str(folder), key)
 
     def log_quantization_error(self, model: PolicyModel, folder: Path, key: str, quantization: str) -> None:
-        """Log how far a quantised model's log-probs are from those of the folder's weights."""
         mean, largest = quantization_error(model, folder, self.device, self.plan.settings.rollout.scoring_temperature)
         logger.info(
             "%s.quantization=%s: log-probs differ from the unquantised model's by %.2g nats on average, %.2g at most "
@@ -325,18 +322,18 @@ class RoleBuilder:
 
 
 def arriving_units(model: PackedModel, fsdp: Fsdp) -> tuple[list[nn.Module], int]:
-    """Return the modules that can compute while later parameters come from the host, and how many units each reads ahead.
+    """Return the modules that can compute while later parameters still come from the host, and how many units each reads ahead.
 
-    FSDP2 gathers a unit whole. It may gather the next one while a unit computes.
+    FSDP2 gathers a unit whole, and may gather the next one while a unit computes.
     """
     sharded: list[Any] = fsdp_units(model)
     return (sharded, int(fsdp.forward_prefetch)) if sharded else ([model, *model.blocks(), model.head], 0)
 
 
 def fill_masters(trained: TrainedModel, folder: Path, renamed: Mapping[str, str | None] | None = None) -> None:
-    """Give split masters the values of the model's folder where the parameters, which have them already, have fewer digits.
+    """Give split masters the digits of the model's folder that the parameters, which are filled already, are too short for.
 
-    ``renamed`` has the names in the folder of parameters with another name there. None = the folder lacks it.
+    ``renamed`` maps parameters to other names in the folder. None = the folder lacks the parameter.
     """
     if trained.masters is None:
         return
@@ -349,10 +346,7 @@ def fill_masters(trained: TrainedModel, folder: Path, renamed: Mapping[str, str 
 
 
 def start_adapters(packed_model: PackedModel, model: Model | CriticModel, seed: int, key: str) -> None:
-    """Give the adapters of a model, if it has any, their first values: those of a folder, or a random A and a B of zeros.
-
-    ``seed`` is that of the random values.
-    """
+    """Give the adapters of a model, if any, their first values: those of a folder, or a random A and a B of zeros."""
     if model.lora_adapter_path is not None:
         load_adapter(Path(model.lora_adapter_path), packed_model, key)
     else:
@@ -360,17 +354,15 @@ def start_adapters(packed_model: PackedModel, model: Model | CriticModel, seed: 
 
 
 def compiles_functions(requested: bool, fsdp: Fsdp, device: torch.device) -> bool:
-    """Return whether small functions are compiled: on a GPU with a working compiler, without full determinism.
-
-    ``requested`` is the role's ``use_torch_compile``.
-    """
+    """Return whether small functions are compiled: ``requested``, on a GPU with a working compiler, without full determinism."""
     return requested and is_gpu(device) and not fsdp.full_determinism and compiler_works(device)
 
 
 def make_deterministic(fsdp: Fsdp, rank: int) -> None:
-    """Seed torch's generators for this rank. With ``full_determinism`` also use deterministic kernels alone."""
+    """Seed torch's generators for this rank. ``full_determinism`` also forbids kernels that are not deterministic."""
     torch.manual_seed(fsdp.seed + rank)
     if fsdp.full_determinism:
+        # cuBLAS needs a workspace of fixed size for this.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
@@ -379,13 +371,13 @@ def make_deterministic(fsdp: Fsdp, rank: int) -> None:
 
 
 def exact_weights_of(policy: PolicyModel, folder: Path, device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which a quantised model computes with its unquantised weights, read from the folder when needed."""
+    """Let a quantised model compute with its unquantised weights in the body. They are read from the folder when needed."""
     weights = WeightFolder(folder)
     return exact_weights(policy, lambda name: weights.read(name, ()).to(device))
 
 
 def quantization_error(policy: PolicyModel, folder: Path, device: torch.device, temperature: float) -> tuple[float, float]:
-    """Return the (mean, largest) difference in nats between the log-probs of a quantised model and of its unquantised weights.
+    """Return the (mean, largest) difference in nats between log-probs of the quantised and of the unquantised weights.
 
     Measured on 4 x 64 random tokens. The unquantised weights are read from the folder, one layer at a time.
     """
@@ -409,7 +401,8 @@ def quantization_error(policy: PolicyModel, folder: Path, device: torch.device, 
 class MovingReference:
     """A reference whose weights are a moving average of the policy's. They are read and written where they rest.
 
-    ``home`` is its place on the host; None = it never moves.
+    ``home`` is its place on the host; None = it never moves. Saving and loading raise CheckpointError with the name of the
+    folder.
     """
 
     model: PolicyModel
@@ -424,20 +417,10 @@ class MovingReference:
         self._changed()
 
     def save(self, folder: Path) -> Records:
-        """Write this rank's shards into ``folder`` and return the record of each file.
-
-        Raises:
-            CheckpointError: The disk refuses. The message names the folder.
-        """
         with readable(self.home):
             return save_weights(folder, self.model)
 
     def load(self, folder: Path) -> None:
-        """Read this rank's shards, written by any number of ranks.
-
-        Raises:
-            CheckpointError: A file is missing or damaged. The message names the folder.
-        """
         with readable(self.home):
             load_weights(folder, self.model)
         self._changed()
@@ -467,12 +450,13 @@ def move_towards(pairs: Iterable[tuple[Tensor, Tensor]], alpha: float, on_host: 
     """Set each target to ``alpha * source + (1 - alpha) * target``, in place.
 
     The sum is computed in fp32 and rounded once, to the dtype of the target. ``pairs`` are (target, source) of each parameter,
-    with the same shape, and above one rank the same shards. They may lie on different devices. ``on_host``: the targets rest on
-    the host, where the sum is then computed.
+    with the same shape and, on several ranks, the same shards. They may lie on different devices. With ``on_host`` the targets
+    are on the host, where the sum is then computed.
     """
     with torch.no_grad(), scope("moving average", HOST if on_host else None):
         for target, source in pairs:
             pieces = zip(_flat_shard(target).split(PIECE), _flat_shard(source).split(PIECE), strict=True)
+            # Piece by piece, so that no whole parameter is copied or converted.
             for into, piece in pieces:
                 mixed = into if into.dtype == torch.float32 else into.float()
                 mixed.mul_(1 - alpha).add_(piece.to(into.device).float(), alpha=alpha)
@@ -481,6 +465,5 @@ def move_towards(pairs: Iterable[tuple[Tensor, Tensor]], alpha: float, on_host: 
 
 
 def _flat_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard as a flat view."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
     return local.view(-1)

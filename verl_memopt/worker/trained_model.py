@@ -52,13 +52,14 @@ TOKEN_TENSORS = (
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The input of one forward of some rows. The optional tensors have one value per target, in the order of ``pack.targets``.
+    """The input of one forward. The optional tensors have one value per target, in the order of ``pack.targets``.
 
-    ``selected`` is bool [R]: the tokens that the losses ``clip_cov`` and ``kl_cov`` act on. ``kept`` is bool [R]: False for
-    tokens that the rollout correction rejects. The others are fp32 [R]; ``old_values`` and ``returns`` are for the critic.
-    ``prompt`` is the prompt to compute before the first of its responses, if the pack contains responses alone. ``ends`` is True
-    if the last of its responses is in this micro-batch. ``reads`` is False where the prompt is only computed to keep step with
-    other ranks.
+    They are fp32 [R], except ``selected``, bool [R]: tokens that the losses ``clip_cov`` and ``kl_cov`` act on; and ``kept``,
+    bool [R]: False for tokens that the rollout correction rejects. ``old_values`` and ``returns`` are for the critic.
+
+    ``prompt`` is the prompt to compute before its first responses, if the pack contains only responses. ``ends`` is True in the
+    micro-batch with the last of its responses. ``reads`` is False where the prompt is only computed to keep step with other
+    ranks.
     """
 
     pack: Pack
@@ -77,14 +78,14 @@ class MicroBatch:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """The response tokens of each row that count, int64 [rows]: those that were not rejected before the update."""
+        """The number of response tokens per row, int64 [rows], without those that the rollout correction rejects."""
         pack, kept = self.pack, self.kept
         return pack.row_lengths if kept is None else kept_lengths(kept, pack.row, pack.row_lengths)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return the micro-batch on a device. All its tensors go in one copy, which the host does not wait for."""
         found: list[Tensor] = []
 
+        # Two passes over the tensors in one order: collect them, send all in one copy, and put the copies in their places.
         def take(tensor: Tensor) -> Tensor:
             found.append(tensor)
             return tensor
@@ -94,7 +95,6 @@ class MicroBatch:
         return self._map(lambda _: next(sent))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """Return the same micro-batch with ``change`` applied to each tensor, always in the same order."""
         present = {name: getattr(self, name) for name in TOKEN_TENSORS if getattr(self, name) is not None}
         fields: dict[str, Any] = {name: change(tensor) for name, tensor in present.items()}
         prompt = None if self.prompt is None else self.prompt.map(change)
@@ -102,7 +102,6 @@ class MicroBatch:
 
 
 def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
-    """Return the micro-batch of the chosen rows, on the host. Only this function reads lengths from tensors."""
     chosen = batch.select(rows)
     prompts, responses = chosen.prompts, chosen.responses
     tokens = (prompts.flat, prompts.sizes(), responses.flat, responses.sizes())
@@ -111,9 +110,9 @@ def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
 
 
 def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_prefix_kv: bool) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of the chosen rows.
+    """Yield the packed micro-batches of a batch. ``rows`` holds the rows of each.
 
-    ``rows`` are those of each micro-batch. ``with_prefix_kv`` computes one prompt for neighbours, as :func:`spans` groups them.
+    ``with_prefix_kv`` computes a prompt once for neighbouring micro-batches, as :func:`spans` groups them.
     """
     for span, reading in spans(rows, batch.row_tokens()) if with_prefix_kv else [([single], None) for single in rows]:
         if reading is None:
@@ -139,9 +138,9 @@ def _token_tensors(batch: RolloutBatch) -> dict[str, Any]:
 class MiniBatch:
     """This rank's share of the rows of one optimizer step.
 
-    ``micro_batches`` are the rows of ``batch`` for each forward and backward. Every rank has as many of them. After an
-    out-of-memory error they are replaced by smaller ones. ``counts`` are tokens and sequences of the mini-batch over all ranks,
-    so that the loss does not depend on how the mini-batch is split.
+    ``micro_batches`` holds the rows of ``batch`` for each forward and backward; every rank has equally many. After an
+    out-of-memory error smaller ones replace them. ``counts`` are tokens and sequences of the mini-batch over all ranks, so that
+    the loss does not depend on the split.
     """
 
     batch: RolloutBatch
@@ -149,7 +148,7 @@ class MiniBatch:
     counts: GlobalCounts
 
     def cut_again(self, micro_batches: list[list[int]]) -> None:
-        """Replace the micro-batches in place: the caller matches the outputs of a step with those that were really run."""
+        # In place: the caller matches the outputs of a step with the micro-batches that really ran.
         self.micro_batches[:] = micro_batches
         if isinstance(micro_batches, Cut):
             assert isinstance(self.micro_batches, Cut), "ranks carry prompts in the same micro-batches"
@@ -160,27 +159,23 @@ LossOf = Callable[[MicroBatch, GlobalCounts, PrefixKV | None], tuple[Tensor, dic
 """Returns a micro-batch's share of the loss (scalar, with gradient) and of its metrics (scalars, without).
 
 Its arguments are the micro-batch on the device, the sizes of the mini-batch, and the prefix KV of the prompt of its responses.
-The caller runs the backward of ``world_size`` times the loss, exactly once."""
+The caller runs the backward of ``world_size`` times the loss, once."""
 
 
 class SavedTensorHooks(Protocol):
-    """What decides where the tensors rest that a forward saves for its backward."""
+    """Keeps the tensors that a forward saves for its backward elsewhere than on the device."""
 
-    def forward(self) -> AbstractContextManager[None]:
-        """Return a context for the forward of one micro-batch."""
+    def forward(self) -> AbstractContextManager[None]: ...
 
-    def metrics(self) -> dict[str, float]:
-        """Return what was done since the last call."""
+    def metrics(self) -> dict[str, float]: ...
 
-    def close(self) -> None:
-        """Free what the next step does not need."""
+    def close(self) -> None: ...
 
 
 class Role:
-    """A role that is trained: the names of its metrics, and its section of the settings."""
+    """The names of a trained role's metrics, and its section of the settings (``key``), which errors name."""
 
     def __init__(self, name: str, key: str) -> None:
-        """Name the metrics ``{name}/...``. ``key`` is the section that errors name."""
         self.name, self.key = name, key
         self.grad_norm = f"{name}/grad_norm"
         """The global gradient norm before clipping."""
@@ -233,7 +228,6 @@ class TrainedModel:
     home: OffloadedParams | None = None
 
     def __post_init__(self) -> None:
-        """Build optimizer and schedule."""
         settings, key = self.settings, f"{self.role.key}.optim"
         self.optim = optim = settings.optim
         self.fsdp = fsdp = settings.fsdp_config if isinstance(settings, Actor) else settings.model.fsdp_config
@@ -243,9 +237,9 @@ class TrainedModel:
         self.masters = self.optimizer if isinstance(self.optimizer, Bucketed) and fsdp.split_master_weights else None
         if self.masters is not None:
             # Sums over micro-batches need more digits than the weights have, as FSDP2's reduced gradients do.
-            for parameter in (each for each in trained if each.dtype != torch.float32):
+            for parameter in (weight for weight in trained if weight.dtype != torch.float32):
                 parameter.grad_dtype = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{self.role.key}.fsdp_config")
-        # With adapters the weights that compute are most of all those of the frozen model.
+        # With adapters most weights that compute are the frozen model's, so a share of changed ones would say nothing.
         half, whole = (torch.bfloat16, torch.float16), len(trained) == len(list(self.model.parameters()))
         self.bucketed = self.optimizer if isinstance(self.optimizer, Bucketed) else None
         if self.bucketed is not None and whole and self.model.compute in half:
@@ -266,34 +260,34 @@ class TrainedModel:
         return OffloadedGradients(self.optimizer, model.blocks(), matrices, reduce)
 
     def resident_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (kind, tensor) of what the model holds between calls, on the device or on the host."""
         yield from (("params", parameter) for parameter in self.model.parameters())
         yield from (("grads", gradient) for gradient in self._gradients())
         yield from (("optimizer", value) for value in state_tensors(self.optimizer))
 
     def master(self, parameter: Tensor, on_host: bool = False) -> Tensor:
-        """Return the master of a parameter: itself, or joined from both halves in fp32, ``on_host`` if they rest there."""
+        """Return the fp32 values of a parameter: the parameter, or both halves joined, ``on_host`` if they rest there."""
         return parameter if self.masters is None else self.masters.master(parameter, on_host)
 
     @property
     def has_gradient(self) -> bool:
-        """Whether gradients wait for a step, on the device or on the host."""
         return (self.offloaded is not None and self.offloaded.has_any) or bool(self._gradients())
 
     def update(self, mini_batches: Sequence[MiniBatch], loss_of: LossOf, ends_rollout: bool = True) -> dict[str, float]:
         """Take one optimizer step per mini-batch and return the mean of their metrics.
 
-        ``ends_rollout``: no further mini-batches of the same rollout follow, so a schedule that counts rollouts advances. It
-        does not if every step of the rollout was skipped.
+        Summed over ranks the metrics are global, except those in ``Role.same_on_all_ranks``. ``{role}/skipped_updates`` counts
+        skipped steps. With ``optim.in_backward`` a skipped step also has ``{role}/partial_updates``: 1 if this rank had already
+        changed parameters.
 
-        ``{role}/skipped_updates`` counts the skipped steps. With ``optim.in_backward`` a skipped step also has
-        ``{role}/partial_updates``: 1 if this rank had already changed parameters. Sum all metrics over ranks, except those in
-        ``Role.same_on_all_ranks``, to get the global values.
+        Args:
+            mini_batches: One per optimizer step.
+            loss_of: The loss of a micro-batch.
+            ends_rollout: No further mini-batches of the same rollout follow. A schedule that counts rollouts then advances,
+                unless every step of the rollout was skipped.
         """
         return self.conclude(self.queue(mini_batches, loss_of), ends_rollout)[0]
 
     def queue(self, mini_batches: Sequence[MiniBatch], loss_of: LossOf) -> list[dict[str, Tensor]]:
-        """Queue one optimizer step per mini-batch and return their metrics, for :meth:`conclude`."""
         if self.in_backward is not None:
             self.in_backward.check(max(len(mini.micro_batches) for mini in mini_batches))
         # Weights that have been updated in backward cannot start again.
@@ -303,7 +297,7 @@ class TrainedModel:
     def conclude(
         self, steps: Sequence[Mapping[str, Tensor]], ends_rollout: bool = False, also: Sequence[Tensor] = ()
     ) -> tuple[dict[str, float], list[Tensor]]:
-        """Wait for queued steps, and return their metrics as :meth:`update` does, with further fp32 tensors on the host.
+        """Wait for queued steps. Return their metrics as :meth:`update` does, and the further fp32 tensors ``also`` on the host.
 
         Everything comes to the host in one copy, for which the host waits after the last launch.
         """
@@ -327,7 +321,7 @@ class TrainedModel:
         return self._accumulate_whole(mini, loss_of, may_restart=not self.has_gradient)
 
     def step(self, accumulate: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Take one optimizer step, unless the gradient norm is not finite, and return its metrics: scalars where they are.
+        """Take one optimizer step unless the gradient norm is not finite, and return its metrics as scalars on their devices.
 
         ``accumulate`` adds the gradient of the mini-batch and returns its metrics. A skipped step drops the gradient and leaves
         weights, optimizer state and schedule unchanged. The norm is the same on all ranks, so they all decide alike. The host
@@ -343,9 +337,9 @@ class TrainedModel:
         return self.finish(metrics)
 
     def _clipped_in_backward(self, stepping: StepInBackward, accumulate: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Update every parameter in backward, in a second pass, once a first one has found the norm that gradients are cut to.
+        """Measure the gradient norm in a first pass, and update every parameter in the backward of a second one, with clipping.
 
-        Where it is not finite there is no second pass, so nothing has changed when the step is skipped.
+        If the norm is not finite there is no second pass, so nothing has changed when the step is skipped.
         """
         with stepping.measuring():
             metrics = accumulate()
@@ -357,9 +351,9 @@ class TrainedModel:
         return metrics
 
     def finish(self, metrics: dict[str, Tensor], learning_rate: float | None = None) -> dict[str, Tensor]:
-        """Take the step of the gradient that is there, drop the gradient, and return the metrics with those of the step.
+        """Take the step of the accumulated gradient, drop the gradient, and add the step's metrics to ``metrics``.
 
-        ``learning_rate`` is that of this step alone; None = that of the schedule.
+        ``learning_rate`` is for this step alone; None = the schedule's.
         """
         # The learning rate is read first, because a step advances the schedule.
         role, scheduled = self.role, self.schedule.get_last_lr()
@@ -383,7 +377,7 @@ class TrainedModel:
         return metrics
 
     def _step_if_finite(self, norm: Tensor) -> Tensor:
-        """Queue clipping and update, which the device leaves out where the norm is not finite. Return 1 there, else 0."""
+        """Queue clipping and update, which the device skips if the norm is not finite. Return 1 if skipped, else 0."""
         limit, skipped = self.optim.clip_grad, norm.isfinite().logical_not_().float()
         # Torch's protocol for gradient scalers: the kernel of the update divides the gradient, or does nothing.
         optimizer: Any = self.optimizer
@@ -396,8 +390,8 @@ class TrainedModel:
         return skipped
 
     def _step_if_found_finite(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Clip, wait for the norm, and update if it is finite: for an optimizer that cannot decide it on the device."""
         role = self.role
+        # The host must read the norm here: this optimizer cannot skip a step on the device.
         metrics[role.grad_norm] = self.clip()
         if self.in_backward is not None:
             moved, sequence = self.in_backward.take_moved(), self.model.sequence
@@ -412,8 +406,8 @@ class TrainedModel:
         return metrics
 
     def _outcomes(self) -> Callable[[], None]:
-        """Start to read whether the last steps were skipped. The result advances the schedule by those that were not."""
         fetched, self._undecided = fetched_together(self._undecided, self.device), []
+        # The copy starts now and is read later, so the host does not wait in between.
         return lambda: self._note_steps(fetched())
 
     def _set_learning_rates(self, rates: Sequence[float | Tensor]) -> None:
@@ -421,14 +415,13 @@ class TrainedModel:
             group["lr"] = rate
 
     def apply(self) -> None:
-        """Update the weights from their gradients, and advance a schedule that counts optimizer steps."""
         self._step_optimizer()
         self.changed()
         self._note_steps([torch.tensor(0.0)])
 
     def changed(self) -> None:
-        """Note that this rank's rows of the weights have new values, and the whole weights on all ranks old ones."""
         if self.model.rows is not None:
+            # This rank's rows have new values. The whole weights on all ranks are old until the next gather.
             self.model.rows.stale = True
 
     def _step_optimizer(self) -> None:
@@ -438,15 +431,14 @@ class TrainedModel:
             self.optimizer.step()
 
     def _note_steps(self, skipped: Sequence[Tensor]) -> None:
-        """Advance a schedule that counts optimizer steps by those that were not skipped: 0 on the host."""
-        for one in skipped:
-            if isinstance(one, FakeTensor) or not float(one.numpy()):
+        # Zeros are the steps that were taken.
+        for was_skipped in skipped:
+            if isinstance(was_skipped, FakeTensor) or not float(was_skipped.numpy()):
                 self._moved = True
                 if self.optim.lr_schedule_steps == "updates":
                     self.schedule.step()
 
     def clip(self) -> Tensor:
-        """Return the global gradient norm before clipping, and clip the gradient if ``optim.clip_grad`` is set."""
         norm, limit = self._norm(), self.optim.clip_grad
         if self.offloaded is not None:
             self.offloaded.divide(None if limit is None else clip_divisor(norm, limit))
@@ -469,8 +461,6 @@ class TrainedModel:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _accumulate_whole(self, mini: MiniBatch, loss_of: LossOf, may_restart: bool) -> dict[str, Tensor]:
-        """Add the gradient of a mini-batch. After an out-of-memory error drop it and start again with smaller micro-batches."""
-
         def accumulate(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
             return self.accumulate(micro_batches_of(mini.batch, rows, self.model.supports_prefix_kv), mini.counts, loss_of)
 
@@ -484,6 +474,7 @@ class TrainedModel:
             return run(mini.micro_batches)
         tokens = mini.batch.row_tokens()
         while True:
+            # After an out-of-memory error the gradient is dropped, and all starts again with smaller micro-batches.
             metrics, smaller = attempt(self.model, tokens, mini.micro_batches, run)
             if metrics is not None:
                 return metrics
@@ -491,7 +482,6 @@ class TrainedModel:
             mini.cut_again(smaller)
 
     def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, loss_of: LossOf) -> dict[str, Tensor]:
-        """Add the gradient of a mini-batch, micro-batch by micro-batch, and return the summed metrics."""
         total: dict[str, Tensor] = {}
         prefix_kv: PrefixKV | None = None
         plain = (parameter for block in self.model.blocks() for parameter in block.parameters())
@@ -503,6 +493,8 @@ class TrainedModel:
                         prefix_kv = self.model.compute_prefix(micro.prompt)
                 for name, value in self.backward(micro, counts, loss_of, prefix_kv if micro.reads else None).items():
                     total[name] = total[name] + value if name in total else value
+                # All its responses have added to the gradient of the prompt's keys and values, so the prompt's own backward runs
+                # once.
                 if micro.ends and prefix_kv is not None:
                     prefix_kv.backward()
                     self.model.end_backward()
@@ -514,7 +506,7 @@ class TrainedModel:
     ) -> dict[str, Tensor]:
         """Add the gradient of one micro-batch and return its metrics. None of its tensors outlives the call.
 
-        ``prefix_kv`` holds the keys and values of the prompt of its responses. Their own backward follows later.
+        ``prefix_kv`` holds the keys and values of the prompt. Its own backward follows after the last of its micro-batches.
         """
         with self._offloaded():
             loss, metrics = loss_of(micro, counts, prefix_kv)
@@ -530,7 +522,6 @@ class TrainedModel:
 
 
 def readable(home: OffloadedParams | None) -> AbstractContextManager[None]:
-    """Return a context in which parameters can be read where they rest."""
     return nullcontext() if home is None else home.readable()
 
 
@@ -540,18 +531,17 @@ def _is_finite(norm: Tensor) -> bool:
 
 
 def clip_divisor(norm: Tensor, limit: float) -> Tensor:
-    """Return what gradients of this global norm are divided by, so that it is at most ``limit``: 1 where it is already."""
+    """Return the divisor that brings gradients of this global norm down to ``limit``: 1 if they are below."""
     return ((norm.float() + CLIP_EPSILON) / limit).clamp_(min=1.0)  # the fused kernel takes fp32 alone
 
 
 def over_steps(steps: Sequence[Mapping[str, Tensor]], counts: Sequence[str]) -> dict[str, float]:
-    """Return the mean of each metric over optimizer steps, or, for ``counts``, the sum over the steps that have it."""
+    """Average each metric over optimizer steps. Metrics in ``counts`` are summed over the steps that have them."""
     means = {name: torch.stack([step[name] for step in steps]).mean().item() for name in steps[0] if name not in counts}
     counted = {name: [step[name].item() for step in steps if name in step] for name in counts}
     return means | {name: sum(values) for name, values in counted.items() if values}
 
 
 def on_host(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the metrics as fp32 scalars on the host, which waits for the device."""
     values = [value.float() for value in metrics.values()]
     return dict(zip(metrics, fetched_together(values, values[0].device)(), strict=True))

@@ -61,7 +61,7 @@ from verl_memopt.worker.checkpoint import load_start, load_trained, save_model, 
 from verl_memopt.worker.group import Placement
 from verl_memopt.worker.policy import (
     NO_STATISTICS,
-    Critic,
+    TrainedCritic,
     LogProbs,
     Policy,
     Updated,
@@ -82,7 +82,7 @@ def _built(role: Result | None) -> Result:
 
 
 def import_ahead(engine: str, device: str) -> None:
-    """Import what a worker with this engine (``rollout.name``) needs, besides this module, while the driver is still busy."""
+    """Import what an engine of this name (``rollout.name``) needs, while the driver is still busy."""
     if engine == "vllm":
         from verl_memopt.rollout.vllm_engine import import_ahead as import_vllm
 
@@ -90,10 +90,9 @@ def import_ahead(engine: str, device: str) -> None:
 
 
 class Worker:
-    """The roles of one device. The driver calls :meth:`call`. All members of a group make the same calls in step."""
+    """The roles of one device. The driver calls :meth:`call`. All members of a group make the same calls in the same order."""
 
     def __init__(self, plan: WorkerPlan, placement: Placement) -> None:
-        """Build the engine, the policy, the reference, the critic, the reward model, and a recipe's own role."""
         if not is_set_up():
             setup_logging(placement.rank)
         if plan.private_files:  # Ray may have started this process before the run
@@ -116,7 +115,7 @@ class Worker:
         self.policy: Policy | None = None
         self.reference: PolicyModel | None = None
         self.moving_reference: MovingReference | None = None
-        self.critic: Critic | None = None
+        self.critic: TrainedCritic | None = None
         self.reward_model: ValueModel | None = None
         self.further_reward_models: list[ValueModel] = []
         self.role: FrozenRole | None = None
@@ -136,7 +135,10 @@ class Worker:
         self.init_memory = dataclasses.replace(report(), **take_compile_counts())
 
     def call(self, phase: str, track: bool, method: str, *args: Any) -> Reply:
-        """Run one method as a phase and return its result with the memory of the phase. ``track`` counts live bytes on a CPU."""
+        """Run one method as a phase of the step, measure its memory, and survive an out-of-memory error where that is allowed.
+
+        ``track`` counts live bytes on a CPU too.
+        """
         counted = track and (method != "generate" or self._counts_engine)
         sharing = self._sequence_ranks(phase)
         may_go_on = phase in self.plan.adaptive_phases and sharing == 1
@@ -150,10 +152,10 @@ class Worker:
             host_allocator().reset_peak()
             value = getattr(self, method)(*args)
         memory = dataclasses.replace(report(), host_buffer_bytes=host_allocator().peak_bytes, **take_compile_counts())
+        # What other processes leave free has changed, so the driver learns the budget of the next call.
         return Reply(value, memory, available_bytes(self.device, self.device_limit), recut.cap, recut.retries)
 
     def started(self) -> PhaseMemory:
-        """Return the memory of the start."""
         return self.init_memory
 
     # The methods a phase can run.
@@ -166,16 +168,22 @@ class Worker:
         may_stop: bool = False,
         finished: str | None = None,
     ) -> Generation | None:
-        """Return one response per prompt, under the weights of the last sync; None if the rollout was abandoned.
+        """Return one response per prompt, or None if the rollout was abandoned.
 
-        With ``may_stop`` it is abandoned when the run is asked to stop. ``finished`` is the file of a :class:`FinishedRows` for
-        rows that are complete before others; None = nobody reads them. Other arguments are as in :meth:`RolloutEngine.generate`.
+        Args:
+            prompt_ids: As in :meth:`RolloutEngine.generate`.
+            seeds: As there.
+            sampling: As there.
+            may_stop: Abandon the rollout when the run is asked to stop.
+            finished: File of a :class:`FinishedRows` for rows that are complete before others. None = nothing reads them.
         """
         assert self.engine is not None
+        # The cache is allocated late: until here its memory belongs to the trainer.
         self.wake_engine()
         if self.sync_check is not None:
             self.sync_check.check_cache(self.engine)
         stoppable = may_stop and self.plan.stop_file is not None
+        # The driver writes the file. The engine looks at it between two of its steps.
         stopped = StopFile(Path(str(self.plan.stop_file))).passed if stoppable else never
         try:
             report = ignore_row if finished is None else FinishedRows(Path(finished)).write
@@ -184,21 +192,16 @@ class Worker:
             return None
 
     def wake_engine(self) -> None:
-        """Let the engine allocate its KV cache, if it sleeps between rollouts."""
         if self.plan.free_engine:
+            # Only an engine that sleeps between rollouts has let go of its cache.
             _built(self.engine).wake_up("kv_cache")
 
     def release_engine(self) -> None:
-        """Put the engine to sleep, if it can sleep, so that it returns its device memory."""
         if self.plan.free_engine and self.engine is not None:
             self.engine.sleep()
             empty_cache(self.device)
 
     def update_weights(self) -> None:
-        """Copy the policy's weights into the engine, bucket by bucket. Weights that they share are there already.
-
-        On several ranks those that were updated on others are gathered into their places.
-        """
         assert self.engine is not None
         assert self.policy is not None
         rollout = self.settings.rollout
@@ -213,6 +216,7 @@ class Worker:
             with self.policy.model.computing():  # whole weights, with the rows of all ranks
                 self.engine.weights_changed(dict(named_weights(self.policy.model)), stored_adapters(self.policy.model))
         else:
+            # Bucket by bucket, so that no second copy of the model exists.
             self.engine.load_weights(sent_weights(self.policy.model, rollout, dtype))
         if self.sync_check is not None:
             merged = not self.shares_weights  # an engine that shares the base gets the adapters apart
@@ -225,17 +229,17 @@ class Worker:
         with_entropy: bool,
         statistics: Mapping[str, str] = NO_STATISTICS,
     ) -> LogProbs:
-        """Return the log-probs of a batch under the policy."""
         model = _built(self.policy).model
         return compute_log_probs(model, batch, micro_batches, self.temperature, with_entropy, self.device, statistics)
 
     def ref_log_probs(
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float | None = None
     ) -> LogProbs:
-        """Return the log-probs of a batch under the reference: a model of its own, or with LoRA the policy as it started.
+        """Return log-probs under the reference: a model of its own, or with LoRA the policy with its starting adapters.
 
-        ``temperature`` divides the logits; None = as the rollouts.
+        ``temperature`` divides the logits; None = that of the rollouts.
         """
+        # Rollouts and all log-probs divide by the same temperature, unless a recipe asks for another.
         used = self.temperature if temperature is None else temperature
         if self.reference is None:
             policy = _built(self.policy)
@@ -244,104 +248,86 @@ class Worker:
         return compute_log_probs(self.reference, batch, micro_batches, used, False, self.device)
 
     def policy_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float) -> LogProbs:
-        """Return the log-probs of a batch under the policy at a temperature of its own."""
         return _built(self.policy).compute_log_probs(batch, micro_batches, temperature, False)
 
-    def of_role(self, method: Callable[..., Result], *args: Any) -> Result:
-        """Return what a method of the recipe's role returns. The phase is ``reward``."""
+    def call_role(self, method: Callable[..., Result], *args: Any) -> Result:
+        # The phase is ``reward``, which has the role's model on the device.
         return method(self.role, *args)
 
     def sync_reference(self) -> None:
-        """Move the reference towards the policy."""
         _built(self.moving_reference).follow(self.settings.ref.sync_mixup_alpha)
 
     def update_actor(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
-        """Take one optimizer step per mini-batch and return the mean of their metrics."""
         return _built(self.policy).update(mini_batches, self.temperature)
 
     def update_on_policy(self, mini: MiniBatch) -> Updated:
-        """Take one optimizer step whose own forward computes the old log-probs."""
         return _built(self.policy).update_on_policy(mini, self.temperature)
 
     def use_loss(self, changes: Mapping[str, Any]) -> None:
-        """Take another loss for the updates that follow. ``changes``: Key below ``actor`` -> value."""
+        """Change the loss of the updates that follow. ``changes`` maps keys below ``actor`` to values."""
         policy = _built(self.policy)
         policy.actor = replaced(policy.actor, changes)
 
     def add_gradient(self, mini: MiniBatch) -> Updated:
-        """Add the gradient of a mini-batch to that of earlier ones. :meth:`take_step` follows."""
         return _built(self.policy).add_gradient(mini, self.temperature)
 
     def take_step(self, learning_rate: float | None) -> dict[str, float]:
-        """Take the optimizer step of the gradient that is there, a rollout's only one. As :meth:`TrainedModel.finish`."""
         trained = _built(self.policy).trained
+        # It is the only step of its rollout, so a schedule that counts rollouts advances too.
         return trained.conclude([trained.finish({}, learning_rate)], ends_rollout=True)[0]
 
     def values(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return the critic's value of the state before each response token, fp32 [R] on the host, in batch order."""
         return _built(self.critic).values(batch, micro_batches)
 
     def reward_scores(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], place: int = 0) -> torch.Tensor:
-        """Return a reward model's score of each conversation, fp32 [B]. As :func:`compute_scores`; the phase is ``reward``.
+        """Return the scores of :func:`compute_scores` under one of the reward models. The phase is ``reward``.
 
-        ``place``: 0 = the reward model itself, then the further ones in their order.
+        ``place`` is 0 for the reward model itself, then counts the further ones in their order.
         """
         model = (_built(self.reward_model), *self.further_reward_models)[place]
         return compute_scores(model, batch, micro_batches, self.device)
 
     def update_critic(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
-        """Take one optimizer step of the critic per mini-batch and return the mean of their metrics."""
         return _built(self.critic).update(mini_batches)
 
     def update_bypass(self, mini_batches: Sequence[MiniBatch]) -> list[Updated]:
-        """Take one optimizer step per mini-batch, and return the metrics of each with the log-probs of its forward."""
+        # Engine log-probs are the old ones here, so the forward of each step yields the new ones for the metrics.
         policy, last = _built(self.policy), len(mini_batches) - 1
         return [policy.update_on_policy(mini, self.temperature, place == last) for place, mini in enumerate(mini_batches)]
 
     # Checkpoints and exported models.
 
     def save(self, folder: str, contents: Sequence[str]) -> Records:
-        """Write this rank's part of the policy's checkpoint and return the record of each file. As :func:`save_trained`."""
         policy = _built(self.policy)
         return save_trained(policy.trained, self.plan, self.placement.rank, Path(folder), contents, policy.start)
 
     def save_critic(self, folder: str, contents: Sequence[str]) -> Records:
-        """Write this rank's part of the critic's checkpoint and return the record of each file. As :func:`save_trained`."""
         return save_trained(_built(self.critic).trained, self.plan, self.placement.rank, Path(folder), contents)
 
     def save_model(self, folder: str) -> None:
-        """Write the policy as a model that others load. As :func:`save_model`; the phase is ``save_checkpoint``."""
         save_model(_built(self.policy).trained, self.plan, self.placement.rank, Path(folder))
 
     def load(self, folder: str, contents: Sequence[str]) -> None:
-        """Read this rank's part of the policy's checkpoint, written by any number of ranks."""
         policy = _built(self.policy)
         load_trained(policy.trained, Path(folder), contents)
         if self.settings.model.lora_rank > 0:
             policy.start = load_start(Path(folder), policy.model, self.device)
 
     def load_critic(self, folder: str, contents: Sequence[str]) -> None:
-        """Read this rank's part of the critic's checkpoint, written by any number of ranks.
-
-        The phase ``load_checkpoint`` has the policy on the device. The critic takes its place.
-        """
+        # The phase ``load_checkpoint`` has the policy on the device, and the critic takes its place.
         with self.residency.phase("load_critic"):
             load_trained(_built(self.critic).trained, Path(folder), contents)
 
     def save_reference(self, folder: str, contents: Sequence[str]) -> Records:
-        """Write this rank's part of a reference that follows the policy, and return the record of each file."""
         return _built(self.moving_reference).save(Path(folder))
 
     def load_reference(self, folder: str, contents: Sequence[str]) -> None:
-        """Read this rank's part of a reference that follows the policy, written by any number of ranks."""
+        # This phase has the reference on the device, which ``load_checkpoint`` has not.
         with self.residency.phase("sync_ref"):
             _built(self.moving_reference).load(Path(folder))
 
     def close(self) -> None:
-        """Free the models and the engine, and leave the process group. A second call does nothing.
-
-        The models are freed first: a sleeping engine must wake before its shutdown, and needs the room.
-        """
+        # Before the engine: it must wake before its shutdown, and needs the room.
         self._free_models()
         engine, self.engine = self.engine, None
         try:
@@ -387,7 +373,7 @@ class Worker:
                 self.moving_reference = roles.moving_reference(self.reference, _built(self.policy).trained)
             self.residency.rest()
         if self.plan.critic is not None:
-            self.critic = Critic.built(roles, self.plan.critic, Path(str(self.plan.critic_folder)))
+            self.critic = TrainedCritic.built(roles, self.plan.critic, Path(str(self.plan.critic_folder)))
             self.residency.rest()
         if self.plan.reward_model is not None:
             self.reward_model = roles.reward_model(Path(str(self.plan.reward_folder)))
@@ -424,8 +410,8 @@ class Worker:
         return [role.trained for role in (self.policy, self.critic) if role is not None]
 
     def _frozen(self) -> list[torch.nn.Module]:
-        """Return the models that are not trained, each module once."""
         role = None if self.role is None else self.role.model
+        # A recipe may compute in a model that another role owns. Each module is reported once.
         if role is self.reference or (self.policy is not None and role is self.policy.model):
             role = None
         models = (self.reference, self.reward_model, *self.further_reward_models, role)
@@ -443,9 +429,9 @@ class Worker:
             yield
 
     def _sequence_ranks(self, phase: str) -> int:
-        """Return the ranks that share the micro-batches of a phase."""
         own = {
             "ref": self.reference,
+            # Other phases compute in the policy.
             "reward": self.reward_model if self.role is None else self.role.model,
             **dict.fromkeys(CRITIC_PHASES, None if self.critic is None else self.critic.model),
         }.get(phase)
@@ -458,7 +444,6 @@ class Worker:
         return self.settings.rollout.name == "hf" or self.settings.rollout.enforce_eager
 
     def _resident(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that exist before a phase with their kinds, on the device or on the host."""
         for trained in self._trained():
             yield from trained.resident_tensors()
         for frozen in self._frozen():
@@ -468,9 +453,10 @@ class Worker:
 
 
 def work_of(arguments: Sequence[Any], sequences_at_once: int, sequence_ranks: int = 1) -> Work | None:
-    """Return what a call computes, from its arguments: mini-batches, or rows and their micro-batches, or prompts and seeds.
+    """Return the size of a call's work, for advice after an out-of-memory error. None if the arguments do not tell.
 
-    Tokens are those of one of the ``sequence_ranks`` that share each micro-batch.
+    They are mini-batches, or rows and their micro-batches, or prompts and seeds. Tokens are those of one of the
+    ``sequence_ranks`` that share each micro-batch.
     """
     # A role of a recipe gets its method first.
     first, second = (*(each for each in arguments if not callable(each)), None, None)[:2]
@@ -497,10 +483,12 @@ def work_of(arguments: Sequence[Any], sequences_at_once: int, sequence_ranks: in
 
 
 def left_for_cache(device: torch.device, limit: int | None, beside: int) -> int:
-    """Return the bytes that a device, of which a process may take ``limit``, has free beside what will be on it; and log them.
+    """Return and log the bytes left for the KV cache, beside the ``beside`` bytes that will be on the device too.
+
+    ``limit`` is what the process may take of the device, in bytes.
 
     Raises:
-        ConfigError: There are none.
+        ConfigError: Nothing is left.
     """
     free = available_bytes(device, limit)
     assert free is not None, "the driver has refused a device of unknown size"
@@ -517,12 +505,12 @@ def left_for_cache(device: torch.device, limit: int | None, beside: int) -> int:
 def shared_weights(
     engine: RolloutEngine, settings: ActorRolloutRef, devices: int, sleeps: bool
 ) -> dict[str, torch.Tensor] | None:
-    """Return the weights of the engine that the policy computes with, or None where each has its own. Logs which and why.
+    """Return the engine's weights for the policy to compute with, or None where each has its own copy. Logs which, and why.
 
-    ``sleeps``: the engine sleeps outside of rollouts.
+    ``sleeps`` says that the engine sleeps outside of rollouts.
 
     Raises:
-        ConfigError: ``rollout.share_weights=true`` or a quantised base, and they cannot be shared.
+        ConfigError: The weights cannot be shared, but ``rollout.share_weights=true`` or a quantised base needs it.
     """
     reason, weights, refused = why_not(settings, devices, sleeps), None, False
     if reason is None:
@@ -549,7 +537,7 @@ def shared_weights(
 
 
 def resident_words(parameters: int, phases: Mapping[str, tuple[float, float]]) -> str:
-    """Return what the training state of so many parameters takes. ``phases``: name -> bytes a parameter (devices, host)."""
+    """Describe the memory of the training state. ``phases`` maps names to bytes a parameter (on devices, on the host)."""
 
     def taken(num_bytes: float, where: str) -> str:
         return f"{num_bytes * parameters / GIB:,.3g} GiB of {where} memory ({num_bytes:.4g} bytes a parameter)"
@@ -568,8 +556,8 @@ def resident_words(parameters: int, phases: Mapping[str, tuple[float, float]]) -
 class Reply:
     """The result of a call and its memory.
 
-    ``budget_bytes`` is what the process may take of its device; None = there is no limit. ``cap_after_error`` is the number of
-    tokens of a micro-batch after the last out-of-memory error that the call survived; None = there was none. ``retries`` counts
+    ``budget_bytes`` is what the process may take of its device; None = no limit. ``cap_after_error`` is the largest number of
+    tokens in a micro-batch after the last out-of-memory error that the call survived; None = there was none. ``retries`` counts
     such errors.
     """
 

@@ -192,7 +192,7 @@ def naive(folder, ids, start, stop, temperature):
 
 def test_student_and_teacher_are_the_models_of_their_folders(workers, tiny_folder, untied_folder):
     rows, prompts = encode(random_samples(4, seed=3))
-    reply = ask(workers, "reward", "of_role", Student.log_probs, rows, bins_of(rows), HEAT)
+    reply = ask(workers, "reward", "call_role", Student.log_probs, rows, bins_of(rows), HEAT)
     own = ask(workers, "old_log_prob", "policy_log_probs", teacher_batch(prompts, rows), [[0, 1], [2, 3]], 1.0).value.log_probs
     thoughts, solutions, teachers = [], [], []
     for ids, parts, prompt in zip(rows.ids.rows(), rows.parts.tolist(), prompts.rows(), strict=True):
@@ -216,7 +216,7 @@ def test_student_and_teacher_are_the_models_of_their_folders(workers, tiny_folde
 
 def test_a_call_is_measured_and_needs_no_gradient(workers):
     rows, _ = encode(random_samples(4, seed=3))
-    reply = ask(workers, "reward", "of_role", Student.log_probs, rows, bins_of(rows), HEAT)
+    reply = ask(workers, "reward", "call_role", Student.log_probs, rows, bins_of(rows), HEAT)
     assert reply.memory.name == "reward"
     assert reply.memory.kinds["params"] > 0
     assert not reply.value.log_probs.think.requires_grad

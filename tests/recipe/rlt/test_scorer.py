@@ -177,7 +177,7 @@ def test_the_blank_line_after_the_tag_is_scored_by_both_models(toy, tmp_path, al
 class Ranks(Member):
     """A worker whose log-probs are functions of the tokens alone: the student's of the solution the id / -100."""
 
-    def of_role(self, method, rows, micro_batches, temperature, exact):
+    def call_role(self, method, rows, micro_batches, temperature, exact):
         assert (method, temperature, exact) == (Student.log_probs, HEAT, False)
         assert sorted(row for members in micro_batches for row in members) == list(range(rows.num_rows))
         part = rows.part_of_token()
@@ -219,7 +219,7 @@ def test_any_number_of_ranks_gives_the_same_rewards_in_the_same_number_of_micro_
     several = scorer_of(members, tokenizer, max_tokens_per_micro_batch=80).score(explained)
     assert torch.equal(several.scores.reward, one.scores.reward)
     assert torch.equal(several.teacher, one.teacher)
-    asked = [next(call for call in member.asked if call[2] == "of_role")[3] for member in members]
+    asked = [next(call for call in member.asked if call[2] == "call_role")[3] for member in members]
     assert len({len(bins) for _, _, bins, *_ in asked}) == 1
     assert sum(rows.num_rows for _, rows, *_ in asked) == 5
     assert ranks < 7 or min(rows.num_rows for _, rows, *_ in asked) == 0
@@ -235,7 +235,7 @@ def test_ranks_compute_the_prompts_that_they_carry_in_step(tokenizer):
     carried = [
         [
             reading
-            for _, rows, bins, *_ in (call[3] for call in member.asked if call[2] == "of_role")
+            for _, rows, bins, *_ in (call[3] for call in member.asked if call[2] == "call_role")
             for _, reading in spans(bins, student_batch(rows).row_tokens())
         ]
         for member in members
@@ -267,7 +267,7 @@ def test_given_log_probs_of_responses_need_no_pass_of_the_teacher(tokenizer):
     member, explained = Ranks(0), explained_of(tokenizer, "1", "12")
     log_probs = explained.responses.flat.float() / -50 * HEAT
     scored = scorer_of([member], tokenizer).score(explained, log_probs)
-    assert [method for _, _, method, _ in member.asked] == ["of_role"]
+    assert [method for _, _, method, _ in member.asked] == ["call_role"]
     assert torch.equal(scored.scores.reward, scorer_of([Ranks(0)], tokenizer).score(explained).scores.reward)
     settings = {"include_teacher_think_entropy": False, "kl_teacher": "reference"}
     alone = scorer_of([member], tokenizer, **settings)

@@ -70,7 +70,7 @@ def scoring(made, tiny_folder, student_folder):
 
 
 def score(worker, track=False):
-    return worker.call("reward", track, "of_role", Student.log_probs, ROWS, BINS, HEAT)
+    return worker.call("reward", track, "call_role", Student.log_probs, ROWS, BINS, HEAT)
 
 
 def ref(worker, track=False):
@@ -186,7 +186,7 @@ def test_the_peak_of_the_phase_is_the_weights_and_one_micro_batch(scoring):
     bins = [list(range(start, start + 4)) for start in range(0, 24, 4)]
     worker.residency.rest()
     baseline = old(worker, track=True).memory.allocated_bytes - size_of(worker.policy.model)
-    memory = worker.call("reward", True, "of_role", Student.log_probs, rows, bins, HEAT).memory
+    memory = worker.call("reward", True, "call_role", Student.log_probs, rows, bins, HEAT).memory
     config, tokens = worker.role.model.lm.config, 12 + 4 * (60 + 4 + 30)
     weights = size_of(worker.role.model)
     logits = 2 * 512 * config.vocab_size * 4

@@ -80,7 +80,7 @@ class ScoringWorker:
             value = getattr(self, method)(*args)
         return Reply(value, report())
 
-    def of_role(self, method: Callable[..., Result], *args: Any) -> Result:
+    def call_role(self, method: Callable[..., Result], *args: Any) -> Result:
         return method(self.student, *args)
 
     def policy_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float) -> LogProbs:

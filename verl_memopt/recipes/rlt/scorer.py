@@ -342,7 +342,7 @@ class RltScorer:
         arguments = [
             (Student.log_probs, rows.select(share), cut, self.temperature, exact) for share, cut in zip(shares, bins, strict=True)
         ]
-        replies: list[StudentReply] = self.workers.each("reward", Worker.of_role, arguments)
+        replies: list[StudentReply] = self.workers.each("reward", Worker.call_role, arguments)
         if not exact:
             self.student_budget.learn(zip(rank_tokens, bins, strict=True), self.workers.figures)
         seconds, forward = time.perf_counter() - began, max(reply.seconds for reply in replies)
