@@ -61,9 +61,9 @@ from verl_memopt.worker.checkpoint import load_start, load_trained, save_model, 
 from verl_memopt.worker.group import Placement
 from verl_memopt.worker.policy import (
     NO_STATISTICS,
-    TrainedCritic,
     LogProbs,
     Policy,
+    TrainedCritic,
     Updated,
     compute_log_probs,
     compute_scores,
