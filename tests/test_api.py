@@ -822,6 +822,8 @@ WRONG_ARGUMENTS = [
     ({"steps": 0}, "trainer.total_training_steps=0"),
     ({"steps": "many"}, "trainer.total_training_steps=many"),
     ({"reward_weights": [1.0, 2.0]}, "reward_weights: there are 2 weights for 1 functions"),
+    ({"reward_weights": 3}, "reward_weights=3: expected a list of numbers, and got a int"),
+    ({"resume": 1.5}, "resume=1.5: expected True, False, or the folder"),
     ({"lora_rank": object()}, "is no value of a setting"),
     ({"memory.device_limit_gb": 0.0005, "trainer.track_memory_every_steps": 1}, "init: .*Together these make room: "),
     ({"rewards": hangs, "custom_reward_function.timeout_seconds": 0.5}, "took longer than .*timeout_seconds=0.5"),

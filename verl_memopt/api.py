@@ -462,11 +462,12 @@ class Call:
         return {"algorithm.gdpo_reward_keys": keys, "algorithm.gdpo_reward_weights": weights}
 
 
-_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
-    "algorithm": (str, "the name of an algorithm"),
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "algorithm": ((str,), "the name of an algorithm"),
     "memory": ((str, int, float), "a profile such as 24g, or a size in GB"),
     "run_dir": ((str, Path), "a folder"),
     "reward_weights": ((list, tuple), "a list of numbers"),
+    "resume": ((bool, str, Path), "True, False, or the folder of a run or checkpoint"),
 }
 """Argument of a call -> its types and what to give. None is one too."""
 
@@ -477,9 +478,10 @@ def _check_types(call: Call) -> None:
         value = getattr(call, name)
         if name == "reward_weights" and hasattr(value, "tolist"):
             value = value.tolist()
-        numbers = all(isinstance(each, int | float) for each in value) if name == "reward_weights" and value else True
-        is_bool = isinstance(value, bool) and bool is not kinds
-        if value is not None and (not isinstance(value, kinds) or is_bool or not numbers):
+        fits = isinstance(value, kinds) and (not isinstance(value, bool) or bool in kinds)
+        if fits and name == "reward_weights":
+            fits = all(isinstance(weight, int | float) for weight in value)
+        if value is not None and not fits:
             raise ConfigError(f"{name}={value!r:.100}: expected {what}, and got a {type(value).__name__}. Correct it.")
 
 

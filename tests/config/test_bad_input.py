@@ -4,7 +4,7 @@ import pytest
 
 from tools.settings_page import spelled
 from verl_memopt.config.keys import leaf_types, section_keys
-from verl_memopt.config.loader import settings_from_mapping
+from verl_memopt.config.loader import load_settings, settings_from_mapping
 from verl_memopt.config.unused_keys import REFUSED
 from verl_memopt.errors import ConfigError
 
@@ -44,3 +44,9 @@ def test_no_odd_values_of_a_few_keys_end_in_anything_but_settings_or_a_config_er
 def test_no_odd_value_of_any_key_ends_in_anything_but_settings_or_a_config_error(least, value):
     for key in KEYS:
         refuse_or_take(least | {key: value})
+
+
+@pytest.mark.parametrize("word", ["x" * 5000, "a\0b"], ids=["too long for a file", "no character of a file"])
+def test_a_word_that_is_no_override_is_named_even_where_no_file_could_have_the_name(word):
+    with pytest.raises(ConfigError, match="Write key=value"):
+        load_settings("ppo_trainer", [word])

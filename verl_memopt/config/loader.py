@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -188,7 +189,7 @@ def compose_mapping(
             sign = _sign(override, packaged_groups, groups, folder)
         except HydraException as error:
             mend = "Write key=value, and quote text with special characters."
-            if Path(text).is_file():
+            if os.path.isfile(text):  # False for what can be no name of a file, where Path.is_file raises
                 mend = _as_file(text)
             problems.append(Problem((), f"{shown(text)}: {_one_line(error)}. {mend}"))
         except ConfigError as error:
