@@ -6,7 +6,7 @@ from typing import Any, NotRequired, TypedDict
 
 import pytest
 
-from verl_memopt.records import RecordError, checked, decoded, is_inside, odd_entry, opened, read_record
+from verl_memopt.records import RecordError, checked, is_inside, odd_entry, opened, parse_json, read_record
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class State(TypedDict):
 
 def test_a_record_comes_back_in_its_types():
     text = '{"step": 3, "score": 1, "files": {"a": {"size": 2, "digest": "x"}}, "names": ["a", 2]}'
-    assert decoded(text, Outer) == Outer(3, 1.0, {"a": Inner(2, "x")}, ["a", 2])
-    assert decoded(b'{"step": 3}', Outer) == Outer(3)
+    assert parse_json(text, Outer) == Outer(3, 1.0, {"a": Inner(2, "x")}, ["a", 2])
+    assert parse_json(b'{"step": 3}', Outer) == Outer(3)
     assert checked({"seed": 1, "other": [1]}, State) == {"seed": 1, "other": [1]}
 
 
@@ -57,7 +57,7 @@ def test_a_record_comes_back_in_its_types():
 )
 def test_another_type_is_named_with_its_place(text, says):
     with pytest.raises(RecordError, match=f"^{says}"):
-        decoded(text, Outer)
+        parse_json(text, Outer)
 
 
 def test_a_missing_or_wrong_entry_of_a_state_is_named():

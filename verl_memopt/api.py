@@ -1,4 +1,4 @@
-"""Training from Python: :func:`train`, and :class:`Run`, what a run leaves.
+"""Training from Python: :func:`train`, and :class:`Run` for what a run has written.
 
 A call becomes the command line of a run: datasets and reward functions go into files of the run's folder, and every setting
 becomes an override. So a run from Python is the same run as one from a shell, and ``Run.command`` says which.
@@ -34,9 +34,9 @@ CONFIGS = {"ppo": "ppo_trainer", "grpo": "grpo_trainer", "rloo": "rloo_trainer",
 """``algorithm`` -> the packaged config. Any other name is an estimator, over PPO's config."""
 
 BATCH = 32
-"""Prompts of a step if the call gives no batch size; all rows if they are given and fewer."""
+"""Prompts per step if the call gives no batch size; all rows if there are fewer."""
 LAST_ALONE = 1_000_000
-"""``trainer.save_freq`` if the call gives none: more steps than a run has, so that only the last one is saved."""
+"""``trainer.save_freq`` if the call gives none: larger than any run, so that only the last step is saved."""
 VALIDATE_EVERY = 10
 """Steps between validations if the call has evaluation rows and gives no ``trainer.test_freq``."""
 
@@ -49,7 +49,7 @@ ARGUMENTS = {
     FOLDER: "run_dir",
     "custom_reward_function.path": "rewards",
 }
-"""Key -> the argument of :func:`train` that sets it. A setting cannot say it again."""
+"""Key -> the argument of :func:`train` that sets it, so that a setting cannot set it too."""
 
 
 def train(
@@ -74,8 +74,8 @@ def train(
         model: Folder or hub id of a model, or a model of transformers or peft.
         dataset: Training rows: a list of dicts, a ``datasets.Dataset``, a DataFrame, a file or several, or a hub id
             (``openai/gsm8k:main@train``). Each row has a ``prompt``: a text, or a list of ``{role, content}``. The other columns
-            reach the reward functions. Other names of columns: ``prompt_key=..., answer_key=...``. Rows without an end: any
-            iterable, or a function that returns one, which are read as steps need them (``streaming``).
+            reach the reward functions. For other names of columns set ``prompt_key=..., answer_key=...``. Any iterable, or a
+            function that returns one, is streamed: its rows are read as steps need them (``streaming``).
         rewards: A reward function, a list of them, or name -> function, with TRL's signature, verl's or ``f(answer, row)``
             (:mod:`verl_memopt.rewards.python_functions`); or ``"file.py:function"``. Some of them may be reward models: a
             folder, hub id or object. None = the rule of each row's ``data_source``.
@@ -85,10 +85,10 @@ def train(
         memory: Memory profile, such as ``24g``, or the size of the card in GB.
         steps: Training steps. None = ``trainer.total_epochs`` passes over the rows.
         run_dir: Folder of the run. None = a new one in ``runs/``.
-        resume: Continue the run in ``run_dir`` at its last checkpoint, of which every run saves one at its end unless the
-            settings say otherwise (``save_freq``). A folder = continue that run at its last checkpoint, or a ``global_step_N``
-            of one there; with another ``run_dir`` a new run starts from it. False = a new run: what an earlier one left in
-            ``run_dir`` moves to ``previous/`` there.
+        resume: Continue the run in ``run_dir`` at its last checkpoint. Every run saves one at its end, unless ``save_freq``
+            says otherwise. The folder of a run = continue that run; its ``global_step_N`` = continue at that checkpoint; with
+            another ``run_dir`` a new run starts from it. False = a new run, for which the files of an earlier one in
+            ``run_dir`` move to ``previous/`` there.
         tokenizer: A tokenizer, or its folder. None = that of the model's folder.
         on_step: Called after each step with a :class:`verl_memopt.Progress`, whose ``stop``, ``save`` and ``metrics`` it may use.
             :class:`verl_memopt.EarlyStopping` is one.
@@ -108,7 +108,7 @@ def train(
 
 
 def train_call(call: Call, listener: Listener | None = None) -> Run:
-    """Train as a call says; see :func:`train`. ``listener`` hears of each moment of the run."""
+    """Train as a call says; see :func:`train`. ``listener`` is called at each moment of the run."""
     from verl_memopt import cli
     from verl_memopt.observe.log_setup import lasting_console, setup_logging
     from verl_memopt.run.run_lock import only_run
@@ -126,13 +126,13 @@ def train_call(call: Call, listener: Listener | None = None) -> Run:
 
 
 SIZES = (PROMPTS, MINI_BATCH, *BATCH_NAMES, "data.gen_batch_size")
-"""Names of settings that say how many prompts a step takes."""
+"""Names of settings that set the prompts per step."""
 
 
 def evaluate_call(call: Call, folder: Path, listener: Listener | None = None) -> dict[str, float]:
     """Answer the held-out rows of a call with its model, and return the metrics of the validation.
 
-    It is a run without a step, in the next free folder of ``folder``.
+    This is a run of zero steps, in the next free folder of ``folder``.
     """
     from verl_memopt.data.python_rows import with_length
 
@@ -146,7 +146,7 @@ def evaluate_call(call: Call, folder: Path, listener: Listener | None = None) ->
         held_out = {name: with_length(rows, f"eval_dataset[{name!r}]") for name, rows in held_out.items()}
     else:
         held_out = with_length(held_out, "eval_dataset")
-    # Its training rows are never asked for.
+    # A run needs training rows, although this one never reads them.
     rows = next(iter(held_out.values())) if isinstance(held_out, Mapping) else held_out
     run = train_call(
         replace(
@@ -163,19 +163,18 @@ def _validation_of(run: Run) -> dict[str, float]:
 
 
 def _fewest_prompts(given: Mapping[str, Any]) -> int:
-    """Return how many prompts a step needs at least, so that each device has one."""
-    of = {name.rpartition(".")[2]: value for name, value in given.items()}
-    return int(of.get("nnodes", 1)) * int(of.get("n_gpus_per_node", 1))
+    values = {name.rpartition(".")[2]: value for name, value in given.items()}
+    return int(values.get("nnodes", 1)) * int(values.get("n_gpus_per_node", 1))  # one prompt per device
 
 
 class Run:
-    """What a run leaves in its folder.
+    """What a run has written into its folder.
 
     Args:
         path: The folder.
 
     Raises:
-        UserError: It is no run's folder.
+        UserError: The folder is not a run's.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -186,7 +185,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics of each step, in order. ``pandas.DataFrame(run.metrics)`` is a table of them."""
+        """The metrics of each step, in order. ``pandas.DataFrame(run.metrics)`` turns them into a table."""
         return self._folder.read_metrics()
 
     @property
@@ -201,7 +200,7 @@ class Run:
 
     @property
     def command(self) -> str:
-        """The command line that starts the same run in a shell. A secret in it is a checksum, as in ``config.yaml``."""
+        """The command line that starts the same run in a shell, with checksums for secrets as in ``config.yaml``."""
         file = self.path / INPUTS / COMMAND
         return file.read_text() if file.is_file() else ""
 
@@ -228,17 +227,18 @@ class Run:
         """
         from verl_memopt.run.chat import ChatOptions, open_chat, prompts_of
 
-        one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))
+        is_single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))
         options = ChatOptions(temperature, max_tokens, system=None)
         chat = open_chat(self.model_path, device, False, options, prompts_of(self.path)[1])
         chat.out = io.StringIO()
-        answers = [chat.answer(each) if isinstance(each, str) else chat.turn(each) for each in ([prompts] if one else prompts)]
-        return answers[0] if one else answers
+        conversations = [prompts] if is_single else prompts
+        answers = [chat.answer(prompt) if isinstance(prompt, str) else chat.turn(prompt) for prompt in conversations]
+        return answers[0] if is_single else answers
 
     def evaluate(self, rows: Any) -> dict[str, float]:
         """Answer held-out rows with the trained model, score them as the run does, and return the metrics of the validation.
 
-        It is a run without a step, in ``evaluations/`` of this one, under its settings of the end.
+        This is a run of zero steps with this run's final settings, in ``evaluations/`` of this one.
 
         Args:
             rows: As ``eval_dataset`` of :func:`train`.
@@ -267,7 +267,7 @@ class Run:
         folder = next(path for number in itertools.count(1) if not (path := start / str(number)).exists())
         files = held_out_files(rows, folder / INPUTS)
         saved = flatten(yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8")))
-        with silent():  # the run has said already what has no effect
+        with silent():  # the run has already warned of settings without effect
             settings = settings_from_mapping(saved)
         loaded = replaced(
             settings,
@@ -290,7 +290,6 @@ class Run:
         return f"Run({str(self.path)!r}, {len(rows)} rows of metrics" + ("" if score is None else f", score {score:.3f}") + ")"
 
     def _repr_html_(self) -> str:
-        """Return the charts as images, for a notebook."""
         images = (base64.b64encode(chart.read_bytes()).decode() for chart in self.charts)
         shown = "".join(f'<img style="max-width:32em" src="data:image/png;base64,{image}">' for image in images)
         return f"<p><code>{self.path}</code></p>{shown}"
@@ -299,7 +298,7 @@ class Run:
 # The command line of a call.
 
 NO_ROWS = object()
-"""The dataset of a session whose prompts are given call by call."""
+"""The dataset of a session that gets its prompts call by call."""
 
 
 @dataclass(frozen=True)
@@ -319,15 +318,15 @@ class Call:
     steps: int | None = None
     resume: bool | str | Path = False
     trl_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """TRL's names and their defaults, which hold where the settings say nothing else."""
+    """TRL's names and their defaults, for settings that are not given."""
     reward_tokenizers: Sequence[Any] | None = None
-    """Tokenizer of each reward that is a model, None for that of its folder."""
+    """Tokenizer of each reward model. None = that of its folder."""
 
     def load(self) -> tuple[Path, Settings, Inputs]:
-        """Return the run's folder, its settings, and what came from Python, which lies aside still.
+        """Return the run's folder, its settings, and the inputs from Python, which are not in the folder yet.
 
         Raises:
-            UserError: An argument is wrong. Nothing is left then.
+            UserError: An argument is wrong. No file is left behind then.
         """
         from verl_memopt.data.plugin import forget_files
         from verl_memopt.run.inputs import Inputs
@@ -352,7 +351,7 @@ class Call:
         from verl_memopt.config.trl_defaults import defaults_beside, log_defaults
         from verl_memopt.data.python_rows import IN_PYTHON, stream_of, write_rows
 
-        of_trl = defaults_beside(self.trl_defaults, given, self.algorithm)
+        trl_values = defaults_beside(self.trl_defaults, given, self.algorithm)
         injected = self._values(inputs.aside)
         injected |= {FOLDER: str(folder), "trainer.resume_mode": "auto" if resume else "disable"}
         if isinstance(resume, Path):
@@ -366,20 +365,20 @@ class Call:
         else:
             rows, injected["data.train_files"] = write_rows(dataset, train, "dataset") if has_rows else (None, str(train))
         injected |= {PROMPTS: BATCH if rows is None else min(BATCH, rows), MINI_BATCH: None}
-        taken = set().union(*self._keys_set({**of_trl, **given}).values())
+        taken = set().union(*self._keys_set({**trl_values, **given}).values())
         # The folder of adapters has its place in the run only later, so its settings are read here.
-        of_adapters, problems = adapter_settings(
+        adapter_values, problems = adapter_settings(
             MODELS[0], {key: value for key, value in injected.items() if key.endswith(".lora_adapter_path")}
         )
         raise_together(problems)
-        injected = {key: value for key, value in (of_adapters | injected).items() if key not in taken}
-        values = {key: plain_value(value) for key, value in (inputs.placed(injected) | of_trl | given).items()}
+        injected = {key: value for key, value in (adapter_values | injected).items() if key not in taken}
+        values = {key: plain_value(value) for key, value in (inputs.placed(injected) | trl_values | given).items()}
         profile = [] if self.memory is None else [f"memory={self.memory}"]
         config = CONFIGS.get(self.algorithm, CONFIGS["ppo"])
         entry = ["sft"] if self.algorithm == "sft" else ["train", "--config-name", config]
-        loaded = load_settings(config, profile, quiet=of_trl.keys(), values=values)
+        loaded = load_settings(config, profile, quiet=trl_values.keys(), values=values)
         if self.trl_defaults:
-            log_defaults(self._keys_set(of_trl), of_trl, loaded, flatten(compose_mapping(config, [])[0]) | injected)
+            log_defaults(self._keys_set(trl_values), trl_values, loaded, flatten(compose_mapping(config, [])[0]) | injected)
         if not has_rows:  # a run has rows: here as many as a step takes, which are never asked for
             unused = {loaded.data.prompt_key: "-"}
             write_rows([unused] * max(loaded.data.train_batch_size, loaded.data.gen_batch_size or 0), train, "dataset")
@@ -389,11 +388,10 @@ class Call:
         return loaded
 
     def _value_of(self, key: str, given: Mapping[str, Any]) -> Any:
-        """Return the value that some settings give a key, under whatever name; None if they do not."""
+        # A setting may have been given under any of its names.
         return next((given[name] for name, keys in self._keys_set(given).items() if keys == {key}), None)
 
     def _keys_set(self, given: Mapping[str, Any]) -> dict[str, set[str]]:
-        """Return each name of some settings -> the keys that it can set."""
         from verl_memopt.config.names import keys_set
 
         estimator = {"ppo": "gae"}.get(self.algorithm, self.algorithm)
@@ -401,10 +399,10 @@ class Call:
         return {name: keys[name] for name in given}
 
     def _given(self) -> dict[str, Any]:
-        """Return the settings, with dotted keys in the place of sections. The run's folder has its key, whatever its name was.
+        """Return the settings as dotted keys, with sections expanded, and the run folder under its own key.
 
         Raises:
-            ConfigError: A setting says what an argument says.
+            ConfigError: A setting and an argument set the same key.
         """
         from verl_memopt.config.aliases import our_key
         from verl_memopt.config.keys import flatten, problem, raise_together, section_keys
@@ -427,7 +425,6 @@ class Call:
         return given
 
     def _values(self, inputs: Path) -> dict[str, Any]:
-        """Return the settings that the arguments stand for, by key."""
         from verl_memopt.data.python_rows import held_out_files
         from verl_memopt.model.given import write_model
         from verl_memopt.rewards.python_functions import reward_settings
@@ -450,7 +447,7 @@ class Call:
         return values | self._apart() | reward_settings(self.rewards, self.reward_weights, self.reward_tokenizers, inputs)
 
     def _apart(self) -> dict[str, Any]:
-        """Return the names and weights of the reward functions, by key, where the advantages are those of each by itself."""
+        """Return names and weights of the reward functions for algorithms that compute an advantage for each function."""
         summed = self.settings.get("multi_objective_aggregation") == "normalize_then_sum"
         if not (summed or "gdpo" in (self.algorithm, self.settings.get(ESTIMATOR))) or self.rewards is None:
             return {}
@@ -469,11 +466,10 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "reward_weights": ((list, tuple), "a list of numbers"),
     "resume": ((bool, str, Path), "True, False, or the folder of a run or checkpoint"),
 }
-"""Argument of a call -> its types and what to give. None is one too."""
+"""Argument of a call -> its types, besides None, and what to give."""
 
 
 def _check_types(call: Call) -> None:
-    """Refuse an argument of another type than its own, before anything is read."""
     for name, (kinds, what) in _KINDS.items():
         value = getattr(call, name)
         if name == "reward_weights" and hasattr(value, "tolist"):
@@ -486,7 +482,7 @@ def _check_types(call: Call) -> None:
 
 
 def _resumed(resume: Any) -> bool | Path:
-    """Return whether a run goes on in its folder, or the run or checkpoint that it goes on from."""
+    """Return whether the run in its own folder continues, or the folder of the run or checkpoint to continue from."""
     word = str(resume).lower()
     if resume is None or word in ("", "false", "true"):
         return word == "true"
@@ -508,7 +504,7 @@ def _run_folder(run_dir: str | Path | None, model: Any, algorithm: str, resume: 
 
 
 def _check_resumable(folder: Path) -> None:
-    """Refuse to resume a run that left no checkpoint. One that is damaged is found when it is read."""
+    """Refuse to resume a run without a checkpoint. A damaged one is found when it is read."""
     from verl_memopt.run.checkpoints import TRACKER, CheckpointStore
 
     if CheckpointStore(folder, None).history().commits or (folder / TRACKER).exists():

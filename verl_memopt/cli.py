@@ -39,7 +39,6 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
 
 
 def report_command(arguments: Sequence[str]) -> int:
-    """Run ``verl-memopt report``."""
     parser = _parser("report", "Make a run's summary and charts again, or compare runs.")
     parser.add_argument("run_dirs", nargs="+", type=path_of, metavar="RUN_DIR", help="folder that a run printed as its last line")
     parser.add_argument("--out", type=path_of, default=None, help="where to put the charts (default: the run's own folder)")
@@ -51,7 +50,6 @@ def report_command(arguments: Sequence[str]) -> int:
 
 
 def check_command(arguments: Sequence[str]) -> int:
-    """Run ``verl-memopt check``."""
     parser = _parser(
         "check",
         "Verify every checkpoint of a run, file by file, and the record of one that has ended. The exit code is 1 for damage.",
@@ -64,7 +62,6 @@ def check_command(arguments: Sequence[str]) -> int:
 
 
 def export_command(arguments: Sequence[str]) -> int:
-    """Run ``verl-memopt export``."""
     parser = _parser("export", "Write the model of a checkpoint as a folder that transformers and vLLM load. It needs no GPU.")
     parser.add_argument(
         "source", type=path_of, metavar="RUN | CHECKPOINT", help="run folder, or one of its global_step_N folders"
@@ -94,7 +91,6 @@ def export_command(arguments: Sequence[str]) -> int:
 
 
 def chat_command(arguments: Sequence[str]) -> int:
-    """Run ``verl-memopt chat``."""
     parser = _parser("chat", "Talk to a trained model in the terminal, on a CPU or a GPU.")
     parser.add_argument(
         "source", type=path_of, metavar="RUN | DIR | CHECKPOINT", help="run folder, model folder, or a global_step_N folder"
@@ -117,7 +113,6 @@ def chat_command(arguments: Sequence[str]) -> int:
 
 
 def toy_command(arguments: Sequence[str]) -> int:
-    """Run ``verl-memopt toy``."""
     parser = _parser("toy", "Make the toy task: a tiny warmed-up model and its data.")
     parser.add_argument("folder", type=path_of, help="where to put model/, train.parquet and val.parquet")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and warm-up (default: 0)")
@@ -131,7 +126,6 @@ def toy_command(arguments: Sequence[str]) -> int:
 
 
 def knobs_command(arguments: Sequence[str]) -> int:
-    """Run ``verl-memopt knobs``."""
     parser = _parser("knobs", "List the memory knobs, or measure them on a model.")
     parser.add_argument(
         "--json",
@@ -162,7 +156,7 @@ def knobs_command(arguments: Sequence[str]) -> int:
 
 
 def _program() -> str:
-    """Return what a shell calls this program: its name, or the path that was typed where the name alone is not found."""
+    # The name, unless the shell does not find it: then the path that was typed.
     typed = sys.argv[0]
     return typed if Path(typed).name == "verl-memopt" and shutil.which("verl-memopt") is None else "verl-memopt"
 
@@ -211,7 +205,6 @@ def _measure_knobs(parsed: argparse.Namespace, parser: argparse.ArgumentParser) 
 
 @contextmanager
 def model_folder(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> Iterator[Path]:
-    """Yield the folder of ``--model``, or one made for ``--shape`` and removed afterwards."""
     if parsed.model is not None:
         yield Path(parsed.model)
         return
@@ -230,7 +223,6 @@ def model_folder(parsed: argparse.Namespace, parser: argparse.ArgumentParser) ->
 
 
 def fit_command(arguments: Sequence[str]) -> int:
-    """Run ``verl-memopt fit``."""
     parser = _parser("fit", "Say whether a run fits on a card, and what would make it. Needs no weights and no GPU.")
     parser.usage = "%(prog)s [--memory GB] [--gpus N] [--host-memory GB] [--json] [--config-name NAME] [key=value ...]"
     parser.add_argument(
@@ -252,8 +244,8 @@ def fit_command(arguments: Sequence[str]) -> int:
     setup_logging(level=logging.ERROR)
     # Rows are not read, so a command line needs no files.
     overrides = ["data.train_files=none", "data.val_files=null", *parsed.overrides]
-    if parsed.config_dir is None and not any(re.match(r"memory=|.*(micro_batch_size|dynamic_bsz)", each) for each in overrides):
-        # verl's defaults give micro-batches no size at all, which only a run has to be told of.
+    if parsed.config_dir is None and not any(re.match(r"memory=|.*(micro_batch_size|dynamic_bsz)", word) for word in overrides):
+        # verl's defaults leave the size of micro-batches open, and an estimate needs one.
         overrides.append("actor_rollout_ref.actor.use_dynamic_bsz=true")
     overrides += [] if parsed.gpus is None else [f"trainer.n_gpus_per_node={parsed.gpus}"]
     settings = load_settings(parsed.config_name, overrides, parsed.config_dir)
@@ -262,7 +254,6 @@ def fit_command(arguments: Sequence[str]) -> int:
 
 
 def completion_command(arguments: Sequence[str]) -> int:
-    """Run ``verl-memopt completion``."""
     parser = _parser("completion", "Print what lets a shell complete commands, options and settings with Tab.")
     parser.add_argument("shell", choices=["bash", "zsh", "fish"], help='bash and zsh: eval "$(verl-memopt completion bash)"')
     parsed = parser.parse_args(arguments)
@@ -273,11 +264,12 @@ def completion_command(arguments: Sequence[str]) -> int:
 
     commands = {}
     for name, (function, line) in COMMANDS.items():
+        # The help of each command names its options, so no second list can go stale.
         shown = io.StringIO()
         with redirect_stdout(shown), suppress(SystemExit):
             pkgutil.resolve_name(function)(["--help"])
         options = dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][a-z-]*", shown.getvalue()))
-        commands[name] = Completed(line, [each for each in options if each != "--help"], "key=value" in shown.getvalue())
+        commands[name] = Completed(line, [option for option in options if option != "--help"], "key=value" in shown.getvalue())
     names = [*leaf_types(), *(name for spelling in SPELLINGS for name in spelling.names)]
     groups = sorted(f"{path.parent.name}={path.stem}" for path in PACKAGED.glob("*/*.yaml"))
     settings = [*(f"{name}=" for name in dict.fromkeys(names)), *groups]
@@ -286,7 +278,6 @@ def completion_command(arguments: Sequence[str]) -> int:
 
 
 def calibrate_command(arguments: Sequence[str]) -> int:
-    """Run ``verl-memopt calibrate``."""
     parser = _parser("calibrate", "Measure what this machine does in a second, for the seconds that fit estimates.")
     parser.add_argument("--seconds", type=seconds_of, default=30, metavar="N", help="how long it may take, about (default: 30)")
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto", help="what is measured (default: a GPU)")
@@ -314,14 +305,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "completion": ("verl_memopt.cli:completion_command", "let a shell complete all of this with Tab"),
     "toy": ("verl_memopt.cli:toy_command", "make the toy task: a tiny model and its data, locally"),
 }
-"""Command -> the function that runs it, which takes the arguments and is imported on use, and the line of the help."""
+"""Command -> the function that runs it (called with the arguments, imported on use), and its line in the help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    A :class:`UserError` is printed as its message on standard error, without a traceback. ``argv``: the command line without the
-    program's name. None = that of this process, whose signals are then watched to its end.
+    A :class:`UserError` is printed without a traceback. ``argv`` is the command line without the program's name. None = that of
+    this process, whose signals are then watched until it ends.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in COMMANDS:
@@ -339,9 +330,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def guarded(command: Callable[[], int], watched: bool) -> int:
-    """Run a command and return its exit code. A user's error is printed as its message, without a traceback.
+    """Run a command and return its exit code. A user's error is printed without a traceback.
 
-    ``watched``: signals are watched until the process ends. It then ends in this call, unless its output cannot be written.
+    With ``watched``, signals are watched until the process ends, which it does in this call, unless its output cannot be written.
     """
     from verl_memopt.run.interrupts import SignalWatch, end_process
 
@@ -375,7 +366,7 @@ def _check_directory() -> None:
 
 
 def _write_anything() -> None:
-    """Let output have any character, whatever the encoding of the terminal: as its code where the encoding lacks it."""
+    # A character that the terminal's encoding lacks is written as its code.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
             stream.reconfigure(errors="backslashreplace")
@@ -393,7 +384,6 @@ def build_parser(
     config_name: str = "ppo_trainer",
     entries: str = ENTRIES,
 ) -> argparse.ArgumentParser:
-    """Return the parser of a training entry."""
     usage = "%(prog)s [--config-name NAME] [--config-dir FOLDER] [--cfg job] [--until-it-fits] [key=value ...]"
     parser = argparse.ArgumentParser(prog=prog, usage=usage, description=description)
     parser.add_argument("--config-name", default=config_name, help=entries)
@@ -414,9 +404,13 @@ def sft(
     config_name: str = "sft_trainer",
     config_dir: str | None = None,
 ) -> int:
-    """Run supervised fine-tuning and return its exit code. It is a training run whose settings say so.
+    """Run supervised fine-tuning and return its exit code. It is a training run with settings for it.
 
-    ``arguments``: None = those of this process. ``config_name``, ``config_dir``: if the command line names none.
+    Args:
+        arguments: None = those of this process.
+        prog: Name of the command in its help.
+        config_name: Used if the command line names none.
+        config_dir: As ``config_name``.
     """
     description = "Teach a model the responses of a dataset (supervised fine-tuning)."
     parser = build_parser(prog, description, config_name, f"{config_name} (the default), or a file of --config-dir")
@@ -429,8 +423,10 @@ def sft(
 def run(arguments: Sequence[str] | None, parser: argparse.ArgumentParser | None = None, estimator: str | None = None) -> int:
     """Run the training that a command line asks for, and return its exit code.
 
-    ``arguments``: None = those of this process. ``parser``: None = that of ``verl-memopt train``. ``estimator``: the only one
-    that the entry takes; None = any.
+    Args:
+        arguments: None = those of this process.
+        parser: None = that of ``verl-memopt train``.
+        estimator: The only estimator that the entry accepts. None = any.
     """
     from verl_memopt.observe.log_setup import lasting_console, setup_logging
 
@@ -469,7 +465,7 @@ def _run(parsed: argparse.Namespace, prog: str, estimator: str | None) -> int:
 
 
 def train_or_advise(settings: Settings, more: str = "", listener: Listener | None = None, rows: PythonRows | None = None) -> int:
-    """Train as :func:`train`, and add to an out-of-memory error which settings together make room, and ``more``."""
+    """Train as :func:`train`. An out-of-memory error also gets the settings that together make room, and ``more``."""
     try:
         return train(settings, listener, rows)
     except (DeviceMemoryError, HostMemoryError) as error:
@@ -480,12 +476,15 @@ def train_or_advise(settings: Settings, more: str = "", listener: Listener | Non
 
 
 def train(settings: Settings, listener: Listener | None = None, rows: PythonRows | None = None) -> int:
-    """Run training and return the exit code: 0 when done, 130, 143 or 129 when a signal stopped it.
+    """Run training and return the exit code: 0 when done; 130, 143 or 129 when a signal stopped it.
 
-    ``listener`` hears of each step, and may stop the run. ``rows``: the training rows, where they are a stream of this process.
-
-    With ``trainer.resume_mode=auto`` a checkpoint that cannot be loaded is skipped: the run starts again from the one before.
+    With ``trainer.resume_mode=auto`` a checkpoint that cannot be loaded is skipped, and the run resumes at the one before.
     Everything that was started has ended when it returns or raises.
+
+    Args:
+        settings: Of the run.
+        listener: Called at each step. It may stop the run.
+        rows: The training rows, if they are a stream of this process.
     """
     from verl_memopt.model.folder import resolve_folder
     from verl_memopt.observe.own_files import private_files
@@ -514,7 +513,6 @@ def _train(
     listener: Listener | None,
     rows: PythonRows | None,
 ) -> int:
-    """Run training from the newest checkpoint that is not ``unreadable`` (step -> fault), and return the exit code."""
     from verl_memopt.observe.phase import PhaseClock
     from verl_memopt.trainer.build import build_run
     from verl_memopt.trainer.loop import Trainer, start_rewards, start_workers
@@ -548,7 +546,7 @@ def _train(
 
 @contextmanager
 def _begun_workers(settings: Settings) -> Iterator[RayGroup | None]:
-    """Yield Ray's processes, which import what a worker needs while this process checks the run. None where Ray is not used."""
+    """Start Ray's processes, which import what a worker needs while this process checks the run. None without Ray."""
     if settings.trainer.worker_group != "ray" or settings.debug.mode != "off":
         yield None
         return
@@ -571,7 +569,7 @@ def _begun_workers(settings: Settings) -> Iterator[RayGroup | None]:
 
 
 def _import_aside(module: str) -> threading.Thread:
-    """Import a module in a thread. Its error shows where the module is imported next."""
+    # An error shows again at the next import of the module, which is not in a thread.
     from verl_memopt.run.processes import uncollected
 
     def quietly() -> None:

@@ -20,7 +20,7 @@ def printable(text: str) -> str:
 class UserError(Exception):
     """An error that the user can correct. The command line prints its message without a traceback.
 
-    A message may quote what a file, a model or a service holds. It steers no terminal.
+    Control characters in a message, which may quote a file, a model or a service, are printed as codes.
     """
 
     exit_code = 2
@@ -30,10 +30,7 @@ class UserError(Exception):
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: the run ends because a stop was requested
-    """A stop was requested, and the work in progress was abandoned because it can be repeated.
-
-    The user never sees it.
-    """
+    """A requested stop abandoned work that can be repeated. The user never sees it."""
 
 
 class ConfigError(UserError):
@@ -45,7 +42,7 @@ class DataError(UserError):
 
 
 class StreamEndedError(DataError):
-    """Rows that can be read once only have no batch left. A run ends with them, and keeps what it has learned."""
+    """A stream that can be read only once has no batch left. The run ends, and keeps what it has learned."""
 
 
 class RewardError(UserError):
@@ -74,7 +71,7 @@ class WorkerError(UserError):
 
 @dataclass(frozen=True)
 class Way:
-    """What can be set to make room.
+    """A change of settings that makes room.
 
     ``text`` is a sentence without a full stop, ``settings`` are (key, value) pairs, and ``cost`` is a few words.
     """
@@ -83,12 +80,12 @@ class Way:
     settings: tuple[tuple[str, Any], ...]
     cost: str = ""
     enough: bool = False
-    """It alone is likely to be enough."""
+    """This change alone is likely to make enough room."""
 
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """Where device memory ran out. A figure is None where it is not known. ``phase`` is ``init`` while the model was loaded."""
+    """Where device memory ran out. Unknown figures are None. ``phase`` is ``init`` while a model is loaded."""
 
     phase: str = ""
     asked_bytes: int | None = None
@@ -97,7 +94,7 @@ class OutOfMemory:
 
 
 class DeviceMemoryError(UserError):
-    """The device, or the limit set for it, has no room for a phase. ``ways`` are in the order in which to try them."""
+    """The device, or the limit set for it, has no room for a phase. ``ways`` are sorted by the order in which to try them."""
 
     exit_code = 1
 
@@ -107,14 +104,14 @@ class DeviceMemoryError(UserError):
 
 
 class HostMemoryError(ConfigError):
-    """The host, or the limit set for it, has no room for what leaves the device. ``kind``: of the bytes that have no room."""
+    """The host, or the limit set for it, has no room for what leaves the device. ``kind`` is the kind of those bytes."""
 
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)
         self.kind = kind
 
     def __reduce__(self) -> tuple[type[HostMemoryError], tuple[str, str]]:
-        """Travel from a worker to the driver."""
+        # It travels from a worker to the driver, and pickle would call the class with the message alone.
         return HostMemoryError, (str(self), self.kind)
 
 

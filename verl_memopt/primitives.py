@@ -1,4 +1,4 @@
-"""The primitives of a training step, for a loop of one's own: :func:`session`.
+"""The primitives of a training step, for your own loop: :func:`session`.
 
 A session builds what a run builds, with the same settings, and calls the same code. Residency, offload, packing, shared prompts
 and sharding work inside as they do in a run, so a loop that calls the primitives in a run's order gives a run's numbers.
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class Answers:
-    """Answers to prompts. Row = prompt * n + sample, as everywhere."""
+    """Answers to prompts, in the row order used everywhere: row = prompt * n + sample."""
 
     def __init__(self, batch: StepBatch, temperature: float | None = None) -> None:
         self._batch = batch
@@ -69,7 +69,7 @@ class Answers:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The row of the dataset that each answer is to, as a reward function ``f(answer, row)`` gets it, and its ``prompt``."""
+        """The dataset's row of each answer, as a reward function ``f(answer, row)`` gets it, with its ``prompt``."""
         return [
             {**row.extra_info, "data_source": row.data_source, "ground_truth": row.ground_truth}
             | {"prompt": row.messages or row.text}
@@ -93,15 +93,14 @@ class Answers:
 
     @property
     def engine_log_probs(self) -> list[list[float]] | None:
-        """The log-probs that the engine gave each answer's tokens; None where it was not asked."""
+        """The engine's log-prob of each answer's tokens. None if it was not asked for them."""
         return self._batch.answers.generation.log_probs
 
 
 class Session:
-    """A policy with its engine, and what a step does with them. Made by :func:`session`."""
+    """A policy with its engine, and the parts of a training step. Made by :func:`session`."""
 
     def __init__(self, context: RunContext, learner: TrainingStep, folder: Path, has_dataset: bool) -> None:
-        """Wrap a run's parts, and continue where the checkpoint of the context ends."""
         self._context, self._parts, self.folder, self._has_dataset = context, learner, folder, has_dataset
         self.closed = False
         """Whether the block of ``with`` has ended."""
@@ -124,10 +123,10 @@ class Session:
         """Answer prompts. The engine releases its memory afterwards.
 
         Args:
-            prompts: Texts, lists of ``{role, content}``, or rows with a column ``prompt``. None = the dataset's next.
+            prompts: Texts, lists of ``{role, content}``, or rows with a column ``prompt``. None = the dataset's next prompts.
             n: Answers to each prompt. None = ``actor_rollout_ref.rollout.n``.
-            temperature: Of these answers alone; 0 = the most likely token each time. They can be read and scored, and not
-                learned: log-probs are those of the session's temperature. None = ``actor_rollout_ref.rollout.temperature``.
+            temperature: For these answers only; 0 = the most likely token each time. Such answers can be read and scored, but not
+                learned, because log-probs have the session's temperature. None = ``actor_rollout_ref.rollout.temperature``.
 
         Raises:
             UserError: A prompt or a temperature is wrong, or there is no dataset.
@@ -157,7 +156,7 @@ class Session:
         return Answers(rollouts.generate(encoded, self.step), temperature)
 
     def log_probs(self, answers: Answers, reference: bool = False) -> list[Tensor]:
-        """Return the policy's log-prob of each token, fp32 [tokens] of each answer; ``reference``: those of the reference.
+        """Return the policy's log-prob of each token, fp32 [tokens] per answer; with ``reference``, those of the reference.
 
         Raises:
             ConfigError: There is no reference.
@@ -172,12 +171,12 @@ class Session:
         return list(log_probs.split(batch.rows.responses.sizes()))
 
     def advantages(self, answers: Answers, scores: Sequence[float]) -> list[Tensor]:
-        """Return the advantage of each token by the session's algorithm, fp32 [tokens] of each answer. The update reads it.
+        """Return the advantage of each token by the session's algorithm, fp32 [tokens] per answer. :meth:`update` reads them.
 
-        ``scores``: the reward of each answer.
+        ``scores`` is the reward of each answer.
 
         Raises:
-            RewardError: There are not as many scores as answers, or one is no number.
+            RewardError: The number of scores is wrong, or one is not a number.
         """
         if len(scores) != len(answers):
             raise RewardError(f"advantages: there are {len(scores)} scores for {len(answers)} answers. Give one for each.")
@@ -197,19 +196,18 @@ class Session:
         Args:
             answers: Of :meth:`generate`.
             advantages: A number for each answer, or one for each of its tokens. None = those of :meth:`advantages`.
-            loss: The loss of this call: a name of ``policy_loss.loss_mode``, or a function of ``log_prob``, ``old_log_prob``,
-                ``advantages``, ``response_mask`` and ``config``, as one of ``policy_loss.custom``. None = that of the session's
-                settings.
+            loss: The loss of this call: a name as in ``policy_loss.loss_mode``, or a function of ``log_prob``, ``old_log_prob``,
+                ``advantages``, ``response_mask`` and ``config``, as in ``policy_loss.custom``. None = that of the settings.
 
         Raises:
-            ConfigError: There are no advantages, or not as many as answers or tokens; or the loss is none of those, or does not
-                go with the other settings.
+            ConfigError: Advantages are missing, or not as many as answers or tokens; or the loss is unknown, or conflicts with
+                another setting.
         """
         learner, batch = self._learner, answers._batch
         self._prepare("update", answers, advantages, loss)
         if self._num_gradients:
             raise ConfigError("update: a gradient of forward_backward waits. Call optim_step before.")
-        # The answers may be more to a prompt, or to more prompts, than a step of the dataset has.
+        # The call may have more answers per prompt, or more prompts, than a step of the dataset.
         rows, names = batch.for_update()
         policy, critic, samples = self._policy, learner.critic, batch.rows.num_rows // batch.rows.group.unique().numel()
         cutter = replace(policy.policy_update.cutter, samples=samples)
@@ -220,7 +218,7 @@ class Session:
         policy = replace(policy, policy_update=replace(policy.policy_update, cutter=cutter))
         if len(minis) == 1:
             policy.update(batch)
-        else:  # in the forward of the first step alone the policy is that of the rollout
+        else:  # only in the forward of the first step the policy is still that of the rollout
             if rows.old_log_probs is None:
                 policy.add_old_log_probs(batch)
             batch.metrics |= policy.take_steps(batch)
@@ -237,8 +235,8 @@ class Session:
     ) -> dict[str, float]:
         """Add the gradient of answers to that of earlier calls, and return its metrics. :meth:`optim_step` takes the step.
 
-        The answers are one mini-batch, over whose tokens or rows the loss is averaged. Arguments and errors as of :meth:`update`,
-        of which this is the first half.
+        The answers are one mini-batch, over whose tokens or rows the loss is averaged. Arguments and errors are as in
+        :meth:`update`, of which this is the first half.
         """
         learner, batch = self._learner, answers._batch
         if learner.critic is not None:
@@ -265,10 +263,10 @@ class Session:
     def optim_step(self, learning_rate: float | None = None) -> dict[str, float]:
         """Take the optimizer step of the gradients of :meth:`forward_backward`, and return gradient norm and learning rate.
 
-        ``learning_rate`` is that of this step alone. None = that of the session's schedule, which goes on in either case.
+        ``learning_rate`` is for this step alone. None = that of the session's schedule, which advances in either case.
 
         Raises:
-            ConfigError: There is no gradient, or the learning rate is no number of at least 0.
+            ConfigError: There is no gradient, or the learning rate is negative or not a number.
         """
         if learning_rate is not None and not (isinstance(learning_rate, int | float) and 0 <= learning_rate < math.inf):
             raise ConfigError(f"optim_step: learning_rate={learning_rate!r:.100}: give a number of at least 0.")
@@ -285,8 +283,8 @@ class Session:
     def save_state(self) -> Path:
         """Write weights, optimizer, schedule and position in the data to ``global_step_N`` in the folder, and return that path.
 
-        :meth:`load_state` reads it, and a run does with ``trainer.resume_from_path``. ``trainer.max_actor_ckpt_to_keep`` says how
-        many stay.
+        :meth:`load_state` reads it, as does a run with ``trainer.resume_from_path``. ``trainer.max_actor_ckpt_to_keep`` limits
+        how many are kept.
 
         Raises:
             CheckpointError: The disk refuses.
@@ -295,11 +293,11 @@ class Session:
         return self._state.save(self.step)
 
     def load_state(self, path: str | Path) -> None:
-        """Continue as after the step of a checkpoint: of :meth:`save_state`, or of a run. The engine gets its weights.
+        """Continue after the step of a checkpoint, from :meth:`save_state` or a run. The engine gets its weights.
 
         Raises:
-            CheckpointError: There is no whole checkpoint.
-            UserError: It is of another model or another dataset.
+            CheckpointError: There is no intact checkpoint.
+            UserError: The checkpoint is of another model or dataset.
         """
         context, rollouts = self._context, self._learner.rollouts
         checkpoint = read_checkpoint(Path(path), key="load_state: ")
@@ -323,14 +321,14 @@ class Session:
         self.sync()
 
     def sync(self) -> None:
-        """Give the engine the policy's weights."""
+        """Copy the policy's weights to the engine."""
         self._learner.sync_weights()
 
     def save(self, path: str | Path) -> Path:
         """Write the policy as a folder that transformers and vLLM load, and return it. A model saved there before is replaced.
 
         Raises:
-            ConfigError: There is something else.
+            ConfigError: The folder has files other than a saved model's.
         """
         target = Path(path).expanduser().absolute()
         if others := others_in_model(target):
@@ -358,7 +356,7 @@ class Session:
 
     def _encoded(self, prompts: Sequence[Any], samples: int) -> StepPrompts:
         context = self._context
-        rows = [each if isinstance(each, dict) else {context.settings.data.prompt_key: each} for each in prompts]
+        rows = [prompt if isinstance(prompt, dict) else {context.settings.data.prompt_key: prompt} for prompt in prompts]
         _, file = write_rows(rows, self.folder / INPUTS / "prompts.jsonl", "prompts")
         dataset = build_dataset(file, context.settings.data, context.environment.tokenizer, "train", by_rules=False)
         return expand(dataset, range(len(dataset)), samples, context.settings.algorithm.expansion, context.encoder)
@@ -389,7 +387,6 @@ class Session:
             self._policy.add_old_log_probs(batch)
 
     def _use_loss(self, loss: str | Callable[..., Any] | None) -> None:
-        """Let the workers take a loss, checked as a setting is. None = that of the session's settings."""
         key, policy = "actor_rollout_ref.actor.policy_loss", self._policy
         chosen = self._own_loss if loss is None else self._written(loss) if callable(loss) else {"loss_mode": loss}
         now = policy.policy_update.actor.policy_loss
@@ -403,12 +400,14 @@ class Session:
         settings = replaced(self._context.settings, {f"{key}.{part}": value for part, value in chosen.items()})
         raise_together(check(settings, leaf_values(settings), frozenset(), set()))
         check_custom(settings)
-        self._learner.workers.all("update_actor", Worker.use_loss, {f"policy_loss.{part}": each for part, each in chosen.items()})
+        self._learner.workers.all(
+            "update_actor", Worker.use_loss, {f"policy_loss.{part}": value for part, value in chosen.items()}
+        )
         update = replace(policy.policy_update, actor=settings.actor_rollout_ref.actor)
         self._parts.policy = replace(policy, policy_update=update)
 
     def _written(self, function: Callable[..., Any]) -> dict[str, Any]:
-        """Return the settings of a loss that is a function. It is written once, into a file that every worker reads."""
+        """Write a loss function into a file that every worker reads, once per function, and return the settings that name it."""
         import cloudpickle
 
         if function not in self._losses:
@@ -429,7 +428,7 @@ class Session:
         return {"loss_mode": CUSTOM, "custom.path": str(file), "custom.name": "loss"}
 
     def _complete(self, batch: StepBatch) -> None:
-        """Add what the update and the advantages read: log-probs before the update and of the reference, and values."""
+        """Add what update and advantages read, if missing: log-probs before the update and of the reference, and values."""
         learner, rows = self._learner, batch.rows
         if learner.critic is not None and rows.old_values is None and learner.critic.workers.is_apart:
             batch.values = learner.critic.begin_values(rows, batch.names)
@@ -449,7 +448,6 @@ loss = pickle.loads(Path(__file__).with_suffix(".pkl").read_bytes())
 
 
 def _at_temperature(rollout: Rollout, temperature: Any) -> Rollout:
-    """Return how answers are drawn at another temperature."""
     is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if not is_number or not (temperature == 0 or LEAST_TEMPERATURE <= temperature < math.inf):
         raise ConfigError(f"generate(temperature={temperature!r:.100}): give 0, or a number of at least {LEAST_TEMPERATURE}.")
@@ -457,7 +455,6 @@ def _at_temperature(rollout: Rollout, temperature: Any) -> Rollout:
 
 
 def _result(number: int, score: Any) -> RewardResult:
-    """Return the score of an answer as a reward."""
     try:
         return RewardResult(float(score))
     except (TypeError, ValueError) as problem:
@@ -465,7 +462,7 @@ def _result(number: int, score: Any) -> RewardResult:
 
 
 def _per_token(name: str, advantages: Sequence[Any], sizes: Sequence[int]) -> Tensor:
-    """Return advantages as one value for each token, fp32."""
+    """Expand advantages to one fp32 value per token."""
     if len(advantages) != len(sizes):
         raise ConfigError(f"{name}: there are {len(advantages)} advantages for {len(sizes)} answers. Give one for each.")
     parts = []
@@ -498,18 +495,27 @@ def session(
 ) -> Iterator[Session]:
     """Yield the primitives of a training step. All processes end with the body.
 
-    Arguments as those of :func:`verl_memopt.train`. ``steps`` is the length of the schedule of the learning rate.
-    ``dataset``: None = prompts are given to :meth:`Session.generate`. ``resume``: continue at the last
-    :meth:`Session.save_state`, or checkpoint of a run.
+    Arguments are as in :func:`verl_memopt.train`, with these differences.
+
+    Args:
+        model: As there.
+        dataset: None = prompts are given to :meth:`Session.generate`.
+        algorithm: As there.
+        memory: As there.
+        steps: Length of the learning-rate schedule.
+        run_dir: As there.
+        resume: Continue at the last :meth:`Session.save_state`, or at the checkpoint of a run.
+        tokenizer: As there.
+        settings: As there.
 
     Raises:
-        UserError: For what the user must mend.
+        UserError: For what the user must correct.
     """
     from verl_memopt.observe.log_setup import setup_logging
 
     setup_logging()
     rows = NO_ROWS if dataset is None else dataset
-    # A function decides the rewards, so that rows need no column of the rules.
+    # With a reward function, rows need no columns for the built-in rules.
     call = Call(model, rows, settings, algorithm, memory, run_dir, tokenizer, rewards=_no_reward, steps=steps, resume=resume)
     with only_run("session"):
         folder, loaded, inputs = call.load()
@@ -541,5 +547,5 @@ def _opened(loaded: Settings, folder: Path, has_dataset: bool, rows: PythonRows 
 
 
 def _no_reward(answer: str) -> float:
-    """Stand for the caller, who scores the answers."""
+    # The caller scores the answers and passes them to advantages().
     raise RewardError("a session scores nothing by itself")

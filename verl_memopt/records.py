@@ -18,22 +18,22 @@ from typing import Any, BinaryIO, NotRequired, Union, get_args, get_origin, get_
 from verl_memopt.errors import UserError
 
 RECORD_BYTES = 64 * 2**20
-"""Most bytes of a record that is read as one text."""
+"""Largest record in bytes. A record is read as one text."""
 LARGEST = 2**63 - 1
-"""Largest whole number of a record."""
+"""Largest whole number in a record."""
 
 
 class RecordError(ValueError):
-    """A record is too large, no JSON, or has other types than were written. The message says which, without the path."""
+    """A record is too large, is not JSON, or has other types than were written. The message says which, without the path."""
 
 
 def opened(path: Path, follow: bool = False) -> BinaryIO:
     """Open a regular file for reading. A pipe would block for ever, and a device never end.
 
-    ``follow``: A link is followed to a regular file. False = it is refused, since it may lead anywhere.
+    With ``follow`` a link to a regular file is allowed. It is refused otherwise, because it may lead anywhere.
 
     Raises:
-        OSError: It is no regular file, or cannot be opened.
+        OSError: It is not a regular file, or cannot be opened.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
@@ -52,7 +52,7 @@ def read_record(path: Path, most: int = RECORD_BYTES, follow: bool = False) -> b
 
     Raises:
         OSError: As :func:`opened`.
-        RecordError: It is larger.
+        RecordError: The file is larger.
     """
     with opened(path, follow) as file:
         size = os.fstat(file.fileno()).st_size
@@ -62,7 +62,7 @@ def read_record(path: Path, most: int = RECORD_BYTES, follow: bool = False) -> b
 
 
 def odd_entry(root: Path) -> str | None:
-    """Return what below a folder is neither a folder nor a regular file, in words; None where there is nothing."""
+    """Describe the first entry below a folder that is neither a folder nor a regular file. None if there is none."""
     for folder, folders, files in os.walk(root):
         for name in sorted((*folders, *files)):
             mode = os.lstat(os.path.join(folder, name)).st_mode
@@ -73,16 +73,16 @@ def odd_entry(root: Path) -> str | None:
 
 
 def is_inside(name: str) -> bool:
-    """Return whether a name in a record is a plain path below the record's own folder."""
+    """Return whether a name in a record is a plain path that stays in the record's own folder."""
     path = PurePosixPath(name)
     return bool(name) and "\0" not in name and not path.is_absolute() and ".." not in path.parts and str(path) == name
 
 
-def decoded(data: str | bytes, form: Any) -> Any:
-    """Return what JSON text holds, checked as :func:`checked` does it.
+def parse_json(data: str | bytes, form: Any) -> Any:
+    """Parse JSON and check its types with :func:`checked`.
 
     Raises:
-        RecordError: It is no JSON, or its types are others.
+        RecordError: It is not JSON, or has other types.
     """
     try:
         value = json.loads(data.decode() if isinstance(data, bytes) else data)
@@ -95,13 +95,14 @@ def decoded(data: str | bytes, form: Any) -> Any:
 
 
 def json_of(path: Path, form: Any, way_out: str, kind: type[UserError] = UserError) -> Any:
-    """Return what a JSON file holds, as :func:`decoded`. A link is followed.
+    """Parse a JSON file with :func:`parse_json`. A link is followed.
 
     Raises:
-        UserError: It cannot be read, or is of another form. It is of this ``kind``, names the file and ends with ``way_out``.
+        UserError: The file cannot be read or has another form. The error is of this ``kind``, names the file, and ends with
+            ``way_out``.
     """
     try:
-        return decoded(read_record(path, follow=True), form)
+        return parse_json(read_record(path, follow=True), form)
     except OSError as error:
         raise kind(f"{path}: cannot be read ({error.strerror}). {way_out}") from error
     except RecordError as error:
@@ -109,16 +110,16 @@ def json_of(path: Path, form: Any, way_out: str, kind: type[UserError] = UserErr
 
 
 def checked(value: Any, form: Any, place: str = "") -> Any:
-    """Return a value that has the types of a form. A dataclass is made from a mapping of its fields.
+    """Return a value after a check that it has the types of a form. A dataclass is made from a mapping of its fields.
 
     Args:
         value: As JSON or ``torch.load`` gives it.
         form: ``Any``, bool, int, float, str or None, a ``list`` or ``dict`` of forms, a union, a TypedDict, or a dataclass. Whole
             numbers lie within 64 bits, and keys are texts. A TypedDict may have further keys, a dataclass none.
-        place: What errors call the value.
+        place: Name of the value in errors.
 
     Raises:
-        RecordError: A type is another, or an entry is missing.
+        RecordError: A type is wrong, or an entry is missing.
     """
     if form is Any:
         return value
@@ -129,10 +130,10 @@ def checked(value: Any, form: Any, place: str = "") -> Any:
         return _of_union(value, arguments, place)
     if origin is list:
         items = _typed(value, (list, tuple), "a list", place)
-        return [checked(each, arguments[0], f"{place}[{number}]") for number, each in enumerate(items)]
+        return [checked(item, arguments[0], f"{place}[{number}]") for number, item in enumerate(items)]
     if origin is dict:
         entries = _typed(value, Mapping, "an object", place)
-        return {_key(name, place): checked(each, arguments[1], _below(place, name)) for name, each in entries.items()}
+        return {_key(name, place): checked(entry, arguments[1], _below(place, name)) for name, entry in entries.items()}
     if is_typeddict(form) or is_dataclass(form):
         return _of_fields(value, form, place)
     return _plain(value, form, place)
@@ -141,12 +142,13 @@ def checked(value: Any, form: Any, place: str = "") -> Any:
 def _of_union(value: Any, forms: tuple[Any, ...], place: str) -> Any:
     if value is None and NoneType in forms:
         return None
-    for form in (each for each in forms[:-1] if each is not NoneType):
+    for form in (form for form in forms[:-1] if form is not NoneType):
         try:
             return checked(value, form, place)
         except RecordError:
             continue
-    return checked(value, next(each for each in reversed(forms) if each is not NoneType), place)
+    # The last form raises the error, because it is the one that people mean.
+    return checked(value, next(form for form in reversed(forms) if form is not NoneType), place)
 
 
 def _of_fields(value: Any, form: Any, place: str) -> Any:
@@ -154,7 +156,7 @@ def _of_fields(value: Any, form: Any, place: str) -> Any:
     if is_typeddict(form):
         optional = {name for name, hint in hints.items() if get_origin(hint) is NotRequired}
     else:
-        optional = {each.name for each in fields(form) if each.default is not MISSING or each.default_factory is not MISSING}
+        optional = {field.name for field in fields(form) if field.default is not MISSING or field.default_factory is not MISSING}
         unknown = [name for name in entries if name not in hints]
         if unknown:
             raise RecordError(f"{_below(place, unknown[0])}: there is no such entry")

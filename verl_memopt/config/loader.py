@@ -47,7 +47,7 @@ from verl_memopt.config.values_of_python import as_override, with_quotes
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory import lora, profiles
 from verl_memopt.memory.knob import needs_reference
-from verl_memopt.records import decoded, read_record
+from verl_memopt.records import parse_json, read_record
 
 logger = logging.getLogger(__name__)
 
@@ -473,7 +473,7 @@ def adapter_settings(model: str, user_values: Mapping[str, Any]) -> tuple[dict[s
     if not isinstance(path, str) or not (file := Path(path) / "adapter_config.json").is_file():
         return {}, []
     try:
-        config = decoded(read_record(file, follow=True), dict[str, Any])
+        config = parse_json(read_record(file, follow=True), dict[str, Any])
         saved = config.get("modules_to_save")
         # The critic's head is written beside its adapters.
         reasons = lora.not_here(config | ({"modules_to_save": None} if model == MODELS[1] and saved == ["score"] else {}))

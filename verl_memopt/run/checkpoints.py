@@ -35,7 +35,7 @@ from verl_memopt.distributed.sharded_state import READ_ERRORS
 from verl_memopt.errors import CheckpointError, UserError
 from verl_memopt.observe.files import disk_refusals, free_space, write_whole
 from verl_memopt.observe.run_folder import RunFolder
-from verl_memopt.records import RecordError, checked, decoded, is_inside, odd_entry, read_record
+from verl_memopt.records import RecordError, checked, is_inside, odd_entry, parse_json, read_record
 from verl_memopt.run.run_lock import reading, removing
 
 logger = logging.getLogger(__name__)
@@ -465,7 +465,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         text = read_record(path).decode("utf-8")
-        fields = decoded(text, dict[str, Any])
+        fields = parse_json(text, dict[str, Any])
         # The text is written again from its fields and compared whole. So a change that JSON would read as the same is found too.
         if text != _render({name: value for name, value in fields.items() if name != "digest"}):
             raise ManifestError(f"{MANIFEST} has other contents than were written")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verl_memopt.distributed.device import is_gpu, name_of, synchronize
 from verl_memopt.memory.seconds import Rates
-from verl_memopt.records import RecordError, checked, decoded, read_record
+from verl_memopt.records import RecordError, checked, parse_json, read_record
 
 SIDES = (2048, 1024)
 """Rows and columns of the products that are timed, as large as those of a micro-batch; on a GPU four times as long a side."""
@@ -36,7 +36,7 @@ def stored() -> Path:
 def rates_of_machine(device: str) -> Rates | None:
     """Return what was measured of this machine's device; None where nothing was, or of another device."""
     try:
-        figures = decoded(read_record(stored(), follow=True), dict[str, Any])
+        figures = parse_json(read_record(stored(), follow=True), dict[str, Any])
         return checked(figures.get("rates"), Rates) if figures.get("device") == device else None
     except (OSError, RecordError):
         return None

@@ -1,6 +1,6 @@
 """TRL's trainers by name: a script of TRL runs with ``from verl_memopt.trl import GRPOConfig, GRPOTrainer``.
 
-The arguments are TRL's. What has an equal here is used under its own name (docs/from_trl.md), and what has none is refused by
+The arguments are TRL's. Those with a counterpart here are translated to it (docs/from_trl.md), and the others are refused by
 name. ``trainer.run`` is the finished run (:class:`verl_memopt.api.Run`).
 """
 
@@ -33,8 +33,8 @@ class GRPOTrainer(TrlTrainer):
 
     @property
     def entropy_coef(self) -> float:
-        """The weight of the entropy bonus, as the last step has left it."""
-        logged = (each["entropy_coef"] for each in reversed(self.state.log_history) if "entropy_coef" in each)
+        """The weight of the entropy bonus after the last step."""
+        logged = (entry["entropy_coef"] for entry in reversed(self.state.log_history) if "entropy_coef" in entry)
         return float(next(logged, getattr(self.args, "entropy_coef", None) or 0.0))
 
 

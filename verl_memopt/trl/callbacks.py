@@ -1,4 +1,4 @@
-"""Callbacks of transformers in this training loop: a listener that gives each moment its event, and keeps TRL's log history."""
+"""Callbacks of transformers in this training loop: a listener that turns moments into events, and keeps TRL's log history."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEVER = (
     "on_epoch_begin", "on_epoch_end", "on_substep_end", "on_optimizer_step", "on_pre_optimizer_step", "on_prediction_step",
     "on_predict",
 )  # fmt: skip
-"""Events of transformers that have no moment here: micro-batches and optimizer steps are taken in the workers."""
+"""Events of transformers that never happen here, because micro-batches and optimizer steps run in the workers."""
 
 
 NOTHING = dict.fromkeys(("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"))
@@ -26,25 +26,25 @@ NOTHING = dict.fromkeys(("model", "optimizer", "lr_scheduler", "train_dataloader
 
 
 class Callbacks:
-    """The callbacks of a trainer, with the state and the control that they see.
+    """The callbacks of a trainer, with the state and the control that transformers passes to them.
 
     Args:
         given: Objects or classes of transformers' ``TrainerCallback``.
-        args: What they get as ``args``.
+        args: Passed to each event as ``args``.
         functions: Names and weights of the reward functions.
-        processing_class: The tokenizer that they get.
+        processing_class: The tokenizer, passed to each event.
     """
 
     def __init__(self, given: Iterable[Any], args: Any, functions: RewardNames, processing_class: Any) -> None:
         self.objects: list[Any] = []
-        for each in given:
-            self.add(each)
+        for callback in given:
+            self.add(callback)
         self.args, self.functions = args, functions
         self.shared = {**NOTHING, "processing_class": processing_class}
         self.begin()
 
     def begin(self) -> None:
-        """Forget the last run."""
+        """Reset state and control for a new run."""
         from transformers import TrainerControl, TrainerState
 
         self.state, self.control = TrainerState(), TrainerControl()
@@ -60,20 +60,20 @@ class Callbacks:
         """
         from transformers import TrainerCallback
 
-        each = callback() if isinstance(callback, type) else callback
-        if not isinstance(each, TrainerCallback):
-            raise ConfigError(f"callbacks: {type(each).__name__} is no TrainerCallback of transformers. Derive it from that.")
-        unheard = [name for name in NEVER if getattr(type(each), name) is not getattr(TrainerCallback, name)]
-        if unheard:
-            logger.warning("callbacks: %s of %s is never called here", ", ".join(unheard), type(each).__name__)
-        self.objects.append(each)
+        added = callback() if isinstance(callback, type) else callback
+        if not isinstance(added, TrainerCallback):
+            raise ConfigError(f"callbacks: {type(added).__name__} is no TrainerCallback of transformers. Derive it from that.")
+        never_called = [name for name in NEVER if getattr(type(added), name) is not getattr(TrainerCallback, name)]
+        if never_called:
+            logger.warning("callbacks: %s of %s is never called here", ", ".join(never_called), type(added).__name__)
+        self.objects.append(added)
 
     def remove(self, callback: Any) -> None:
         """Remove a callback, by its object or its class."""
-        self.objects = [each for each in self.objects if each is not callback and type(each) is not callback]
+        self.objects = [kept for kept in self.objects if kept is not callback and type(kept) is not callback]
 
     def evaluation(self, prefix: str, take: Callable[[dict[str, float]], None]) -> Listener:
-        """Return the listener of a validation of its own, whose metrics ``take`` gets."""
+        """Return the listener of a separate validation, which passes its metrics to ``take``."""
 
         def listen(progress: Progress) -> None:
             if progress.validation is not None:
@@ -84,7 +84,7 @@ class Callbacks:
         return listen
 
     def listen(self, progress: Progress) -> None:
-        """Give a moment of the run to the callbacks, and their wishes to the run."""
+        """Turn a moment of the run into an event of the callbacks, and what they request into requests to the run."""
         state, control = self.state, self.control
         state.global_step, state.max_steps = progress.step, progress.total_steps
         if progress.moment == "begin":
@@ -118,7 +118,6 @@ class Callbacks:
         progress.stop |= control.should_training_stop
 
     def _validated(self, progress: Progress, prefix: str) -> dict[str, float]:
-        """Log a validation, and return its metrics."""
         assert progress.validation is not None
         rows = [row for answered in progress.validation.answers for row in scored_rows(*answered)]
         metrics = evaluation_log(rows, self.functions, prefix)
@@ -126,24 +125,22 @@ class Callbacks:
         return metrics
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics to the history, and tell the callbacks."""
+        """Add metrics to the history, and call ``on_log``."""
         self.state.epoch = metrics.get("epoch", self.state.epoch)
         entry = {**metrics, "epoch": self.state.epoch, "step": self.state.global_step}
         self.state.log_history.append(entry)
         self._call("on_log", logs=entry)
 
     def _at_the_end(self) -> dict[str, float]:
-        """Return what is logged of the whole run, with the metrics of its last step."""
         seconds = time.monotonic() - self._began
         losses = [loss for loss in self._losses if math.isfinite(loss)]
         if not losses:
             return {"train_runtime": seconds}
-        last = next((dict(each) for each in reversed(self.state.log_history) if "reward" in each), {})
+        last = next((dict(entry) for entry in reversed(self.state.log_history) if "reward" in entry), {})
         mean = sum(losses) / len(losses)
         return {**last, "train_loss": mean, "train_runtime": seconds, "train_steps_per_second": len(losses) / seconds}
 
     def _note_best(self, metrics: Mapping[str, float]) -> None:
-        """Keep the best value of ``metric_for_best_model``, after which early stopping looks."""
         name = getattr(self.args, "metric_for_best_model", None)
         value = None if name is None else metrics.get(name if name.startswith("eval_") else f"eval_{name}")
         if value is None:
@@ -153,12 +150,13 @@ class Callbacks:
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
 
     def _call(self, event: str, **values: Any) -> None:
-        for each in self.objects:
-            given = getattr(each, event)(self.args, self.state, self.control, **self.shared, **values)
-            self.control = self.control if given is None else given
+        for callback in self.objects:
+            # transformers lets a callback replace the control by returning one.
+            returned = getattr(callback, event)(self.args, self.state, self.control, **self.shared, **values)
+            self.control = self.control if returned is None else returned
 
 
 def last_metrics(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics of the whole run, as TRL's ``train`` returns them."""
+    """Return the metrics of the whole run from the log history, as TRL's ``train`` returns them."""
     last = history[-1] if history else {}
     return {name: value for name, value in last.items() if name.startswith("train_") or name in ("epoch", "total_flos")}

@@ -1,4 +1,4 @@
-"""TRL's configs by name: what was given as a dict, and TRL's defaults of the rest as attributes."""
+"""TRL's configs by name: a dict of the given arguments, with TRL's defaults for all others as attributes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from verl_memopt.memory.lora import PEFT, not_here
 logger = logging.getLogger(__name__)
 
 PEFT_PASSES = {"task_type": "CAUSAL_LM", "peft_type": "LORA", "bias": "none", "init_lora_weights": True}
-"""Further fields, and the value that asks for nothing."""
+"""Fields of peft's LoraConfig without a counterpart here, and the only value that is accepted."""
 PEFT_NOTES = ("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version")
-"""Fields that peft writes of a model that it has adapted."""
+"""Fields in which peft notes what it has adapted. They are ignored."""
 PEFT_TARGETS = ("q_proj", "v_proj")
-"""The layers that peft adapts in most models where nobody names any."""
+"""The layers that peft adapts in most models by default."""
 MACHINE = ("output_dir", "use_cpu", "bf16", "fp16")
-"""Fields that a config of transformers checks against the machine."""
+"""Fields that a config of transformers checks against the machine when it is made."""
 
 
 class GRPOConfig(dict[str, Any]):
-    """TRL's arguments by name, for the trainers of this package. It is a dict of what was given.
+    """TRL's arguments by name, for the trainers of this package: a dict of those that were given.
 
-    An argument is an attribute too, which can be read and set. One that was not given has TRL's default there. A ``GRPOConfig``
-    or ``RLOOConfig`` of TRL serves the trainers as well.
+    An argument is an attribute too, which can be read and set. One that was not given has TRL's default there. The trainers also
+    accept a ``GRPOConfig`` or ``RLOOConfig`` of TRL.
     """
 
     algorithm: ClassVar[str] = "grpo"
@@ -51,11 +51,11 @@ class GRPOConfig(dict[str, Any]):
         self[name] = value
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all arguments, those with their defaults too."""
+        """Return all arguments, including defaults."""
         return {**DEFAULTS[self.algorithm], **self}
 
     def to_json_string(self) -> str:
-        """Return all arguments as JSON."""
+        """Return all arguments as JSON, including defaults."""
         return json.dumps(self.to_dict(), indent=2, default=str)
 
 
@@ -66,7 +66,7 @@ class RLOOConfig(GRPOConfig):
 
 
 def as_attributes(args: Any, kind: type[GRPOConfig]) -> Any:
-    """Return a config whose arguments are attributes: a config of TRL as it is, anything else as one of this package."""
+    """Return a config whose arguments are attributes: a config of TRL unchanged, anything else as ``kind``."""
     if args is None or (isinstance(args, Mapping) and not isinstance(args, GRPOConfig)):
         return kind(args or {})
     if not isinstance(args, GRPOConfig) and (isinstance(args, type) or not dataclasses.is_dataclass(args)):
@@ -75,9 +75,9 @@ def as_attributes(args: Any, kind: type[GRPOConfig]) -> Any:
 
 
 def given_and_defaults(args: Any, name: str = "args") -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what somebody gave, and the defaults beside it.
+    """Split a config into the arguments that were given and the defaults of the others.
 
-    Of a dict that is all of it and none. A config of TRL or peft has defaults, and what differs from them was given.
+    A dict holds only what was given. In a config of TRL or peft, values that differ from the defaults were given.
     """
     if args is None:
         return {}, {}
@@ -90,32 +90,32 @@ def given_and_defaults(args: Any, name: str = "args") -> tuple[dict[str, Any], d
     make: Any = type(args)
     fields = {field.name: field.default for field in dataclasses.fields(args) if field.init}
     values = {name: getattr(args, name) for name in fields}
-    # Without these a config of transformers does not come to be on every machine.
+    # Without these, a config of transformers cannot be made on some machines.
     given = {name: values[name] for name in MACHINE if name in fields and values[name] != fields[name]}
     plain = make(**given)
     changed = {name: value for name, value in values.items() if value != getattr(plain, name)}
     given |= {name: value for name, value in changed.items() if fields[name] is not None}
     for name, value in changed.items():
-        # What was left open is derived from the rest, so only what would be derived otherwise was given.
+        # TRL derives fields that were not given. Only a value that it would not derive was given.
         if name not in given and value != _derived(make, given).get(name):
             given[name] = value
     if "generation_batch_size" in given:
-        # steps_per_generation may have said it. Both mean the same passes where the rows of a pass are known.
+        # It may come from steps_per_generation. Both mean the same passes once the rows of a pass are fixed.
         given["per_device_train_batch_size"] = values["per_device_train_batch_size"]
-    # What TRL derives from the other fields is no default.
+    # A field that TRL derives from others has no default.
     return given, {name: getattr(plain, name) for name in fields if fields[name] is not None}
 
 
 def _derived(make: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all fields of a config that got some of them; none where they are not enough for one."""
     try:
         return dict(vars(make(**given)))
+    # The given fields alone may not make a valid config. Then nothing can be derived.
     except ValueError:
         return {}
 
 
 def adapter_arguments(config: Any) -> dict[str, Any]:
-    """Return the LoRA settings of peft's LoraConfig."""
+    """Translate peft's LoraConfig into LoRA settings of this package."""
     if config is None:
         return {}
     settings: dict[str, Any] = {"lora_rank": 8, "lora_alpha": 8, "target_modules": list(PEFT_TARGETS)}  # peft's defaults

@@ -24,7 +24,7 @@ OURS = {
     "clip_ratio/region_mean": "actor/pg_clipfrac", "sampling/sampling_logp_difference/mean": "rollout/logprob_diff_mean",
     "sampling/sampling_logp_difference/max": "rollout/logprob_diff_max", "step_time": "timing_s/step",
 }  # fmt: skip
-"""Name of TRL -> our metric of a training step, or several of which a run has one."""
+"""TRL's name -> our metric of a training step, or several metrics of which a run logs one."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RewardNames:
     weights: Sequence[float]
 
     def of(self, result: RewardResult) -> dict[str, float | None]:
-        """Return the score of each function before its weight. None where it does not apply to the row."""
+        """Return the score of each function before its weight. None if the function does not apply to the row."""
         if len(self.names) == 1 and self.names[0] not in result.extra:
             # One function's weighted score is the reward. A weight of 0 hides it.
             return {self.names[0]: result.score / self.weights[0] if self.weights[0] else None}
@@ -44,73 +44,74 @@ class RewardNames:
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """What the metrics read of an answer."""
+    """The fields of an answer that the metrics read."""
 
     index: int
-    """Row of the dataset that it is to."""
+    """Number of the dataset's row that was answered."""
     set_name: str
     """Name of the dataset; "" = it has none."""
     length: int
-    """In tokens."""
+    """Number of response tokens."""
     ended: bool
     result: RewardResult
 
     @property
     def score(self) -> float:
-        """The reward; NaN = there is none."""
+        """The reward; NaN = none."""
         return self.result.score
 
 
 def scored_rows(answers: Answers, results: Sequence[RewardResult]) -> list[ScoredRow]:
-    """Return answers with their rewards."""
+    """Pair answers with their rewards."""
     generation = answers.generation
-    each = zip(answers.rows, generation.response_ids, generation.finish_reasons, results, strict=True)
+    columns = zip(answers.rows, generation.response_ids, generation.finish_reasons, results, strict=True)
     return [
         ScoredRow(row.index, str(row.extra_info.get(VALIDATION_SET, "")), len(ids), reason == "stop", result)
-        for row, ids, reason, result in each
+        for row, ids, reason, result in columns
     ]
 
 
 def training_log(progress: Progress, answered: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a training step. ``answered``: Those of its answers, of :func:`answer_log`."""
+    """Return a training step's metrics under TRL's names. ``answered`` holds those of its answers, from :func:`answer_log`."""
     metrics = progress.metrics
     log: dict[str, float] = {}
     for name, ours in OURS.items():
-        found = [metrics[each] for each in ([ours] if isinstance(ours, str) else ours) if each in metrics]
+        found = [metrics[key] for key in ([ours] if isinstance(ours, str) else ours) if key in metrics]
         log |= {name: found[0]} if found else {}
     return {**log, **answered}
 
 
 def answer_log(rows: Sequence[ScoredRow], functions: RewardNames) -> dict[str, float]:
-    """Return the metrics of answers and their rewards. A row without a reward counts in none of those of rewards."""
+    """Return metrics of answers and their rewards under TRL's names. Rows without a reward count only in the lengths."""
     log = _lengths(rows)
     scored = [row for row in rows if not math.isnan(row.score)]
     if not scored:
         return log
     named = [functions.of(row.result) for row in scored]
     for name in functions.names:
-        values = [float(value) for each in named if (value := each[name]) is not None]
+        values = [float(value) for scores in named if (value := scores[name]) is not None]
         log |= {f"rewards/{name}/mean": _mean(values), f"rewards/{name}/std": _deviation(values)} if values else {}
     scores, groups = [row.score for row in scored], _groups(scored)
     log |= {"reward": _mean(scores), "reward_std": _deviation(scores)}
     log["frac_reward_zero_std"] = _mean([float(math.isclose(max(group), min(group))) for group in map(_scores, groups)])
-    return log | _further(scored, {*functions.names, RM_SCORE})
+    return log | _logged_means(scored, {*functions.names, RM_SCORE})
 
 
 def evaluation_log(rows: Sequence[ScoredRow], functions: RewardNames, prefix: str) -> dict[str, float]:
-    """Return the metrics of a validation. Rows of a dataset that was given by name have metrics of their own."""
+    """Return the metrics of a validation. Each named dataset has metrics of its own."""
     log: dict[str, float] = {}
     for name in dict.fromkeys(row.set_name for row in rows):
-        of_set = [row for row in rows if row.set_name == name]
+        in_set = [row for row in rows if row.set_name == name]
         start = f"{prefix}_{name}_" if name else f"{prefix}_"
-        log |= {f"{start}{key}": value for key, value in {"loss": policy_loss(of_set), **answer_log(of_set, functions)}.items()}
+        log |= {f"{start}{key}": value for key, value in {"loss": policy_loss(in_set), **answer_log(in_set, functions)}.items()}
     return log
 
 
 def policy_loss(rows: Sequence[ScoredRow]) -> float:
-    """Return the loss of answers by the policy that gave them, a mean over tokens, without a KL.
+    """Return the loss of answers under the policy that generated them, a mean over tokens, without a KL.
 
-    Every ratio is 1 there, so it is minus the mean advantage, with the deviation of each group. Rows without a reward count 0.
+    Every ratio is 1 there, so it is minus the mean advantage, normalised by each group's deviation. Rows without a reward count
+    0.
     """
     total, tokens = 0.0, 0
     for group in _groups([row for row in rows if not math.isnan(row.score)]):
@@ -129,12 +130,11 @@ def _scores(rows: Sequence[ScoredRow]) -> list[float]:
     return [row.score for row in rows]
 
 
-def _further(rows: Sequence[ScoredRow], known: Set[str]) -> dict[str, float]:
-    """Return the means of what reward functions logged."""
+def _logged_means(rows: Sequence[ScoredRow], reported: Set[str]) -> dict[str, float]:
     logged: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.result.extra.items():
-            if name not in known and isinstance(value, int | float) and math.isfinite(value):
+            if name not in reported and isinstance(value, int | float) and math.isfinite(value):
                 logged.setdefault(name, []).append(float(value))
     return {name: _mean(values) for name, values in logged.items()}
 
@@ -144,7 +144,7 @@ def _lengths(rows: Sequence[ScoredRow]) -> dict[str, float]:
     log = {"completions/clipped_ratio": 1 - len(ended) / len(rows)}
     for kind, values in (("", [row.length for row in rows]), ("_terminated", ended or [0])):
         log[f"completions/mean{kind}_length"] = _mean(values)
-        log |= {f"completions/{name}{kind}_length": float(of(values)) for name, of in (("min", min), ("max", max))}
+        log |= {f"completions/{name}{kind}_length": float(extreme(values)) for name, extreme in (("min", min), ("max", max))}
     return log
 
 
@@ -153,5 +153,5 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Return the unbiased standard deviation; of one value 0."""
+    """Return the unbiased standard deviation, 0 for a single value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0

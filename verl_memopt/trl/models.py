@@ -1,4 +1,4 @@
-"""The models of a trainer as transformers and peft have them: on the host, and apart from those in the workers."""
+"""The models of a trainer as objects of transformers and peft, on the host. The workers train models of their own."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ REFERENCE_PATH = "actor_rollout_ref.ref.model.path"
 
 
 class ArgumentError(ConfigError, ValueError):
-    """An argument of a trainer is wrong. TRL's trainers raise a ValueError, which a script may expect."""
+    """A wrong argument of a trainer. It is a ValueError too, because TRL's trainers raise one, which a script may expect."""
 
 
 def loaded(name: str | Path, arguments: Mapping[str, Any] | None, trusted: bool) -> Any:
-    """Return the model of a folder or hub id. ``arguments`` are those of ``from_pretrained``."""
+    """Load the model of a folder or hub id. ``arguments`` are passed to ``from_pretrained``."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(name, **{"trust_remote_code": trusted, "dtype": "auto", **(arguments or {})})
 
 
 def with_adapters(model: Any, config: Any) -> Any:
-    """Return a model with peft's adapters around its layers."""
+    """Wrap a model in peft's adapters."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as problem:
@@ -34,7 +34,7 @@ def with_adapters(model: Any, config: Any) -> Any:
 
 
 def take_trained(model: Any, folder: Path, trusted: bool) -> None:
-    """Give a model the weights of a trained one, or its adapters those of it."""
+    """Copy the trained weights in ``folder`` into a model, or only the adapters if it has some."""
     if is_adapted(model):
         from peft import set_peft_model_state_dict
         from safetensors.torch import load_file
@@ -48,18 +48,18 @@ def take_trained(model: Any, folder: Path, trusted: bool) -> None:
 
 
 def reference(start: Any, arguments: Mapping[str, Any] | None, trusted: bool) -> Any:
-    """Return a frozen copy of a model, which is an object, a folder or a hub id."""
+    """Return a frozen copy of a model, which may be an object, a folder or a hub id."""
     model = loaded(start, arguments, trusted) if isinstance(start, str | Path) else copy.deepcopy(start)
     return model.eval().requires_grad_(False)
 
 
 def starting_model(run: Path) -> str:
-    """Return the folder or hub id of the model that the reference of a run started from."""
+    """Return the folder or hub id of the model that a run's reference started from."""
     return str(_settings_of(run).get(REFERENCE_PATH) or _settings_of(run)["actor_rollout_ref.model.path"])
 
 
 def take_moved(model: Any, run: Path) -> None:
-    """Give a reference the weights to which a run has moved it, from its newest checkpoint. One that stays keeps its own.
+    """Copy the weights of a moving reference from the run's newest checkpoint. A reference that does not move is unchanged.
 
     Raises:
         ArgumentError: The run saved no checkpoint.

@@ -1,7 +1,7 @@
 """TRL's reward functions by name: what a script imports from ``trl.rewards``. They take TRL's arguments and give its values.
 
-A completion is a text, or the messages of one turn. None as a score means that the row has none, and leaves its group. What each
-function reads beside the completions (``solution``, ``completion_ids``) is a column of the row, or comes from the rollout.
+A completion is a text, or the messages of one turn. The score None means that the row has no reward and leaves its group. What
+a function reads beside the completions is a column of the dataset (``solution``), or comes from the rollout (``completion_ids``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from verl_memopt.rewards.math_answers import LatexAnswer, latex_answer
 
 LogExtra = Callable[[str, list[Any]], None]
-"""Takes the name of a column and its values, one a row, for the table of samples."""
+"""Called with the name of a column for the table of samples, and one value per row."""
 
 # A reward function with settings is an object and not a closure, so that it can be sent to a reward process.
 
@@ -24,16 +24,16 @@ _THINK = re.compile(r"<think>(?!.*<think>).*?</think>", re.DOTALL)
 
 def think_format_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
     """Return 1.0 where a completion begins with one ``<think>...</think>``, else 0.0."""
-    return [float(_THINK.match(_text(each)) is not None) for each in completions]
+    return [float(_THINK.match(_text(completion)) is not None) for completion in completions]
 
 
 def accuracy_reward(
     completions: Sequence[Any], solution: Sequence[str], log_extra: LogExtra | None = None, **columns: Any
 ) -> list[float | None]:
-    """Return 1.0 where the LaTeX of a completion equals its solution, else 0.0; None where the solution cannot be read.
+    """Return 1.0 if the LaTeX of a completion equals its solution, else 0.0; None if the solution cannot be read.
 
-    The boxed answer is tried first, and a text without LaTeX has no answer. In a thread that is not the main one nothing bounds
-    the time of math-verify, whose alarm works in the main thread alone.
+    The boxed answer is tried first. A text without LaTeX has no answer. Outside the main thread nothing bounds the time of
+    math-verify, because its alarm works only in the main thread.
     """
     compared = [latex_answer(_text(text), wanted) for text, wanted in zip(completions, solution, strict=True)]
     return _logged(compared, solution, log_extra)
@@ -46,16 +46,16 @@ def reasoning_accuracy_reward(
     log_extra: LogExtra | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    """Return what :func:`accuracy_reward` does of the text after the reasoning, and 0.0 where the reasoning does not end.
+    """Return what :func:`accuracy_reward` gives for the text after the reasoning, and 0.0 if the reasoning does not end.
 
-    ``reasoning_delimiters``: texts that end the reasoning; the first one that occurs counts, at its last place. None =
+    ``reasoning_delimiters`` are texts that end the reasoning. The first of them that occurs counts, at its last position. None =
     ``</think>``.
     """
     ends = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
     compared = []
     for completion, wanted in zip(completions, solution, strict=True):
         text = _text(completion)
-        end = next((each for each in ends if each in text), None)
+        end = next((delimiter for delimiter in ends if delimiter in text), None)
         if end is None:
             compared.append(LatexAnswer(0.0, "[incomplete reasoning]", "[incomplete reasoning]"))
         else:
@@ -128,13 +128,13 @@ def get_cosine_scaled_reward(
     """Return a reward function that prefers short right answers and long wrong ones, along a cosine of the length in tokens.
 
     A right answer falls from ``max_value_correct`` to ``min_value_correct`` at ``max_len`` tokens, and a wrong one rises from
-    ``min_value_wrong`` to ``max_value_wrong``. Right is what :func:`accuracy_reward` says. Source: arXiv 2502.03373, C.1.
+    ``min_value_wrong`` to ``max_value_wrong``. :func:`accuracy_reward` decides which is right. Source: arXiv 2502.03373, C.1.
     """
     return _CosineScaled(max_len, (min_value_wrong, max_value_wrong), (max_value_correct, min_value_correct))
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Callable[..., list[float]]:
-    """Return a reward function: ``max_penalty`` times the share of a completion's n-grams of tokens that it has already had.
+    """Return a reward function: ``max_penalty`` times the share of a completion's token n-grams that repeat earlier ones.
 
     Source: arXiv 2502.03373, C.2.
 
@@ -161,6 +161,6 @@ def _text(completion: Any) -> str:
 def _logged(compared: Sequence[LatexAnswer], solution: Sequence[str], log_extra: LogExtra | None) -> list[float | None]:
     if log_extra is not None:
         log_extra("solution", list(solution))
-        log_extra("gold_parsed", [each.solution for each in compared])
-        log_extra("answer_parsed", [each.answer for each in compared])
-    return [each.score for each in compared]
+        log_extra("gold_parsed", [answer.solution for answer in compared])
+        log_extra("answer_parsed", [answer.answer for answer in compared])
+    return [answer.score for answer in compared]

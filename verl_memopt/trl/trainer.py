@@ -1,4 +1,4 @@
-"""What TRL's trainers have in common: arguments, the run, and what there is of it before and after."""
+"""The common part of TRL's trainers: their arguments, the run, and the models before and after it."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ REFUSED = {
     "rollout_func": "the engine is chosen by actor_rollout_ref.rollout.name. Leave it out",
     "tools": "there are no tool calls in rollouts. Leave it out",
 }
-"""Arguments of TRL's trainers without an equal, and why."""
+"""Arguments of TRL's trainers without a counterpart here: why, and the way out."""
 
 
 ENTROPY = "actor_rollout_ref.actor.calculate_entropy"
 """TRL always logs the entropy."""
 SUMS_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")
-"""Values of ``loss_type`` by which a longer response counts more."""
+"""Values of ``loss_type`` that give a longer response more weight."""
 
 
 class TrlTrainer:
@@ -59,7 +59,7 @@ class TrlTrainer:
     algorithm: ClassVar[str] = ""
     config: ClassVar[type[GRPOConfig]] = GRPOConfig
     aux_loss_enabled: ClassVar[bool] = False
-    """The balance of experts has no term in the loss."""
+    """Whether the loss has a term for the balance of experts."""
 
     def __init__(
         self,
@@ -85,11 +85,11 @@ class TrlTrainer:
             train_dataset: Rows with ``prompt`` and further columns, as TRL has them.
             eval_dataset: Held-out rows, or name -> rows.
             processing_class: The tokenizer. None = that of the model's folder.
-            reward_processing_classes: The tokenizer of the only reward, or one for each reward, None for a function.
+            reward_processing_classes: The tokenizer of the only reward model, or one entry per reward, None for a function.
             callbacks: Objects or classes of transformers' ``TrainerCallback``.
-            optimizers: Refused where it says anything, as are ``others``.
+            optimizers: Refused unless it is None, as are ``others``.
             peft_config: A LoraConfig of peft, or a dict of its fields.
-            quantization_config: A BitsAndBytesConfig of transformers, or a dict of its fields: the base below the adapters.
+            quantization_config: A BitsAndBytesConfig of transformers, or a dict of its fields, for the base below the adapters.
             others: Further arguments of TRL.
 
         Raises:
@@ -113,7 +113,7 @@ class TrlTrainer:
     # What a run is made of.
 
     def _refuse(self, others: Mapping[str, Any], train_dataset: Any, reward_funcs: Any) -> None:
-        """Refuse arguments that are unknown, without an equal or missing, all at once, with the words that TRL has for it."""
+        # Reported all at once, with TRL's own words, which a script may match.
         found = [
             f"{name}: {REFUSED.get(name, f'{type(self).__name__} has no such argument. Remove it')}."
             for name, value in others.items()
@@ -127,7 +127,6 @@ class TrlTrainer:
             raise ArgumentError("\n".join(found))
 
     def _settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the settings of a run under TRL's names, and TRL's defaults beside them."""
         settings, defaults = given_and_defaults(self.args)
         settings |= adapter_arguments(self._peft)
         if self._quantization is not None:
@@ -137,7 +136,7 @@ class TrlTrainer:
         return settings, defaults or DEFAULTS[self.algorithm]
 
     def _check_code(self) -> None:
-        """Refuse a folder whose model is made by its own code, where that is not trusted."""
+        # A folder whose model brings code would run it here, in the script's process.
         file = Path(str(self._given)).expanduser() / "config.json"
         if not isinstance(self._given, str | Path) or self._trusted or not file.is_file():
             return
@@ -148,8 +147,8 @@ class TrlTrainer:
             )
 
     def _warn_of_lengths(self) -> None:
-        """Warn of a ratio of sequences under a loss that sums over tokens."""
         level, loss = (getattr(self.args, name, None) for name in ("importance_sampling_level", "loss_type"))
+        # A ratio of sequences ignores length, but the sum over tokens brings it back.
         if level == "sequence" and loss in SUMS_TOKENS:
             logger.warning(
                 "importance_sampling_level=sequence, loss_type=%s: the loss is a sum over tokens, so it "
@@ -219,11 +218,11 @@ class TrlTrainer:
     ) -> dict[str, float]:
         """Answer held-out rows with the present model, and return their metrics, each name with the prefix before it.
 
-        It is a run of its own, in ``evaluations/`` of the folder of the last run, with its own start of the engine.
+        This is a separate run with its own engine, in ``evaluations/`` of the last run's folder.
 
         Args:
             eval_dataset: Rows, or name -> rows. None = those of the trainer.
-            ignore_keys: Not used, as there are no outputs to leave out.
+            ignore_keys: Not used.
             metric_key_prefix: Begins each name.
 
         Raises:
@@ -246,10 +245,10 @@ class TrlTrainer:
         return {**log, f"{metric_key_prefix}_runtime": seconds, "epoch": self.state.epoch}
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Copy the trained model to a folder. None = to the folder of the run, which has it in ``model/`` too.
+        """Copy the trained model to a folder. None = the run's folder, beside ``model/`` with the same files.
 
         Raises:
-            ConfigError: Nothing was trained yet, or a file of the user's has the name of one of the model's.
+            ConfigError: Nothing was trained yet, or the folder has another file with the name of one of the model's.
         """
         run = self._done("save_model")
         target = run.path if output_dir is None else Path(output_dir).expanduser().absolute()
@@ -260,10 +259,10 @@ class TrlTrainer:
         shutil.copytree(run.model_path, target, dirs_exist_ok=True, copy_function=copy)
 
     def push_to_hub(self, commit_message: str = "End of training", **details: Any) -> str:
-        """Upload the trained model to the hub, and return its address. ``details`` of a model card are not written.
+        """Upload the trained model to the hub, and return its address. ``details`` of a model card are ignored.
 
         Raises:
-            ConfigError: Nothing was trained yet, or the hub does not take it.
+            ConfigError: Nothing was trained yet, or the hub refuses the model.
         """
         from huggingface_hub import HfApi
 
@@ -296,12 +295,12 @@ class TrlTrainer:
 
     @property
     def state(self) -> TrainerState:
-        """``log_history`` under TRL's names, ``global_step`` and the rest, as TRL's trainers have them."""
+        """TRL's state: ``log_history`` under TRL's names, ``global_step`` and the others."""
         return self._callbacks.state
 
     @property
     def processing_class(self) -> Any:
-        """The tokenizer, loaded when it is asked for."""
+        """The tokenizer, loaded on first use."""
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
@@ -311,9 +310,9 @@ class TrlTrainer:
 
     @property
     def model(self) -> Any:
-        """The model as transformers or peft have it, loaded when it is asked for: the starting one, after training the trained.
+        """The model as an object of transformers or peft: the starting one, after training the trained one. Loaded on first use.
 
-        It is on the host, and apart from the one that the workers train.
+        It is on the host. The workers train another copy.
         """
         if self._loaded is None:
             self._loaded = loaded(self._given, getattr(self.args, "model_init_kwargs", None), self._trusted)
@@ -327,9 +326,9 @@ class TrlTrainer:
 
     @property
     def ref_model(self) -> Any:
-        """The reference of the KL as transformers has it, loaded when it is asked for; after training as it has moved.
+        """The reference of the KL as an object of transformers, with its moved weights after training. Loaded on first use.
 
-        None without a KL, and with adapters, where the reference is the model with other adapters or none.
+        None without a KL. None with adapters too, because the reference is then the model with other adapters or none.
         """
         settings, defaults = self._settings()
         values = {**defaults, **settings}
@@ -354,7 +353,7 @@ class TrlTrainer:
         return bool(getattr(self.args, "trust_remote_code", False))
 
     def _trained(self) -> dict[str, Any]:
-        """Return the arguments of a call that starts from the trained model, with adapters merged."""
+        """Return arguments for a call that starts from the trained model, with adapters merged."""
         settings, _ = self._settings()
         lora = ("lora", "target_modules", "exclude_modules")
         kept = {name: value for name, value in settings.items() if not name.rpartition(".")[2].startswith(lora)}
