@@ -75,7 +75,7 @@ def from_step_1(folder):
 
 
 def kept_by_driver(trainer):
-    return {name: value for name, value in trainer.state.of_driver(trainer.step).items() if name != "settings"}
+    return {name: value for name, value in trainer.state.driver_state(trainer.step).items() if name != "settings"}
 
 
 def rows(trainer):

@@ -40,7 +40,7 @@ def test_the_advantage_is_the_reward_minus_that_of_the_greedy_response(settled):
 def test_with_a_group_filter_only_the_prompts_that_stay_are_answered_greedily(settled):
     more = {"algorithm.filter_groups.enable": True, "data.gen_batch_size": 2, f"{AR}.rollout.temperature": 1.5}
     with running(settled(REMAX | more)) as learner:
-        batch = learner.rollouts.of_step(1)
+        batch = learner.rollouts.step_batch(1)
         phases = [span.name for span in learner.workers.clock.take()]
         greedy = learner.rollouts.generator.generate_greedy(batch.prompts, 1)
         result = learner.train_step(2)
@@ -85,7 +85,7 @@ def model_rewards(model, answers):
 def test_a_reward_model_and_dapos_penalty_score_the_greedy_responses_too(settled, tiny_folder, tmp_path):
     folder, model = classifier(tmp_path / "rm", tiny_folder)
     with running(settled(REMAX | SCORED | DAPO | {"reward_model.model.path": str(folder)})) as learner:
-        batch = learner.rollouts.of_step(1)
+        batch = learner.rollouts.step_batch(1)
         answers = learner.rollouts.generator.generate_greedy(batch.prompts, 1)
     assert batch.scores.tolist() == pytest.approx(model_rewards(model, batch.answers), abs=1e-5)
     expected = [reward for reward in model_rewards(model, answers) for _ in range(2)]
@@ -100,7 +100,7 @@ def test_a_batch_manager_scores_the_greedy_responses_in_a_call_of_their_own(sett
     )
     more = {"reward_model.reward_manager": "batch", "custom_reward_function.path": str(tmp_path / "batch.py")}
     with running(settled(REMAX | more)) as learner:
-        batch = learner.rollouts.of_step(1)
+        batch = learner.rollouts.step_batch(1)
     assert batch.scores.tolist() == [8.0] * 8
     assert batch.baselines.tolist() == [4.0] * 8
 
@@ -109,7 +109,7 @@ def test_a_group_filter_reads_the_scores_of_a_reward_model(settled, tiny_folder,
     folder, _ = classifier(tmp_path / "rm", tiny_folder)
     more = {"reward_model.model.path": str(folder), "algorithm.filter_groups.enable": True, f"{AR}.rollout.temperature": 1.5}
     with running(settled(SCORED | more | {"data.gen_batch_size": 2})) as learner:
-        batch = learner.rollouts.of_step(1)
+        batch = learner.rollouts.step_batch(1)
         phases = [span.name for span in learner.workers.clock.take()]
         result = learner.train_step(2).metrics
     rounds = int(batch.metrics["train/num_gen_batches"])

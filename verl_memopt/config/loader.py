@@ -272,7 +272,7 @@ def _with_named_profiles(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
 
 
 def _with_named_profile(file: Path) -> str | None:
-    # Return the text of a config whose list of defaults names a profile by its size, with the profile's name; else None.
+    # The text of a config whose list of defaults names a profile by its size, with the profile's name; else None.
     try:
         text = file.read_text(encoding="utf-8")
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -323,7 +323,7 @@ def _as_file(text: str) -> str:
 
 
 def _sign(override: Override, packaged: set[str], groups: set[str], folder: Path) -> str | None:
-    # Return the sign that makes Hydra take an override whether or not a file sets its key; None = leave it as it is written.
+    # The sign that makes Hydra take an override whether or not a file sets its key; None = leave it as it is written.
     key = override.key_or_group
     if key.split(".")[0] == "hydra":
         raise ConfigError("Hydra only composes the settings here, its own keys have no effect. Remove the override.")

@@ -62,7 +62,7 @@ def last_parts() -> dict[str, tuple[str, ...]]:
 
 
 def estimator_of(flat: Mapping[str, Any]) -> str | None:
-    # Return the estimator under our name. The settings may use verl's name for it. None if it is no text.
+    # The estimator under our name. The settings may use verl's name for it. None if it is no text.
     name = effective(ESTIMATOR, flat)
     return VALUES[ESTIMATOR].get(name, name) if isinstance(name, str) else None
 

@@ -275,7 +275,7 @@ def _refusals() -> Iterator[Refusal]:
 
 
 def _or_more(settings: Settings) -> str:
-    # Return the second way out, if running more programs at once would make the limit long enough.
+    # The second way out, if running more programs at once would make the limit long enough.
     limit, slots = settings.custom_reward_function.timeout_seconds, settings.reward_model.sandbox_fusion.max_concurrent
     enough = next((calls for calls in range(slots + 1, CASES + 1) if longest_row_seconds(calls) <= limit), None)
     return "" if enough is None else f", or {MAX_CONCURRENT} to at least {enough}"

@@ -43,7 +43,7 @@ _SHAPES = re.compile(
 
 
 def is_secret_name(name: str, value: Any = "") -> bool:
-    # Return whether an entry of this name is a secret. Some names count only if the value is a text.
+    # Whether an entry of this name is a secret. Some names count only if the value is a text.
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(name))
     if _NAME.fullmatch(snake):
         return True

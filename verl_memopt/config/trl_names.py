@@ -118,7 +118,7 @@ def _divided(whole: int, part: int, what: str, names: tuple[str, ...]) -> int:
 
 
 def _number(key: str, values: Values) -> int:
-    # Return the value of one of our keys. TRL's name can only be converted if it is a whole number above 0.
+    # The value of one of our keys. TRL's name can only be converted if it is a whole number above 0.
     value: int = effective(key, values)
     if value is None and key == MINI_BATCH:
         return _number(PROMPTS, values)

@@ -63,7 +63,7 @@ _NO_LORA: tuple[Any, ...] = (None, False, [], {})
 
 
 def _absent(*switches: str) -> dict[str, NoEffect]:
-    # Return the rows of a feature that does not exist here: its switches may be off, and its other keys have no effect.
+    # The rows of a feature that does not exist here: its switches may be off, and its other keys have no effect.
     section = switches[0].rpartition(".")[0]
     return {**dict.fromkeys(switches, NoEffect((False,), _NOT_HERE)), f"{section}.*": NoEffect(ANY, _NOT_HERE)}
 
@@ -249,7 +249,7 @@ def refuse(keys: Mapping[str, tuple[Any, NoEffect]]) -> list[Problem]:
 
 
 def passes(value: Any, refusal: NoEffect) -> bool:
-    # Return whether a value asks for nothing. 0 is not false, and 1 is not true.
+    # Whether a value asks for nothing. 0 is not false, and 1 is not true.
     if value is None or refusal.inert is ANY:
         return True
     return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in refusal.inert)

@@ -216,7 +216,7 @@ class SharedRows(TensorClass):
         return self.lengths.tolist()
 
     def select(self, indices: Sequence[int]) -> SharedRows:  # type: ignore[override]
-        # Return the chosen rows in the given order. Stored rows that none of them uses are dropped.
+        # The chosen rows in the given order. Stored rows that none of them uses are dropped.
         # The index is renumbered, because the rows that stay move together.
         kept, index = torch.unique(self.index[torch.as_tensor(indices, dtype=torch.int64)], return_inverse=True)
         return SharedRows(stored=self.stored.select(kept.tolist()), index=index, batch_size=[])

@@ -70,7 +70,7 @@ def _one_start(tokenizer: Any, encoded: list[list[int]]) -> list[list[int]]:
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    # Return the text of token ids with special tokens, and without cleaning up spaces.
+    # The text of token ids with special tokens, and without cleaning up spaces.
     text: str = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text
 
@@ -323,7 +323,7 @@ class SpecialTokens:
 
 
 def _in_word(character: str) -> bool:
-    # Return whether ``\w`` of the tokenizers library matches a character, which differs from Python's.
+    # Whether ``\w`` of the tokenizers library matches a character, which differs from Python's.
     kind = unicodedata.category(character)
     return kind[0] in "LM" or kind in ("Nd", "Nl", "Pc") or character in "\u200c\u200d" or "\u24b6" <= character <= "\u24e9"
 

@@ -136,7 +136,7 @@ def _exit(status: int) -> NoReturn:
 
 
 def _is_signal(problem: BaseException) -> bool:
-    # Return whether an exception comes from a signal handler rather than from the code itself.
+    # Whether an exception comes from a signal handler rather than from the code itself.
     if not isinstance(problem, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
         return False
     handler = signal.getsignal(signal.SIGINT)
@@ -211,7 +211,7 @@ def _run_module(module_name: str, file: Path, key: str, error: type[UserError]) 
 
 
 def _trace_within(problem: BaseException, file: str) -> str:
-    # Return the traceback from the first frame in ``file`` on, because the user only needs the part about their code.
+    # The traceback from the first frame in ``file`` on, because the user only needs the part about their code.
     trace = problem.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != file:
         trace = trace.tb_next

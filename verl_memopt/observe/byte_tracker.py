@@ -268,12 +268,12 @@ def mark(kind: str, tensors: Iterable[torch.Tensor], tier: str | None = None) ->
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    # Return the storages of a tensor, or those of its inner tensors if it is a wrapper.
+    # The storages of a tensor, or those of its inner tensors if it is a wrapper.
     return [storage for storage, _ in _storages([tensor])]
 
 
 def device_storages(tensor: torch.Tensor, device: torch.device) -> list[torch.UntypedStorage]:
-    # Return the storages of a tensor that are on the tier of ``device``: no host buffers, and none of other devices.
+    # The storages of a tensor that are on the tier of ``device``: no host buffers, and none of other devices.
     return [storage for storage, where in _storages([tensor]) if where.type == device.type and storage._cdata not in _declared]
 
 

@@ -279,7 +279,7 @@ def installed(name: str) -> Any:
 
 
 def stored_id(place: LoggingPlace, name: str, create: Callable[[], str]) -> str:
-    # Return the run's id at a tracking service. It is stored beside the metrics, so that a resumed run finds it.
+    # The run's id at a tracking service. It is stored beside the metrics, so that a resumed run finds it.
     id_file = place.folder.path / f"{name}_id.txt"
     if place.resumed_step is None or not id_file.exists():
         replace_text(id_file, create())
@@ -319,7 +319,7 @@ class StepLoggers:
 
 
 def build_loggers(names: str | Sequence[str], place: LoggingPlace) -> StepLoggers:
-    # Return the loggers of ``trainer.logger`` as one, in order. First comes the jsonl record, which every run has.
+    # The loggers of ``trainer.logger`` as one, in order. First comes the jsonl record, which every run has.
     return StepLoggers(
         [LOGGERS[name](place) for name in dict.fromkeys(("jsonl", *([names] if isinstance(names, str) else names)))]
     )

@@ -223,7 +223,7 @@ def _numbers_of_samples(n: int) -> list[int]:
 
 
 def _expected_best(numbers: Sequence[float], k: int) -> float:
-    # Return the mean, over all choices of k numbers, of the largest. With fewer than k numbers, the largest.
+    # The mean, over all choices of k numbers, of the largest. With fewer than k numbers, the largest.
     k, ordered = min(k, len(numbers)), sorted(numbers)
     choices = math.comb(len(ordered), k)
     return sum(number * (math.comb(place, k - 1) / choices) for place, number in enumerate(ordered) if place >= k - 1)

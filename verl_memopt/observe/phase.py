@@ -209,7 +209,7 @@ _EPOCH = time.time() - time.monotonic()
 
 
 def wall_time() -> float:
-    # Return the seconds since 1970, by a clock that nobody sets back or forth after the process has started.
+    # The seconds since 1970, by a clock that nobody sets back or forth after the process has started.
     return _EPOCH + time.monotonic()
 
 

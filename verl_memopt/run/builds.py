@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def torch_build() -> str | None:
-    # Return the kind of device that the installed PyTorch is built for, cpu or gpu; None if it is not installed.
+    # The kind of device that the installed PyTorch is built for, cpu or gpu; None if it is not installed.
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

@@ -324,7 +324,7 @@ class CheckpointStore:
 
 
 def rank_of(metric: str | None, score: float) -> float:
-    # Return a score with the sign that makes more better. ``metric``: as ``trainer.keep_best_checkpoint`` names it.
+    # A score with the sign that makes more better. ``metric``: as ``trainer.keep_best_checkpoint`` names it.
     return -score if (metric or "").startswith("min:") else score
 
 

@@ -24,7 +24,7 @@ Commands = Mapping[str, Completed]
 
 
 def script_of(shell: str, commands: Commands, settings: Sequence[str]) -> str:
-    # Return the completion script of a shell. ``settings``: keys with an equal sign after them, or whole overrides.
+    # The completion script of a shell. ``settings``: keys with an equal sign after them, or whole overrides.
     return SHELLS[shell](commands, settings)
 
 

@@ -100,7 +100,7 @@ class Interrupts:
         return self.requested and self.seconds_left() - seconds < self.reserve_seconds
 
     def out_of_time(self) -> bool:
-        # Return whether a stop was requested and it is time to abandon what is not finished.
+        # Whether a stop was requested and it is time to abandon what is not finished.
         return self.too_late_for(0.0)
 
     def _call_on_request(self) -> None:

@@ -58,17 +58,17 @@ def descendants(root: int) -> list[Process]:
 
 
 def cpu_seconds(tree: Iterable[Process]) -> float:
-    # Return the processor time of the processes and of the children that they have waited for.
+    # The processor time of the processes and of the children that they have waited for.
     return sum(sum(times[:4]) for times in _each(tree, "cpu_times"))
 
 
 def resident_bytes(tree: Iterable[Process]) -> int:
-    # Return the total memory of the processes. A page that several of them share counts once for each.
+    # The total memory of the processes. A page that several of them share counts once for each.
     return sum(memory.rss for memory in _each(tree, "memory_info"))
 
 
 def proportional_bytes(tree: Iterable[Process]) -> int:
-    # Return the total memory of the processes. A shared page is divided among them. Slower than ``resident_bytes``.
+    # The total memory of the processes. A shared page is divided among them. Slower than ``resident_bytes``.
     return sum(memory.pss for memory in _each(tree, "memory_full_info"))
 
 

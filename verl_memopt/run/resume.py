@@ -36,7 +36,7 @@ MOST_NAMED = 3
 
 
 def checkpoint_store(trainer: Trainer, has_validation: bool, run_dir: Path) -> CheckpointStore:
-    # Return the checkpoint store of a run. ``trainer.keep_best=null`` means true for a run that validates.
+    # The checkpoint store of a run. ``trainer.keep_best=null`` means true for a run that validates.
     validates = has_validation and trainer.test_freq > 0
     keep_best = validates if trainer.keep_best is None else trainer.keep_best
     return CheckpointStore(run_dir, trainer.max_actor_ckpt_to_keep, keep_best, trainer.keep_best_checkpoint)

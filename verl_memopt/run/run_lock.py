@@ -86,7 +86,7 @@ class RunLock:
         self.release()
 
     def _lock_folder(self) -> int | None:
-        # Return the locked descriptor of the folder; None if the file system has no such locks.
+        # The locked descriptor of the folder; None if the file system has no such locks.
         # Unlike that of the file, this lock is shared with forked processes, which therefore close the descriptor.
         folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -110,7 +110,7 @@ class RunLock:
         )
 
     def _lock(self) -> int | None:
-        # Return the locked descriptor; None if the file was removed between opening and locking.
+        # The locked descriptor; None if the file was removed between opening and locking.
         try:
             # Not through a link: what it leads to would be overwritten.
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)

@@ -93,19 +93,19 @@ STOP_FILE = ".stop"
 
 @dataclass(frozen=True)
 class RunContext:
-    """Everything a run needs but its workers.
+    """Everything a run needs except its workers.
 
     Attributes:
-        folder: where the run writes its record.
-        lock: the right to write there. Whoever uses the context releases it.
-        loader: gives the prompts of each step; None where the rows of a dump bring their own.
-        validation: held-out rows; None without validation files.
-        encoder: of the validation prompts.
-        checkpoint: from which the run continues; None for a fresh start.
-        contents: checksums of the files that the settings name, by key.
-        conversations: turns answers into what the reward model reads; None without one.
-        further_conversations: the same of each further reward model, by name.
-        recipe: the recipe that scores; None where a function or a reward model does.
+        folder: Where the run writes its record.
+        lock: The right to write there. Whoever uses the context releases it.
+        loader: Gives the prompts of each step; None if the rows of a dump bring their own.
+        validation: Held-out rows; None without validation files.
+        encoder: Encodes the validation prompts.
+        checkpoint: The run continues from it; None for a fresh start.
+        contents: Checksums of the files that the settings name, by key.
+        conversations: Turns answers into what the reward model reads; None without one.
+        further_conversations: The same for each further reward model, by name.
+        recipe: The recipe that scores; None if a function or a reward model does.
     """
 
     settings: Settings
@@ -126,25 +126,24 @@ class RunContext:
 
     @property
     def continued_step(self) -> int | None:
-        """The step of the checkpoint, where the run that saved it is the one of this folder; None = a new record."""
+        # A checkpoint of another folder's run starts a new record here.
         return self.checkpoint.step if self.checkpoint is not None and is_of(self.checkpoint, self.folder) else None
 
 
 def is_of(checkpoint: Checkpoint | None, folder: Path) -> bool:
-    """Return whether a checkpoint is that of the run in a folder."""
     return checkpoint is not None and checkpoint.folder.resolve().parent == folder.resolve()
 
 
 def build_run(
     settings: Settings, unreadable: Mapping[int, str] = MappingProxyType({}), rows: PythonRows | None = None
 ) -> RunContext:
-    """Return the context of a run. It holds the lock of the run's folder.
+    """Build the context of a run. It holds the lock of the run's folder.
 
-    ``unreadable``: step -> fault of checkpoints that looked whole but could not be loaded. ``rows``: the training rows, where
-    they are a stream of this process.
+    ``unreadable``: step -> fault of checkpoints that looked whole but could not be loaded. ``rows``: the training rows, if they
+    are a stream of this process.
 
     Raises:
-        ConfigError, DataError, CheckpointError: for whatever the user must mend.
+        ConfigError, DataError, CheckpointError: The user must correct something.
     """
     trainer, mode = settings.trainer, mode_of(settings)
     check_custom(settings)
@@ -179,7 +178,7 @@ def build_run(
         if mode.reads_data:
             size, key = _batch_size(data)
             if train is None:
-                loader = _stream_loader(settings, environment, rows, [each for _, each in scoring.values()])
+                loader = _stream_loader(settings, environment, rows, [texts for _, texts in scoring.values()])
             else:
                 loader = StepLoader(train, size, data.shuffle, _seed(data), load_sampler(data.sampler), key)
             if checkpoint is not None:
@@ -198,13 +197,13 @@ def build_run(
         settings=settings, folder=folder, lock=lock, environment=environment, loader=loader, validation=validation,
         encoder=encoder, store=store, checkpoint=checkpoint, total_steps=total_steps,
         worker_plan=plan, contents=contents,
-        conversations=conversations, further_conversations={name: each for name, (_, each) in further.items()},
+        conversations=conversations, further_conversations={name: texts for name, (_, texts) in further.items()},
         recipe=prepared,
     )  # fmt: skip
 
 
 def _shares_prompts(settings: Settings, environment: Environment) -> Settings:
-    """Return the settings without shared prompts where ``use_prefix_grouper=auto`` meets a window that would cut them."""
+    # A window would cut a prompt that several answers share, so `auto` then means false.
     if settings.actor_rollout_ref.actor.use_prefix_grouper != "auto" or not environment.slides:
         return settings
     logger.info(
@@ -221,7 +220,7 @@ def _resumed(
     unreadable: Mapping[int, str],
     contents: Mapping[str, str],
 ) -> tuple[Settings, CheckpointStore, Checkpoint | None]:
-    """Return the settings with concrete seeds, the checkpoints of the run, and the one from which it continues."""
+    # The settings with concrete seeds, the checkpoints of the run, and the one from which it continues.
     trainer, data, roles = settings.trainer, settings.data, settings.actor_rollout_ref
     store = checkpoint_store(trainer, data.val_files is not None, environment.run_dir)
     checkpoint = find_checkpoint(trainer, loaded_parts(roles.actor, critic), store, unreadable)
@@ -244,7 +243,6 @@ def _worker_plan(
     reward_folder: Path | None,
     role: RolePlan | None,
 ) -> WorkerPlan:
-    """Return what each worker builds for a run of ``total_steps`` whose record is in ``folder``."""
     roles, trainer, batch_size = settings.actor_rollout_ref, settings.trainer, settings.data.train_batch_size
     # In verl the policy's schedule is as long as the run, also where the first steps train the critic alone.
     updating_steps = total_steps if critic is None else max(total_steps - max(trainer.critic_warmup - 1, 0), 1)
@@ -289,7 +287,7 @@ def _worker_plan(
 
 
 def _datasets(settings: Settings, environment: Environment) -> tuple[PromptRows | None, PromptRows | None]:
-    """Return the training rows, None where they are a stream, and the held-out rows, None without them."""
+    # The training rows, None if they are a stream, and the held-out rows, None without them.
     data, rewards, mode = settings.data, settings.reward_model, mode_of(settings)
     if rewards.recipe is not None:
         return rewards.recipe.hooks().datasets(settings, environment.tokenizer)
@@ -306,7 +304,6 @@ def _datasets(settings: Settings, environment: Environment) -> tuple[PromptRows 
 
 
 def _by_rules(settings: Settings) -> bool:
-    """Return whether the built-in rules score the answers."""
     return mode_of(settings).scores and settings.custom_reward_function.path is None and not settings.reward_model.enable
 
 
@@ -319,7 +316,7 @@ def _check_rows(settings: Settings, rows: Iterable[PromptRow]) -> None:
 def _reward_models(
     settings: Settings, environment: Environment, datasets: Sequence[PromptRows | None]
 ) -> dict[str, tuple[Path, Conversations]]:
-    """Return the folder of each reward model by name ("" for the first one), and what turns answers into its conversations."""
+    # The folder of each reward model by name ("" for the first one), and what makes its conversations of answers.
     reward_model, data, roles = settings.reward_model, settings.data, settings.actor_rollout_ref
     if not reward_model.enable or reward_model.recipe or not _scores_with_model(settings):
         return {}
@@ -336,7 +333,7 @@ def _reward_models(
 
 
 def _scores_with_model(settings: Settings) -> bool:
-    """Return whether the model that scores is needed. Forged rows are scored by it too, for its memory."""
+    # Forged rows are scored by the model too, to measure its memory.
     mode = mode_of(settings)
     return mode.scores or (settings.debug.mode == "forge" and not mode.supervised)
 
@@ -356,7 +353,6 @@ def _total_steps(trainer: Trainer, loader: StepLoader | StreamLoader) -> int:
 
 
 def _batch_size(data: Data) -> tuple[int, str]:
-    """Return how many prompts are read at once, and the key that says so."""
     prompts = data.gen_batch_size or data.train_batch_size
     return prompts, "data.train_batch_size" if prompts == data.train_batch_size else "data.gen_batch_size"
 
@@ -364,7 +360,6 @@ def _batch_size(data: Data) -> tuple[int, str]:
 def _stream_loader(
     settings: Settings, environment: Environment, rows: PythonRows | None, conversations: Sequence[Conversations]
 ) -> StreamLoader:
-    """Return what reads the training rows as steps need them. Its first row has been checked, unless none is trained on."""
     data, tokenizer = settings.data, environment.tokenizer
     by_rules, reader = _by_rules(settings), stream_reader(data, tokenizer, mode_of(settings).supervised, _by_rules(settings))
 
@@ -372,8 +367,8 @@ def _stream_loader(
         read = reader(items)
         if by_rules:
             _check_rows(settings, read)
-        for each in conversations:
-            each.check(read)
+        for texts in conversations:
+            texts.check(read)
         return read
 
     size, key = _batch_size(data)
@@ -381,6 +376,7 @@ def _stream_loader(
     trains = not settings.trainer.val_only
     source = open_stream(data, tokenizer, rows, trains)
     loader = StreamLoader(source, read, size, _seed(data), buffer_size, data.train_max_samples, key)
+    # A mistake that all rows have shows before a worker starts.
     if trains:
         loader.check_first()
     return loader
@@ -392,7 +388,6 @@ def _seed(data: Data) -> int:
 
 
 def _engine_folder(model: Model, load_format: str, environment: Environment, run_folder: Path) -> Path:
-    """Return the folder whose config the engine reads."""
     # With overrides of the config it is a new folder in the run's, so that engine and trainer build the same model.
     if not model.override_config and model.hf_config_path is None:
         return environment.folder
@@ -407,20 +402,18 @@ def _engine_folder(model: Model, load_format: str, environment: Environment, run
 
 
 def scorer_of(context: RunContext, workers: TimedGroup, runner: RewardRunner | None) -> Scorer:
-    """Return what scores the answers of training and validation."""
     if context.recipe is not None:
         return context.recipe.scorer(workers)
     settings, rewards, model = context.settings, context.settings.reward_model, None
     if context.conversations is not None:
         actor, balance = settings.actor_rollout_ref.actor, settings.trainer.balance_batch
-        of_first = workers.of("reward_model"), context.conversations, reward_budget(rewards), actor, balance
-        model = ModelScores(*of_first, context.further_conversations)
+        first = workers.of("reward_model"), context.conversations, reward_budget(rewards), actor, balance
+        model = ModelScores(*first, context.further_conversations)
     dapo = rewards.reward_kwargs if rewards.reward_manager == "dapo" else None
     return Rewarder(runner, dapo, model, settings.custom_reward_function.path is None, workers.clock)
 
 
 def build_validator(context: RunContext, generator: Generator, scorer: Scorer) -> Validator | LossValidator | None:
-    """Return the validator; None without validation files."""
     if context.validation is None:
         return None
     settings = context.settings
@@ -456,7 +449,7 @@ def _build_critic_training(context: RunContext, workers: TimedGroup, old_pass: L
 
 
 def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner | None) -> TrainingStep:
-    """Return what runs the training steps. Each part gets the settings that it reads."""
+    # Each part gets only the settings that it reads.
     settings, environment = context.settings, context.environment
     roles, data, algorithm = settings.actor_rollout_ref, settings.data, settings.algorithm
     if roles.rollout.n == 1 and algorithm.adv_estimator in WITHOUT_BASELINE:

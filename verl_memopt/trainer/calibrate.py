@@ -29,7 +29,6 @@ SEQUENCES, VOCABULARY = 16, 16_384
 
 
 def stored() -> Path:
-    """Return the file of this machine's figures."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "verl_memopt" / "machine.json"
 
 
@@ -43,7 +42,6 @@ def rates_of_machine(device: str) -> Rates | None:
 
 
 def store(rates: Rates, device: str) -> Path:
-    """Write the figures of this machine, and return the file."""
     file = stored()
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"device": device, "rates": asdict(rates)}, indent=1) + "\n")
@@ -51,22 +49,24 @@ def store(rates: Rates, device: str) -> Path:
 
 
 def measure(device: torch.device, seconds: float = 30, clock: Callable[[], float] = time.perf_counter) -> Rates:
-    """Return what a device does in a second. ``seconds``: how long it may take, about. ``clock``: in seconds.
+    """Measure what a device does in a second.
 
     A CPU has no bus between host and device: a copy there is a copy of its memory.
+
+    ``seconds``: about how long it may take. ``clock``: in seconds.
     """
-    each = seconds / 7
+    share = seconds / 7
     scale = 4 if is_gpu(device) else 1
     rows, side = (scale * size for size in SIDES)
-    half, whole = (_products(device, dtype, rows, side, side, each, clock) for dtype in (torch.bfloat16, torch.float32))
-    narrow = _products(device, torch.float32, SEQUENCES, SIDES[1], VOCABULARY, each, clock) / whole
-    memory = _copies(torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=device), device, each, clock)
-    here = torch.zeros(BLOCK_BYTES, dtype=torch.uint8, pin_memory=is_gpu(device))
-    bus = (_copies(here, device, each, clock) if is_gpu(device) else memory) / 2
+    half, whole = (_products(device, dtype, rows, side, side, share, clock) for dtype in (torch.bfloat16, torch.float32))
+    narrow = _products(device, torch.float32, SEQUENCES, SIDES[1], VOCABULARY, share, clock) / whole
+    memory = _copies(torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=device), device, share, clock)
+    on_host = torch.zeros(BLOCK_BYTES, dtype=torch.uint8, pin_memory=is_gpu(device))
+    bus = (_copies(on_host, device, share, clock) if is_gpu(device) else memory) / 2
     scores = torch.rand(SEQUENCES, VOCABULARY, device=device)
-    sampled = scores.numel() * _repeated(lambda: torch.multinomial(scores.softmax(-1), 1), 1, device, each, clock)
-    linear, one = torch.nn.Linear(64, 64, device=device).requires_grad_(False), torch.zeros(1, 64, device=device)
-    call = 1 / (CALLS * _repeated(lambda: linear(one), CALLS, device, each, clock))
+    sampled = scores.numel() * _repeated(lambda: torch.multinomial(scores.softmax(-1), 1), 1, device, share, clock)
+    linear, one_row = torch.nn.Linear(64, 64, device=device).requires_grad_(False), torch.zeros(1, 64, device=device)
+    call = 1 / (CALLS * _repeated(lambda: linear(one_row), CALLS, device, share, clock))
     # A GPU reads the weights of a narrow product from its memory, which is counted apart.
     narrow = 1.0 if is_gpu(device) else min(narrow, 1.0)
     name = f"this machine's {name_of(device)}"
@@ -81,13 +81,13 @@ def _products(
 
 
 def _copies(source: Tensor, device: torch.device, seconds: float, clock: Callable[[], float]) -> float:
-    """Return the bytes a second that a copy reads and writes."""
+    # Bytes per second that a copy reads and writes.
     target = torch.empty_like(source, device=device, pin_memory=False)
     return 2 * source.numel() * _repeated(lambda: target.copy_(source, non_blocking=True), 1, device, seconds, clock)
 
 
 def _repeated(work: Callable[[], Tensor], times: int, device: torch.device, seconds: float, clock: Callable[[], float]) -> float:
-    """Return how many stretches of ``times`` calls a second has: the middle of those that were timed, without the first."""
+    # How often ``times`` calls run in a second: the median of those that were timed, without the first.
     took: list[float] = []
     ends = clock() + seconds
     while clock() < ends or len(took) < 3:
@@ -101,7 +101,6 @@ def _repeated(work: Callable[[], Tensor], times: int, device: torch.device, seco
 
 
 def lines(rates: Rates) -> str:
-    """Return the figures as text."""
     return (
         f"{rates.name}\n"
         f"  matrix products      {rates.half_flops / 1e12:.3g} TFLOP/s in bfloat16, {rates.fp32_flops / 1e12:.3g} in fp32\n"
@@ -113,6 +112,5 @@ def lines(rates: Rates) -> str:
 
 
 def command(device: torch.device, seconds: float) -> str:
-    """Measure and store the figures of this machine, and return them as text."""
     rates = measure(device, seconds)
     return f"{lines(rates)}stored in {store(rates, device.type)}; verl-memopt fit estimates seconds with them\n"

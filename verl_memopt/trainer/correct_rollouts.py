@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 
 def correct_before_update(rows: RolloutBatch, settings: RolloutCorrection) -> dict[str, float]:
-    """Add the importance weights and the kept tokens to a batch, and return the metrics ``rollout_corr/*``.
+    """Add importance weights and the kept tokens to a batch, and return the metrics ``rollout_corr/*``.
 
-    All tokens of the step are seen at once, so nothing depends on mini-batches, micro-batches or ranks.
+    It sees all tokens of the step at once, so nothing depends on mini-batches, micro-batches or ranks.
     """
     engine, trainer = rows.rollout_log_probs, rows.old_log_probs
     assert engine is not None, "the rollout correction needs the engine's log-probs"
@@ -40,10 +40,10 @@ def correct_before_update(rows: RolloutBatch, settings: RolloutCorrection) -> di
 
 
 def divergence_metrics(rows: RolloutBatch) -> dict[str, float]:
-    """Return ``rollout_corr/*`` of how far the trainer's log-probs are from the engine's, whether or not they are corrected."""
     engine, trainer = rows.rollout_log_probs, rows.old_log_probs
     if engine is None or trainer is None or not engine.numel():
         return {}
+    # The default correction corrects nothing, and measures.
     return correct(trainer, engine, rows.response_row(), rows.responses.lengths, RolloutCorrection()).metrics
 
 
@@ -62,21 +62,18 @@ class BypassUpdate:
     settings: RolloutCorrection
 
     def old_log_probs(self, batch: StepBatch, update_follows: bool) -> None:
-        """Take the engine's log-probs as those before the update."""
         batch.rows.old_log_probs = batch.rows.rollout_log_probs
 
     def budgets(self) -> dict[str, Budget]:
-        """Return the token budget of the update."""
         return {"update_actor": self.policy_update.cutter.budget}
 
     def update(self, batch: StepBatch) -> None:
-        """Take the optimizer steps of a training step, and add their metrics and the policy's log-probs to the batch."""
         rows, names = batch.for_update()
         per_rank = self.policy_update.cut(rows, names, batch.step)
         updates, mean_weights = self._run([list(minis) for minis in zip(*per_rank, strict=True)])
         self.policy_update.cutter.learn(per_rank, self.workers.figures)
         metrics = self.policy_update.metrics
-        batch.metrics |= _over_mini_batches([metrics([each.metrics for each in ranks], batch.step) for ranks in updates])
+        batch.metrics |= _over_mini_batches([metrics([updated.metrics for updated in ranks], batch.step) for ranks in updates])
         log_probs, first = self._log_probs(rows, updates, batch.step)
         engine = rows.rollout_log_probs
         assert engine is not None, "bypass mode needs the engine's log-probs"
@@ -89,7 +86,7 @@ class BypassUpdate:
         batch.keep_log_probs(log_probs)
 
     def _run(self, mini_batches: list[list[MiniBatch]]) -> tuple[list[list[Updated]], list[float]]:
-        """Return the results per mini-batch and rank, and the mean weight of each mini-batch where weights are normalised."""
+        """Return the results per mini-batch and rank, and each mini-batch's mean weight if weights are normalised."""
         settings = self.settings
         if settings.loss_type != "reinforce" or settings.rollout_is is None or not settings.rollout_is_batch_normalize:
             arguments = [(list(minis),) for minis in zip(*mini_batches, strict=True)]
@@ -104,7 +101,6 @@ class BypassUpdate:
         return updates, means
 
     def mean_weight(self, ranks: Sequence[MiniBatch]) -> float:
-        """Return the mean importance weight of a mini-batch under the present policy."""
         level = self.settings.rollout_is
         assert level is not None
         arguments = [(mini.batch, mini.micro_batches, False) for mini in ranks]
@@ -122,8 +118,8 @@ class BypassUpdate:
     def _log_probs(self, rows: RolloutBatch, updates: Sequence[Sequence[Updated]], step: int) -> tuple[Tensor, Tensor]:
         """Return the policy's log-probs of all rows, fp32 [R], and the tokens of the first mini-batch.
 
-        Those of a row are from the forward of its first optimizer step. Only in the first mini-batch has the policy the weights
-        that the engine had.
+        A row's log-probs are from the forward of its first optimizer step. Only in the first mini-batch does the policy have the
+        weights that the engine had.
         """
         cutter = self.policy_update.cutter
         mini_batches = cutter.mini_batch_rows(rows, step)
@@ -137,8 +133,8 @@ class BypassUpdate:
 
 
 def _over_mini_batches(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over mini-batches, or the sum for those that count steps or bytes."""
-    totals = {name: sum(each[name] for each in metrics) for name in metrics[0]}
+    # Average each metric over mini-batches; sum those that count steps or bytes.
+    totals = {name: sum(one_batch[name] for one_batch in metrics) for name in metrics[0]}
     counted = {name for name in totals if name in ACTOR.counts or name.startswith("memory/")}
     return {name: total if name in counted else total / len(metrics) for name, total in totals.items()}
 
@@ -181,7 +177,6 @@ def same_distribution(rollout: Rollout) -> bool:
 
 
 def mismatch_metrics(engine: Tensor, trainer: Tensor) -> dict[str, float]:
-    """Return how log-probs and probabilities differ, both fp32 [R], R > 0."""
     difference = (engine - trainer).abs()
     engine_probs, trainer_probs = engine.exp(), trainer.exp()
     probs = (engine_probs - trainer_probs).abs()
@@ -201,8 +196,6 @@ def mismatch_metrics(engine: Tensor, trainer: Tensor) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class MismatchCheck:
-    """Compares the log-probs of each step."""
-
     rollout: Rollout
     fsdp: Fsdp
     features: tuple[str, ...] = ()
@@ -211,13 +204,13 @@ class MismatchCheck:
     """The steps that have been compared."""
 
     def compare(self, engine: Tensor | None, trainer: Tensor, step: int) -> dict[str, float]:
-        """Return how much the engine's log-probs differ from the trainer's.
+        """Measure how the engine's log-probs differ from the trainer's.
 
-        With a repetition penalty the two are different distributions, so the limit does not apply. Nor does it apply where the
+        With a repetition penalty the two are different distributions, so the limit does not apply. Nor does it apply if the
         trainer's own log-probs are not finite: then the weights are at fault, and not the weight sync. Such a step updates
         nothing, and :class:`~verl_memopt.trainer.update_guard.UpdateGuard` counts it.
 
-        ``engine``: fp32 [R]; None where the engine returned none. ``trainer``: fp32 [R], under the weights that the engine had.
+        ``engine``: fp32 [R]; None if the engine returned none. ``trainer``: fp32 [R], under the weights that the engine had.
 
         Raises:
             RolloutError: The mean difference is above the limit.
@@ -245,7 +238,7 @@ class MismatchCheck:
         return f" The model has {', '.join(self.features)}, which an engine may compute otherwise." if self.features else ""
 
     def _look_at_first(self, mean: float) -> None:
-        """Warn where the two forwards of a model with something special differ before anything was learned."""
+        # Before anything was learned, only the two forwards can differ. A special model is where they may.
         rounding = log_prob_limit(replace(self.rollout, max_logprob_diff="auto"), self.fsdp)
         assert rounding is not None
         if self.features and not mean <= FIRST_SHARE * rounding:

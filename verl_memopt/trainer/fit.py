@@ -42,16 +42,9 @@ BUDGETS = (
     "critic.ppo_max_token_len_per_gpu", "critic.forward_max_token_len_per_gpu",
 )  # fmt: skip
 """Tokens of a micro-batch in each pass."""
-LONGEST = 2**20
-"""Tokens of the longest response that is tried."""
-SHARES = (0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.2)
-"""Shares of the card that are tried for the engine, once nothing but the engine is too large or too small."""
-OF_SHARE = {"init", "gen", "testing", "KV cache"}
-"""Where the engine's share counts."""
 
 
 def phases_of(settings: Settings) -> tuple[str, ...]:
-    """Return the phases of a run, in the order of a step."""
     actor, data, supervised = settings.actor_rollout_ref.actor, settings.data, settings.algorithm.adv_estimator == SFT
     in_update = supervised or update_gives_old_log_probs(actor, data.train_batch_size, settings.algorithm)
     critic, forged = has_critic(settings), settings.debug.mode == "forge"
@@ -75,7 +68,7 @@ _KNOWN: dict[tuple[str, ...], Sizes] = {}
 
 
 def sizes_of_models(settings: Settings) -> Sizes:
-    """Return the sizes of the models of a run, which a search asks for again and again.
+    """Return the sizes of a run's models, which a search asks for again and again.
 
     Raises:
         ConfigError: A model is neither published, a folder with config.json, nor on the hub.
@@ -95,7 +88,7 @@ def sizes_of_models(settings: Settings) -> Sizes:
             None if reference in (None, own.path) else size_of(named(str(reference)), f"{_AR}.ref.model"),
             size_of(critic, "critic.model") if has_critic(settings) and critic.path != own.path else None,
             None if scorer is None else size_of(named(scorer), "reward_model.model"),
-            tuple(size_of(named(each), "reward_model.further_models") for each in further),
+            tuple(size_of(named(path), "reward_model.further_models") for path in further),
         )
     return _KNOWN[key]
 
@@ -105,7 +98,7 @@ def sizes_of_models(settings: Settings) -> Sizes:
 
 @dataclass(frozen=True)
 class Card:
-    """What a run may take: bytes of each device, and of the host of all its processes on one machine (None = unknown)."""
+    """What a run may take: bytes of each device, and of the host for all its processes on one machine (None = unknown)."""
 
     num_bytes: int
     host_bytes: int | None = None
@@ -113,12 +106,11 @@ class Card:
 
     @classmethod
     def of(cls, gigabytes: float) -> Card:
-        """Return the card of a size: of the usual ones what nvidia-smi reports, else so many GiB."""
+        # A usual size has as many bytes as nvidia-smi reports for it.
         return cls(round(CARDS.get(f"{gigabytes:g}g", gigabytes * 1024) * MIB))
 
 
 def card_asked_for(settings: Settings, gigabytes: float | None, host_gigabytes: float | None = None) -> Card:
-    """Return the card of a command line, else the one of the settings, else this machine's."""
     if gigabytes is not None:
         check_card(gigabytes)
     card = known_card(settings) if gigabytes is None else Card.of(gigabytes)
@@ -128,7 +120,7 @@ def card_asked_for(settings: Settings, gigabytes: float | None, host_gigabytes: 
 
 
 def known_card(settings: Settings) -> Card | None:
-    """Return what the settings say of the device's size, else the present GPU; None where nothing says it."""
+    """Return the device's size as the settings give it, else that of the present GPU; None if neither is known."""
     limit, card = settings.memory.device_limit_gb, settings.memory.card_gb
     device = resolve_device(settings.trainer.device)
     if limit is not None:
@@ -139,7 +131,7 @@ def known_card(settings: Settings) -> Card | None:
 
 
 def _smallest_card() -> Card | None:
-    """Return the smallest GPU of this machine, by nvidia-smi: asking PyTorch would take memory of the GPU."""
+    # nvidia-smi, because PyTorch would take memory of the GPU to answer.
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS).stdout
@@ -150,7 +142,7 @@ def _smallest_card() -> Card | None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a run fits a card, and by how much each limit is missed, in bytes."""
+    """Whether a run fits a card, and by how many bytes it exceeds each limit."""
 
     peaks: Peaks
     card: Card
@@ -165,7 +157,7 @@ class Verdict:
 
     @property
     def too_much(self) -> dict[str, int]:
-        """What is too large -> bytes beyond its limit; a KV cache that is too small by its missing tokens."""
+        # What is too large -> bytes beyond its limit. For a KV cache that is too small: its missing tokens.
         over = {phase: total - self.card.num_bytes for phase, total in self.peaks.totals.items() if total > self.card.num_bytes}
         if self.needs_cache and self.peaks.kv_tokens < self.longest:
             over["KV cache"] = self.longest - self.peaks.kv_tokens
@@ -175,7 +167,7 @@ class Verdict:
 
     @property
     def missing(self) -> str:
-        """What is too large, in words: phases with their bytes beyond the card, the cache with its missing tokens."""
+        # Phases with their bytes beyond the card, the cache with its missing tokens.
         return ", ".join(
             f"{what} {over:,} tokens" if what == "KV cache" else f"{what} {over / GIB:.2f} GiB"
             for what, over in self.too_much.items()
@@ -183,17 +175,15 @@ class Verdict:
 
     @property
     def fits(self) -> bool:
-        """Whether nothing is too large."""
         return not self.too_much
 
     @property
     def line(self) -> str:
-        """The verdict in one sentence."""
         peaks, of = self.peaks, f"of {self.card.num_bytes / GIB:.1f} GiB"
-        most = f"{peaks.binding} needs at most {peaks.device_bytes / GIB:.1f} {of}"
+        needed = f"{peaks.binding} needs at most {peaks.device_bytes / GIB:.1f} {of}"
         if self.fits:
             rest = f", as the KV cache takes what is left: {peaks.kv_tokens} tokens" if self.cache_takes_the_rest else ""
-            return f"fits: {most}{rest}"
+            return f"fits: {needed}{rest}"
         over = self.too_much
         why = [f"{peaks.binding} may need {peaks.device_bytes / GIB:.1f} {of}"] if over.keys() - {"KV cache", "host"} else []
         if "KV cache" in over:
@@ -205,7 +195,7 @@ class Verdict:
 
 
 def judge(settings: Settings, card: Card) -> Verdict:
-    """Return the verdict on a run.
+    """Predict whether a run fits a card.
 
     Raises:
         ConfigError: A model is unknown, or its heads do not divide over the ranks that share a sequence.
@@ -223,12 +213,11 @@ def judge(settings: Settings, card: Card) -> Verdict:
 
 
 def cards_like(card: Card) -> tuple[Rates, ...]:
-    """Return the named cards of the nearest size."""
     return DATASHEETS[min(DATASHEETS, key=lambda size: abs(Card.of(gigabytes(size)).num_bytes - card.num_bytes))]
 
 
 def machines(card: Card) -> tuple[Rates, ...]:
-    """Return this machine's own rates where they were measured, else those of the named cards of the nearest size."""
+    # Return this machine's measured rates, or else those of the named cards of the nearest size.
     own = rates_of_machine(card.device)
     if own is not None:
         return (own,)
@@ -236,16 +225,15 @@ def machines(card: Card) -> tuple[Rates, ...]:
 
 
 def seconds_with(settings: Settings, verdict: Verdict, rates: Rates) -> dict[str, float]:
-    """Return phase -> estimated seconds of a step of a run that was judged."""
     size, phases = sizes_of_models(settings).policy, verdict.peaks.phases
     return seconds_of(settings, size, phases, rates, verdict.peaks.kv_tokens, verdict.card.device)
 
 
 def beside_cache(settings: Settings) -> int | None:
-    """Return what a run holds beside the KV cache where that takes the rest of the device; None where it has a size of its own.
+    """Return the bytes of a run beside the KV cache, if the cache takes the rest of the device; None if it has a size of its own.
 
     Raises:
-        ConfigError: The size of the device is not known, or the sizes of a model are not.
+        ConfigError: The size of the device, or of a model, is not known.
     """
     rollout, device = settings.actor_rollout_ref.rollout, resolve_device(settings.trainer.device)
     phases = phases_of(settings)
@@ -260,14 +248,13 @@ def beside_cache(settings: Settings) -> int | None:
 
 
 def say_verdict(settings: Settings) -> None:
-    """Log the verdict in one line, where the size of the device is known and the sizes of the models are too."""
     card = known_card(settings)
     if card is not None and is_here(settings):
         logger.info("fit: %s (verl-memopt fit has the figures)", judge(settings, card).line)
 
 
 def is_here(settings: Settings) -> bool:
-    """Return whether the sizes of all models can be known without the hub."""
+    # Whether the sizes of all models can be found without the hub.
     roles, rewards = settings.actor_rollout_ref, settings.reward_model
     paths = [str(roles.model.hf_config_path or roles.model.path), rewards.model.path if rewards.enable else None]
     paths += rewards.further_models.values() if rewards.enable else ()

@@ -41,7 +41,7 @@ Keys = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Level:
-    """One state of a lever: the knob it belongs to, and the keys that it sets."""
+    """One state of a lever: the knob that it belongs to, and the keys that it sets."""
 
     knob: str
     keys: Keys
@@ -67,27 +67,27 @@ class Lever:
 def levers_of(settings: Settings, size: ModelSize, host_is_bounded: bool) -> tuple[Lever, ...]:
     """Return what may be set, in the order in which values win: of two levers that set one key, the later one does.
 
-    ``host_is_bounded``: What moves to the host may then be too much there, so each such knob is a choice.
+    ``host_is_bounded``: what moves to the host may be too much there, so each such knob is a choice.
     """
     made = (*_passes(settings, size), *_engine(settings, size), *_weights(settings, host_is_bounded), *_lossy(settings, size))
-    return tuple(lever for each in made if (lever := _useful(settings, each)) is not None)
+    return tuple(lever for candidate in made if (lever := _useful(settings, candidate)) is not None)
 
 
 def _useful(settings: Settings, lever: Lever) -> Lever | None:
-    """Return a lever with the levels that differ from the run's own state and from each other; None where there is none."""
+    # Keep the levels of a lever that differ from the run's own state and from each other; None if there are none.
     kept: list[Level] = [AS_IS]
     differing = [{key: value for key, value in level.keys.items() if value_at(settings, key) != value} for level in lever.levels]
     # Where the run is at a level already, those before it hold more.
     own = max((at for at, keys in enumerate(differing) if not keys), default=-1)
     for level, keys in list(zip(lever.levels, differing, strict=True))[0 if lever.is_choice else own + 1 :]:
-        if keys and keys not in [dict(each.keys) for each in kept]:
+        if keys and keys not in [dict(kept_level.keys) for kept_level in kept]:
             # Keys that the run has already stay, as a later lever may set one otherwise.
             kept.append(Level(level.knob, level.keys, level.changes_numbers))
     return Lever(tuple(kept), lever.cost, lever.is_choice) if len(kept) > 1 else None
 
 
 def _row(settings: Settings, name: str, changes_numbers: bool = False) -> Level:
-    """Return the level that a row of the ladder switches on, for the critic too if the run has one."""
+    # The level that a row of the ladder switches on, for the critic too.
     row = knob_named(name).row
     assert row is not None, name
     return Level(name, _with_critic(settings, dict(_parsed(row.on))), changes_numbers)
@@ -110,7 +110,7 @@ def _levels(settings: Settings, knob: str, key: str, values: Iterable[Any]) -> t
 
 
 def _below(value: float | None, steps: Sequence[int]) -> list[int]:
-    """Return those of some numbers that are smaller than a value. None = no limit, above all numbers."""
+    # None = no limit, which is above all numbers.
     return [step for step in steps if value is None or step < value]
 
 
@@ -141,9 +141,9 @@ def _passes(settings: Settings, size: ModelSize) -> Iterator[Lever]:
     yield Lever((_row(settings, "resharding"),), 3)
     devices = num_devices(settings)
     if devices > 1:
-        groups = [each for each in range(2, devices + 1) if devices % each == 0 and size.heads % each == 0]
-        keys = [{key: each for role, key in SEQUENCE.items() if _is_there(settings, role)} for each in groups]
-        yield Lever(tuple(Level("sequence_parallel", each) for each in keys), 8, is_choice=True)
+        groups = [ranks for ranks in range(2, devices + 1) if devices % ranks == 0 and size.heads % ranks == 0]
+        keys = [{key: ranks for role, key in SEQUENCE.items() if _is_there(settings, role)} for ranks in groups]
+        yield Lever(tuple(Level("sequence_parallel", group_keys) for group_keys in keys), 8, is_choice=True)
 
 
 def _is_there(settings: Settings, role: str) -> bool:
@@ -155,7 +155,7 @@ def _chunks(present: int) -> list[int]:
 
 
 def _budgets(settings: Settings) -> Iterator[Lever]:
-    """Yield caps of micro-batches, down to the longest row: of updates, and of passes without gradients."""
+    # Caps of micro-batches, down to the longest row: of updates, and of passes without gradients.
     longest, devices = longest_sample(settings), num_devices(settings)
     read = [key for key in BUDGETS if has_critic(settings) or not key.startswith("critic.")]
     read = [key for key in read if needs_reference(settings) or ".ref." not in key]
@@ -165,8 +165,8 @@ def _budgets(settings: Settings) -> Iterator[Lever]:
         2 * longest,
         *(-(-longest // size) for size in range(1, devices + 1) if devices % size == 0),
     ]
-    for cost, of_update in ((7, True), (4, False)):
-        keys = [key for key in read if (key in UPDATES) is of_update]
+    for cost, in_update in ((7, True), (4, False)):
+        keys = [key for key in read if (key in UPDATES) is in_update]
         levels = []
         for size in sizes:
             now = {key: value_at(settings, key) for key in keys}
@@ -200,7 +200,7 @@ def _engine(settings: Settings, size: ModelSize) -> Iterator[Lever]:
         return
     yield Lever((Level("rollout_memory", {f"{_ROLLOUT}.enforce_eager": True}),), 5)
     if rollout.enable_chunked_prefill:
-        steps = [each for each in (4096, 2048, 1024) if rollout.max_num_seqs <= each < rollout.max_num_batched_tokens]
+        steps = [tokens for tokens in (4096, 2048, 1024) if rollout.max_num_seqs <= tokens < rollout.max_num_batched_tokens]
         yield Lever(_levels(settings, "rollout_memory", f"{_ROLLOUT}.max_num_batched_tokens", steps), 3)
     if isinstance(rollout.kv_cache_memory_gb, float | int):
         sizes = [rollout.kv_cache_memory_gb / part for part in (2, 4, 8, 16, 32)]
@@ -208,7 +208,7 @@ def _engine(settings: Settings, size: ModelSize) -> Iterator[Lever]:
     elif rollout.kv_cache_memory_gb != AUTO:
         # Too large a share leaves no room for what lies beside, too small a one none for the cache.
         yield Lever(_levels(settings, "rollout_memory", SHARE, SHARES), 3, is_choice=True)
-    parts = [each for each in range(2, devices + 1) if devices % each == 0 and size.heads % each == 0]
+    parts = [ranks for ranks in range(2, devices + 1) if devices % ranks == 0 and size.heads % ranks == 0]
     key = f"{_ROLLOUT}.tensor_model_parallel_size"
     yield Lever(_levels(settings, "rollout_memory", key, [1, *parts] if devices > 1 else []), 6, is_choice=True)
 
@@ -221,7 +221,12 @@ def _weights(settings: Settings, host_is_bounded: bool) -> Iterator[Lever]:
     if actor.optim.override_optimizer_config:
         yield Lever((_row(settings, "bucketed_adamw"),), 2)
     bucket = f"{_ACTOR}.optim.bucket_megabytes"
-    yield Lever(_levels(settings, "bucketed_adamw", bucket, [each for each in (16, 4) if each < actor.optim.bucket_megabytes]), 2)
+    yield Lever(
+        _levels(
+            settings, "bucketed_adamw", bucket, [megabytes for megabytes in (16, 4) if megabytes < actor.optim.bucket_megabytes]
+        ),
+        2,
+    )
     off, on = host_is_bounded, (True, False)
     for cost, knob, key in (
         (11, "activation_offload", f"{_MODEL}.enable_activation_offload"),
@@ -230,8 +235,8 @@ def _weights(settings: Settings, host_is_bounded: bool) -> Iterator[Lever]:
     ):
         levels = _levels(settings, knob, key, on if off else on[:1])
         if knob == "activation_offload":
-            one = {key: True, f"{_MODEL}.activation_offload_in_flight": 1, f"{_MODEL}.activation_offload_device_gb": 0}
-            levels = (*levels, Level(knob, _with_critic(settings, one)))
+            one_at_a_time = {key: True, f"{_MODEL}.activation_offload_in_flight": 1, f"{_MODEL}.activation_offload_device_gb": 0}
+            levels = (*levels, Level(knob, _with_critic(settings, one_at_a_time)))
         yield Lever(levels, cost, is_choice=off)
     if model.load_mode == "stream" and off:
         yield Lever((_row(settings, "load_mode"),), 4, is_choice=True)
@@ -245,7 +250,7 @@ def _weights(settings: Settings, host_is_bounded: bool) -> Iterator[Lever]:
 
 
 def _homes(settings: Settings) -> Iterator[Level]:
-    """Yield where the policy's weights may be: the engine's own, on the host between their phases, or always on the host."""
+    # The policy's weights may be the engine's own, on the host between their phases, or always on the host.
     share, native = f"{_ROLLOUT}.share_weights", f"{_ACTOR}.fsdp_config.offload_policy"
     settled = {share: "auto"} if settings.actor_rollout_ref.rollout.share_weights is True else {}
     yield Level("shared_weights", {share: True, ACTOR_KEY: False, native: False})

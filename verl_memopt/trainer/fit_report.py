@@ -23,7 +23,7 @@ from verl_memopt.trainer.until_it_fits import CommandLine
 
 
 def as_json(settings: Settings, found: Findings, line: CommandLine) -> dict[str, Any]:
-    """Return what was found as plain values. Sizes are bytes, lengths are tokens. ``line``: the command of the settings."""
+    """Return the findings as plain values. Sizes are bytes, lengths are tokens. ``line``: the command of the settings."""
     last = found.after if found.after is not None and found.after.fits else found.verdict
     return {
         "model": settings.actor_rollout_ref.model.path,
@@ -35,13 +35,13 @@ def as_json(settings: Settings, found: Findings, line: CommandLine) -> dict[str,
         "host_bytes": dict(found.verdict.peaks.host),
         "changes": [
             {
-                "knob": each.name,
-                "keys": dict(each.keys),
-                "changes_numbers": each.changes_numbers,
-                "saved_bytes": each.saved_bytes,
-                "without": each.without,
+                "knob": change.name,
+                "keys": dict(change.keys),
+                "changes_numbers": change.changes_numbers,
+                "saved_bytes": change.saved_bytes,
+                "without": change.without,
             }
-            for each in found.changes
+            for change in found.changes
         ],
         "fits_with_changes": found.fits,
         "command": str(line.having(found.keys)) if found.fits else None,
@@ -62,19 +62,18 @@ def _at_once(settings: Settings, verdict: Verdict) -> int:
 
 
 def estimated(settings: Settings, last: Verdict, found: Findings, rates: Rates) -> dict[str, float]:
-    """Return phase -> estimated seconds of a step, with the changes of the findings."""
     return seconds_with(replaced(settings, found.keys) if found.fits else settings, last, rates)
 
 
 def _print_seconds(settings: Settings, found: Findings, last: Verdict, console: Console) -> None:
-    known = machines(last.card)
-    if not known:
+    rates_of_cards = machines(last.card)
+    if not rates_of_cards:
         console.print("\nSeconds a step: verl-memopt calibrate measures this machine first (30 seconds).")
         return
     console.print("\nSeconds a step, estimated; rewards, checkpoints and exchanges between cards are not in it:")
-    for rates in known:
+    for rates in rates_of_cards:
         seconds = estimated(settings, last, found, rates)
-        parts = ", ".join(f"{phase} {_short(each)}" for phase, each in seconds.items())
+        parts = ", ".join(f"{phase} {_short(phase_seconds)}" for phase, phase_seconds in seconds.items())
         source = "measured rates" if rates.is_measured else "datasheet"
         console.print(f"  {rates.name:22} {_short(sum(seconds.values()))} ({parts}; {source})", soft_wrap=True)
 
@@ -100,7 +99,6 @@ GROUPS = {
 
 
 def print_findings(settings: Settings, found: Findings, line: CommandLine, console: Console) -> None:
-    """Print the bytes by phase and kind, the verdict, what would make it fit, and the most that fits."""
     verdict, roles, data = found.verdict, settings.actor_rollout_ref, settings.data
     devices = num_devices(settings)
     of = f"{devices} x " if devices > 1 else ""
@@ -117,8 +115,8 @@ def print_findings(settings: Settings, found: Findings, line: CommandLine, conso
         if has_critic(settings):
             console.print("PPO has a critic beside the policy. RLOO and GRPO have none: --config-name rloo_trainer.")
         return
-    said = {each.lstrip("+").partition("=")[0] for each in line.overrides}
-    files = [f"{key}=FILE" for key in ("data.train_files", "data.val_files") if key not in said and line.config_dir is None]
+    given = {override.lstrip("+").partition("=")[0] for override in line.overrides}
+    files = [f"{key}=FILE" for key in ("data.train_files", "data.val_files") if key not in given and line.config_dir is None]
     add = f"; add {' '.join(files)}" if files else ""
     console.print(f"\nThe whole command{add}:\n  {line.having(found.keys)}", soft_wrap=True)
     with_changes = "" if verdict.fits else " (with these settings)"
@@ -138,13 +136,12 @@ def print_findings(settings: Settings, found: Findings, line: CommandLine, conso
 
 
 def _sequences(step: Step, now: int) -> str:
-    """Return how many sequences a step may have, and why not more."""
     host = f"{step.host_bytes / KIB:,.0f} KiB or more of the driver's host"
     if not step.phase:
         return f"as many as the host can hold (now {now:,}); the longest takes {host}"
-    most = f"{step.sequences:,}{' or more' if step.is_all else ''}" if step.sequences else "unknown"
-    of_device = f"{step.sequence_bytes / KIB:,.0f} KiB of a device in {step.phase}"
-    return f"{most} (now {now:,}); the longest takes {of_device}, and {host}"
+    count = f"{step.sequences:,}{' or more' if step.is_all else ''}" if step.sequences else "unknown"
+    on_device = f"{step.sequence_bytes / KIB:,.0f} KiB of a device in {step.phase}"
+    return f"{count} (now {now:,}); the longest takes {on_device}, and {host}"
 
 
 def _print_peaks(verdict: Verdict, console: Console) -> None:
@@ -159,9 +156,9 @@ def _print_peaks(verdict: Verdict, console: Console) -> None:
         total = sum(kinds.values())
         marked = " *" if phase == peaks.binding else ""
         over = f"[red]{total / GIB:.2f}[/red]" if total > verdict.card.num_bytes else f"{total / GIB:.2f}"
-        table.add_row(phase + marked, *(f"{each / GIB:.2f}" if each else "" for each in groups), over)
+        table.add_row(phase + marked, *(f"{size / GIB:.2f}" if size else "" for size in groups), over)
     console.print(table)
-    host = ", ".join(f"{kind} {each / GIB:.1f}" for kind, each in peaks.host.items())
+    host = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in peaks.host.items())
     text = f"{peaks.host_bytes / GIB:.1f} GiB a process ({host})" if host else "nothing rests there"
     limit = "" if verdict.card.host_bytes is None else f", {verdict.processes} x of {verdict.card.host_bytes / GIB:.1f} GiB"
     console.print(f"* the binding phase. Host: {text}{limit}.")
@@ -185,10 +182,10 @@ def _print_changes(found: Findings, console: Console) -> None:
 
 
 def command(settings: Settings, card: Card, line: CommandLine, as_json_text: bool) -> int:
-    """Print what fits, and return the exit code: 0 where the run fits, else 1."""
     found = find_out(settings, card)
     if as_json_text:
         sys.stdout.write(json.dumps(as_json(settings, found, line), indent=2) + "\n")
     else:
         print_findings(settings, found, line, Console(highlight=False, width=max(Console().width, 110)))
+    # Scripts ask by the exit code whether the run fits.
     return 0 if found.verdict.fits else 1

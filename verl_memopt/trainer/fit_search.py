@@ -35,7 +35,7 @@ LONGEST = 2**20
 """Tokens of the longest response that is tried."""
 CANDIDATES = 3
 """Ways to fit that are compared by the seconds that they take."""
-OF_SHARE = {"init", "gen", "testing", "KV cache"}
+BOUND_BY_SHARE = {"init", "gen", "testing", "KV cache"}
 """Where the engine's share counts."""
 
 State = tuple[int, ...]
@@ -50,7 +50,7 @@ PLANS: tuple[Callable[[Level], bool], ...] = (
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that makes a run fit: the keys it sets, and what it saves at the highest peak."""
+    """One thing that makes a run fit: the keys that it sets, and what it saves at the highest peak."""
 
     name: str
     keys: Mapping[str, Any]
@@ -61,7 +61,6 @@ class Change:
 
     @property
     def cost(self) -> str:
-        """What the knob costs."""
         return knob_named(self.name).cost
 
 
@@ -83,8 +82,6 @@ class Step:
 
 @dataclass(frozen=True)
 class Findings:
-    """What ``verl-memopt fit`` found out about a run."""
-
     verdict: Verdict
     changes: tuple[Change, ...] = ()
     """What makes it fit, if it does not and can."""
@@ -101,20 +98,17 @@ class Findings:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """All keys of the changes."""
         return {key: value for change in self.changes for key, value in change.keys.items()}
 
     @property
     def fits(self) -> bool:
-        """Whether the run fits, with the changes at least."""
         return self.verdict.fits or (self.after is not None and self.after.fits)
 
 
 class Search:
-    """Tries the levers of some settings on a card."""
+    """Tries the levers of some settings on a card. ``levers``: None = all."""
 
     def __init__(self, settings: Settings, card: Card, levers: Sequence[Lever] | None = None) -> None:
-        """Begin with the settings as they are. ``levers``: None = all."""
         self._card = card
         self.settings = settings
         size = sizes_of_models(settings).policy
@@ -125,7 +119,7 @@ class Search:
         self._accepted: dict[State, bool] = {}
 
     def judged(self, keys: Mapping[str, Any]) -> Verdict | None:
-        """Return the verdict with other values of some keys; None where they are refused together."""
+        # The verdict with other values of some keys; None if the rules refuse the combination.
         with suppress(ConfigError):
             with silent():
                 settings = changed(self.settings, keys)
@@ -133,10 +127,11 @@ class Search:
         return None
 
     def changes(self, plans: Sequence[Callable[[Level], bool]] = PLANS) -> tuple[tuple[Change, ...], Verdict]:
-        """Return changes that make the run fit, of those found that take the least time, and the verdict with them.
+        """Return changes that make the run fit, and the verdict with them. Of those that were found, they take the least time.
 
-        None of them can be left out. If nothing is enough, those that help most are returned with their verdict. ``plans``: which
-        levels may be used, one plan after another.
+        None of them can be left out. If nothing is enough, those that help most are returned with their verdict.
+
+        ``plans``: which levels may be used, one plan after another.
         """
         closest = self.as_it_is
         if self.verdict(closest).fits:
@@ -154,38 +149,37 @@ class Search:
     # A state of the levers.
 
     def keys(self, state: State) -> dict[str, Any]:
-        """Return the keys that a state sets, which are not so yet."""
         merged: dict[str, Any] = {}
         for lever, level in zip(self.levers, state, strict=True):
             merged |= lever.levels[level].keys
+        # Keys that the run has already are left out.
         return {key: value for key, value in merged.items() if value_at(self.settings, key) != value}
 
     def verdict(self, state: State) -> Verdict:
-        """Return the verdict on a state, also on one that the rules refuse."""
+        # Also for a state that the rules refuse.
         if state not in self._verdicts:
             self._verdicts[state] = judge(replaced(self.settings, self.keys(state)), self._card)
         return self._verdicts[state]
 
     def accepts(self, state: State) -> bool:
-        """Return whether the rules accept a state."""
         if state not in self._accepted:
             self._accepted[state] = self.judged(self.keys(state)) is not None
         return self._accepted[state]
 
     def fitting(self, state: State) -> State | None:
-        """Return a state that fits, with another share of the card for the engine if need be; None where there is none."""
+        """Return a state that fits, if need be with another share of the card for the engine; None if there is none."""
         verdict = self.verdict(state)
         if verdict.fits:
             return state
-        if self._share is None or not verdict.too_much.keys() <= OF_SHARE:
+        if self._share is None or not verdict.too_much.keys() <= BOUND_BY_SHARE:
             return None
         shares = (_with(state, self._share, level) for level in range(len(self.levers[self._share].levels)))
-        return next((each for each in shares if self.verdict(each).fits), None)
+        return next((shared for shared in shares if self.verdict(shared).fits), None)
 
     # From the most that saves to the least that is needed.
 
     def _found(self, may: Callable[[Level], bool], closest: State) -> tuple[list[State], State]:
-        """Return the first states that fit, with the levels that may be used, and the closest to one that does not."""
+        # The first states that fit, with the levels that may be used, and the state that comes closest.
         found: list[State] = []
         levels = [[at for at, level in enumerate(lever.levels) if may(level)] for lever in self.levers]
         tried = [
@@ -204,7 +198,7 @@ class Search:
         return found, closest
 
     def _price(self, state: State) -> tuple[float, float]:
-        """Return what a state costs: how much it changes numbers, then the estimated seconds of a step."""
+        # What a state costs: how much it changes numbers, then the estimated seconds of a step.
         chosen = ((lever, lever.levels[level]) for lever, level in zip(self.levers, state, strict=True))
         lossy = sum(lever.cost for lever, level in chosen if level.changes_numbers)
         settings = replaced(self.settings, self.keys(state))
@@ -217,7 +211,7 @@ class Search:
         )
 
     def _settled(self, state: State) -> State | None:
-        """Return a state that fits and is accepted: levers that the rules refuse beside the choices go back."""
+        # A state that fits and is accepted: levers that the rules refuse beside the choices are taken back.
         if self.accepts(state):
             return state
         settled = tuple(level if lever.is_choice else 0 for lever, level in zip(self.levers, state, strict=True))
@@ -226,12 +220,12 @@ class Search:
         # Those that change numbers come last in the list, and save most.
         for at in reversed(range(len(state))):
             downwards = (_with(settled, at, level) for level in range(state[at], settled[at], -1))
-            settled = next((each for each in downwards if self.accepts(each)), settled)
+            settled = next((lower for lower in downwards if self.accepts(lower)), settled)
         fits = self.fitting(settled)
         return fits if fits is not None and self.accepts(fits) else None
 
     def _backed_off(self, state: State) -> State:
-        """Return a state in which each lever is as near to the run's own state as the others allow, those that cost most first.
+        """Bring each lever as near to the run's own state as the others allow, the most expensive ones first.
 
         A state that does not fit stays as close to one that does.
         """
@@ -259,18 +253,20 @@ class Search:
         before: State = ()
         while state != before:
             before = state
-            levels = [(at, each) for at, lever in enumerate(self.levers) for each, level in enumerate(lever.levels) if may(level)]
+            levels = [
+                (at, number) for at, lever in enumerate(self.levers) for number, level in enumerate(lever.levels) if may(level)
+            ]
             single = (_with(state, at, level) for at, level in levels)
-            closer = [each for each in single if not self._as_close(state, each)]
-            ranked = sorted(closer, key=lambda each: _missing(self.verdict(each)))
-            state = next((each for each in ranked if self.accepts(each)), state)
+            closer = [other for other in single if not self._as_close(state, other)]
+            ranked = sorted(closer, key=lambda other: _missing(self.verdict(other)))
+            state = next((other for other in ranked if self.accepts(other)), state)
         return state
 
     def _closest_accepted(self, state: State) -> State:
         settled = self.as_it_is
         for at in reversed(range(len(state))):
-            each = _with(settled, at, state[at])
-            settled = each if self.accepts(each) and self._as_close(each, settled) else settled
+            changed_state = _with(settled, at, state[at])
+            settled = changed_state if self.accepts(changed_state) and self._as_close(changed_state, settled) else settled
         return settled
 
     def _as_changes(self, state: State) -> Iterator[Change]:
@@ -287,7 +283,7 @@ class Search:
     # The most that fits.
 
     def longest_response(self, keys: Mapping[str, Any]) -> int:
-        """Return the tokens of the longest response that fits with some changes and the models' positions; 0 where none does."""
+        """Return the tokens of the longest response that fits with these changes and the models' positions; 0 if none fits."""
         prompt, rollout = self.settings.data.max_prompt_length, self.settings.actor_rollout_ref.rollout
         follows = rollout.max_model_len == longest_sample(self.settings)
 
@@ -296,21 +292,20 @@ class Search:
             if follows:
                 longer[f"{_AR}.rollout.max_model_len"] = prompt + response
             now = {key: keys.get(key, value_at(self.settings, key)) for key in BUDGETS}
-            least = {key: max(int(value), prompt + response) for key, value in now.items() if value is not None}
-            verdict = self.judged({**keys, **longer, **least})
+            raised = {key: max(int(value), prompt + response) for key, value in now.items() if value is not None}
+            verdict = self.judged({**keys, **longer, **raised})
             return verdict is not None and verdict.fits
 
         return _largest(fits, self.most_tokens)
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the longest response that is tried: the positions of the trained models are no fewer."""
         sizes = sizes_of_models(self.settings)
-        positions = [each.positions for each in (sizes.policy, sizes.critic) if each is not None and each.positions]
-        return max(min([LONGEST, *(each - self.settings.data.max_prompt_length for each in positions)]), 1)
+        positions = [size.positions for size in (sizes.policy, sizes.critic) if size is not None and size.positions]
+        return max(min([LONGEST, *(count - self.settings.data.max_prompt_length for count in positions)]), 1)
 
     def largest_budget(self, keys: Mapping[str, Any]) -> int:
-        """Return the tokens of the largest micro-batch of the update that fits with some changes; 0 where none does."""
+        """Return the tokens of the update's largest micro-batch that fits with these changes; 0 if none fits."""
 
         def fits(tokens: int) -> bool:
             verdict = self.judged({**keys, BUDGET: tokens})
@@ -320,7 +315,7 @@ class Search:
         return _largest(fits, rows * longest_sample(self.settings), longest_sample(self.settings))
 
     def largest_step(self, keys: Mapping[str, Any]) -> Step:
-        """Return the largest step that fits with some changes: a multiple of the present one, and at most :data:`MOST_STEPS`."""
+        """Return the largest step that fits with these changes: the present one, up to :data:`MOST_STEPS` times."""
         data, samples = self.settings.data, self.settings.actor_rollout_ref.rollout.n
         prompts = {key: value for key, value in ((PROMPTS, data.train_batch_size), (ROUND, data.gen_batch_size)) if value}
         mini = {MINI: self.settings.actor_rollout_ref.actor.ppo_mini_batch_size}
@@ -344,7 +339,7 @@ class Search:
 
 
 def _driver_bytes(settings: Settings) -> int:
-    """Return the bytes of the tensors of the longest sequence in the batch of a step."""
+    # Tensors of the longest sequence in the batch of a step.
     added = 2 + settings.actor_rollout_ref.rollout.calculate_log_probs  # old log-probs and advantages
     added += needs_reference(settings) + 2 * has_critic(settings)  # the reference's log-probs; values and returns
     return 8 * settings.data.max_prompt_length + (8 + 4 * added) * settings.data.max_response_length
@@ -355,19 +350,19 @@ def _with(state: State, at: int, level: int) -> State:
 
 
 def _missing(verdict: Verdict) -> float:
-    """Return how far a verdict is from one that fits."""
     over = dict(verdict.too_much)
     cache_tokens = over.pop("KV cache", 0)
+    # A missing token of the cache counts as 128 KiB, to compare it with bytes.
     return sum(over.values()) + cache_tokens * 2**17
 
 
-def _largest(fits: Callable[[int], bool], most: int, least: int = 1) -> int:
-    """Return the largest number that fits, to one part in 64, by bisection; 0 where ``least`` does not."""
-    if not fits(least):
+def _largest(fits: Callable[[int], bool], largest: int, smallest: int = 1) -> int:
+    """Return the largest number that fits, to one part in 64, by bisection; 0 if ``smallest`` does not."""
+    if not fits(smallest):
         return 0
-    if fits(most):
-        return most
-    low, high = least, most
+    if fits(largest):
+        return largest
+    low, high = smallest, largest
     while high - low > max(low // 64, 1):
         middle = (low + high) // 2 if high < 4 * low else min(2 * low, high - 1)
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -376,7 +371,7 @@ def _largest(fits: Callable[[int], bool], most: int, least: int = 1) -> int:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Log nothing below an error: settings that are only tried need no warnings."""
+    # Settings that are only tried need no warnings.
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -386,7 +381,6 @@ def silent() -> Iterator[None]:
 
 
 def find_out(settings: Settings, card: Card) -> Findings:
-    """Return the verdict on a run, what would make it fit, and what is the most that fits."""
     search = Search(settings, card)
     verdict = judge(settings, card)
     changes, after = ((), None) if verdict.fits else search.changes()
@@ -394,15 +388,15 @@ def find_out(settings: Settings, card: Card) -> Findings:
     if not found.fits:
         return found
     keys = found.keys
-    most, budget = search.most_tokens, search.largest_budget(keys)
+    most_tokens, budget = search.most_tokens, search.largest_budget(keys)
     step = search.largest_step(keys)
-    return dataclasses.replace(found, response=search.longest_response(keys), most=most, budget=budget, step=step)
+    return dataclasses.replace(found, response=search.longest_response(keys), most=most_tokens, budget=budget, step=step)
 
 
 def refuse_what_cannot_fit(settings: Settings) -> None:
     """Refuse a run whose weights, gradients and optimizer state alone are too large for ``memory.card_gb``.
 
-    A model of which nothing is on this machine yet is not looked at.
+    A model that is not on this machine yet is not checked.
 
     Raises:
         ConfigError: It cannot fit. The message says what would make it fit.
@@ -420,7 +414,7 @@ def refuse_what_cannot_fit(settings: Settings) -> None:
     out = "No setting makes it fit: take a smaller model, or more or larger cards."
     if after.fits:
         out = f"It fits with {way}."
-    parts = ", ".join(f"{kind} {each / GIB:.1f}" for kind in CERTAIN if (each := peaks.phases[phase].get(kind, 0)))
+    parts = ", ".join(f"{kind} {size / GIB:.1f}" for kind in CERTAIN if (size := peaks.phases[phase].get(kind, 0)))
     raise ConfigError(
         f"memory.card_gb={gigabytes:g}, {_AR}.model.path={settings.actor_rollout_ref.model.path}: {phase} needs at least "
         f"{peaks.least[phase] / GIB:.1f} GiB of {card.num_bytes / GIB:.1f} ({parts}). {out} Set memory.card_gb=null to start it "

@@ -44,7 +44,7 @@ class GroupFilter:
     """Fills a step with groups whose responses differ in a metric. Source: DAPO, arXiv 2503.14476.
 
     Attributes:
-        max_rounds: Rounds of generation after which a step that is not full is an error; 0 for no limit.
+        max_rounds: Rounds of generation after which a step that is not full is an error; 0 = no limit.
     """
 
     num_prompts: int
@@ -55,7 +55,7 @@ class GroupFilter:
     def fill(self, scored: Callable[[int], StepBatch], step: int) -> tuple[Kept, dict[str, float]]:
         """Return the first ``num_prompts`` groups with a signal, and how many rounds they took.
 
-        ``scored``: Returns the scored answers of one round. It gets the number of rounds before it.
+        ``scored``: returns the scored answers of one round, given the number of rounds before it.
 
         Raises:
             TrainingError: The limit of rounds is reached before the step is full.
@@ -92,7 +92,7 @@ class GroupFilter:
         return joined(rounds), metrics
 
     def values(self, batch: StepBatch) -> Tensor:
-        """Return the metric of each row, fp32 [B], NaN for a row whose reward function failed.
+        """Return the metric of each row, fp32 [B]; NaN for a row whose reward function failed.
 
         Raises:
             RewardError: A result does not have the metric.
@@ -115,10 +115,10 @@ class GroupFilter:
 
 
 def select(batch: StepBatch, prompts: Sequence[int], samples: int) -> Kept:
-    """Return some prompts of a scored round with their answers. What the prefix cache saved is shared out by prompt tokens."""
     rows = [prompt * samples + sample for prompt in prompts for sample in range(samples)]
     answers, generation = batch.answers, batch.answers.generation
     prompt_ids = [answers.prompt_ids[row] for row in rows]
+    # What the prefix cache saved is counted per round, so it is shared out by prompt tokens.
     share = sum(map(len, prompt_ids)) / max(sum(map(len, answers.prompt_ids)), 1)
     kept = Generation(
         response_ids=[generation.response_ids[row] for row in rows],
@@ -135,7 +135,6 @@ def select(batch: StepBatch, prompts: Sequence[int], samples: int) -> Kept:
 
 
 def joined(rounds: Sequence[Kept]) -> Kept:
-    """Return what all rounds kept, as one round."""
     prompts, answers = [kept.prompts for kept in rounds], join_answers([kept.answers for kept in rounds])
     every = StepPrompts(
         [row for part in prompts for row in part.prompts],
@@ -150,18 +149,17 @@ def joined(rounds: Sequence[Kept]) -> Kept:
 
 
 def draw_rows(batch: StepBatch, settings: PfPpo, seed: int) -> None:
-    """Draw the rows of the update from a scored batch, and add the share of rows that were drawn."""
     batch.drawn = drawn_rows(batch.scores, settings, seed)
     batch.metrics["pf_ppo/drawn_rows_share"] = len(set(batch.drawn)) / len(batch.drawn)
 
 
 def drawn_rows(scores: Tensor, settings: PfPpo, seed: int) -> list[int]:
-    """Return the rows that take the places of a batch, drawn by their weight. A row may be drawn several times or never.
+    """Draw the rows of a batch by their weight, with replacement. A row may be drawn several times or never.
 
     Rows without a score are not drawn. Without any score the rows stay as they are.
 
-    ``scores``: fp32 [B], as the reward function returned them; NaN where no score applies. ``seed``: Of the draw. It is made on
-    the driver, so that it does not depend on ranks.
+    ``scores``: fp32 [B], as the reward function returned them; NaN if there is none. ``seed``: of the draw, which is made on the
+    driver, so that it does not depend on ranks.
     """
     valid = ~scores.isnan()
     if not valid.any():

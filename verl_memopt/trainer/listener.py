@@ -48,9 +48,9 @@ Listener = Callable[[Progress], None]
 
 
 def at_steps(on_step: Listener) -> Listener:
-    """Return the listener that calls a function after each step, when everything of it is logged.
+    """Return the listener that calls a function after each step, when everything about the step is logged.
 
-    By then its validation is past, so what it wishes of ``validate`` holds for the next step.
+    By then the step's validation is over, so if the function sets ``validate``, the next step is validated.
     """
     validates_next = False
 
@@ -69,8 +69,8 @@ class EarlyStopping:
     """An ``on_step`` that ends a run whose validation no longer gets better.
 
     Args:
-        metric: A metric of the validation, such as ``val-core/openai/gsm8k/reward/mean@1``. More is better; with ``min:`` before
-            it, less.
+        metric: A metric of the validation, such as ``val-core/openai/gsm8k/reward/mean@1``. More is better; with ``min:`` in
+            front, less is.
         patience: Validations without a better value after which the run ends.
         min_delta: A value must be better by more than this.
     """
@@ -83,10 +83,9 @@ class EarlyStopping:
         self.best, self.without = -math.inf, 0
 
     def __call__(self, progress: Progress) -> None:
-        """Look at a step. One without a validation says nothing."""
         if self.name not in progress.metrics:
-            if known := [name for name in progress.metrics if name.startswith("val")]:
-                raise ConfigError(f"metric={self.name}: the validation has no such metric. It has {', '.join(known)}.")
+            if names := [name for name in progress.metrics if name.startswith("val")]:
+                raise ConfigError(f"metric={self.name}: the validation has no such metric. It has {', '.join(names)}.")
             return
         value = self.sign * progress.metrics[self.name]
         better = value > self.best + self.min_delta

@@ -76,7 +76,7 @@ class RunState:
     """What a checkpoint holds: the trained roles in the workers, and the state of the driver.
 
     Attributes:
-        further: Further parts of the driver with a state, by name.
+        further: Further parts of the driver that have a state, by name.
     """
 
     context: RunContext
@@ -87,7 +87,7 @@ class RunState:
     def save(self, step: int, score: float | None = None) -> Path:
         """Write the checkpoint of a step, and return its folder. Earlier ones stay until this one is whole.
 
-        ``score`` is the validation score of the step; None without a validation.
+        ``score``: validation score of the step; None without a validation.
 
         Raises:
             CheckpointError: A file cannot be written.
@@ -106,10 +106,10 @@ class RunState:
         except CheckpointError as error:
             raise store.failed(step, str(error)) from error
         with self.workers.clock.phase("save_checkpoint"):
-            return store.commit(step, self.of_driver(step), self.workers.world_size, records, score)
+            return store.commit(step, self.driver_state(step), self.workers.world_size, records, score)
 
     def load(self, checkpoint: Checkpoint, say: Callable[[str], None]) -> None:
-        """Load a checkpoint, but for the position in the data. ``say`` gets what the user should know.
+        """Load a checkpoint, except the position in the data. ``say`` gets what the user should know.
 
         Raises:
             UnreadableCheckpointError: The checkpoint cannot be loaded.
@@ -132,12 +132,11 @@ class RunState:
     def call(
         self, part: SavedRole, phase: str, method: Callable[..., Returned], folder: Path, contents: Sequence[str]
     ) -> Pending[list[Returned]]:
-        """Begin to save or load a role in the workers that have it."""
         workers = self.workers.of(part.folder)
         return workers.begin(phase, method, [(str(folder / part.folder), list(contents))] * workers.world_size)
 
     def parts(self) -> list[SavedRole]:
-        """Return the roles whose weights change, each of which has a part of every checkpoint."""
+        # The roles whose weights change; each has a part of every checkpoint.
         critic = self.context.worker_plan.critic
         parts = [SavedRole("actor", Worker.save, Worker.load, self.context.settings.actor_rollout_ref.actor.checkpoint)]
         if critic is not None:
@@ -147,15 +146,13 @@ class RunState:
         return parts
 
     def stateful(self) -> dict[str, Any]:
-        """Return the parts of the driver whose state a checkpoint keeps, by name."""
         sync = self.learner.reference_sync  # None where the reference keeps its weights
         parts = {"kl_control": self.learner.kl_control, **self.further}
         entropy = self.learner.policy.policy_update.entropy  # None where its weight stays as it is
         optional = {"reference_sync": sync, "entropy_control": entropy}
         return parts | {name: part for name, part in optional.items() if part is not None}
 
-    def of_driver(self, step: int) -> dict[str, Any]:
-        """Return the state of the driver after a step."""
+    def driver_state(self, step: int) -> dict[str, Any]:
         return {
             "step": step,
             "seed": self.context.settings.data.seed,
@@ -170,13 +167,13 @@ class RunState:
         }
 
     def dtypes(self) -> dict[str, str]:
-        """Return the dtype of the folder that each trained model started from, by role."""
+        # Of the folder that each model started from: an export writes this dtype.
         environment, critic = self.context.environment, self.context.worker_plan.critic
         actor = saved_dtype(environment.folder, self.context.settings.actor_rollout_ref.actor.fsdp_config)
         if critic is None or environment.critic_folder is None:
             return {"actor": dtype_name(actor)}
-        of_critic = saved_dtype(environment.critic_folder, critic.model.fsdp_config)
-        return {"actor": dtype_name(actor), "critic": dtype_name(of_critic)}
+        critic_dtype = saved_dtype(environment.critic_folder, critic.model.fsdp_config)
+        return {"actor": dtype_name(actor), "critic": dtype_name(critic_dtype)}
 
 
 class Trainer:
@@ -191,7 +188,6 @@ class Trainer:
         interrupts: Interrupts,
         listener: Listener | None = None,
     ) -> None:
-        """Build the learner and the validator. ``listener`` hears of each step, and may stop the run."""
         self.context = context
         self.settings = context.settings.trainer
         self.workers = workers
@@ -212,9 +208,9 @@ class Trainer:
         self.stop_file = StopFile(context.environment.run_dir / STOP_FILE)
         actor, critic = context.settings.actor_rollout_ref.actor, context.worker_plan.critic
         size = context.settings.data.train_batch_size
-        of_critic = None if critic is None else Updates(CRITIC, critic.optim.lr, role_updates(critic, size))
-        of_actor = Updates(ACTOR, actor.optim.lr, role_updates(actor, size))
-        self.guard = UpdateGuard(self.settings.max_skipped_steps, context.store, of_actor, of_critic)
+        critic_updates = None if critic is None else Updates(CRITIC, critic.optim.lr, role_updates(critic, size))
+        actor_updates = Updates(ACTOR, actor.optim.lr, role_updates(actor, size))
+        self.guard = UpdateGuard(self.settings.max_skipped_steps, context.store, actor_updates, critic_updates)
         self.health = Health(validates=self.validator is not None and self.settings.test_freq > 0)
         self.state = RunState(context, workers, self.learner, {"guard": self.guard, "health": self.health})
         self.step = 0
@@ -254,7 +250,6 @@ class Trainer:
         self.tell("end")
 
     def _train(self) -> None:
-        """Take the steps, and leave the model."""
         self.reporter.is_complete = self.saved_step > 0 and self.step >= self.context.total_steps
         self.stop_file.remove()
         self.interrupts.begin_steps(self.settings.stop_deadline_seconds, self.write_stop_file)
@@ -279,7 +274,6 @@ class Trainer:
             self.save_models()
 
     def one_step(self, step: int) -> None:
-        """Run one step, and validate, log and save it as the settings say."""
         self.track(step)
         self.weights_changed = False
         self.tell("step_begin", step=step)
@@ -317,7 +311,7 @@ class Trainer:
         validation: Validation | None = None,
         step: int | None = None,
     ) -> Progress:
-        """Let the listener hear of a moment, and return what it asks for. ``step``: None = that of the last whole step."""
+        # Tell the listener of a moment, and return what it asks for. ``step``: None = the last whole step.
         done = self.step if step is None else step
         progress = Progress(moment, done, self.context.total_steps, metrics or {}, result, validation)
         if self.listener is not None:
@@ -335,7 +329,7 @@ class Trainer:
         """Abandon the step if a stop was requested and the update would leave no time to save.
 
         Raises:
-            Stopped: the step is abandoned.
+            Stopped: The step is abandoned.
         """
         # No time is known where nothing validates.
         validation = self.validation_seconds if self.due(self.settings.test_freq, self.step + 1) else 0.0
@@ -345,19 +339,17 @@ class Trainer:
         self.update_began = time.monotonic()
 
     def write_stop_file(self, moment: float) -> None:
-        """Write for the workers when to abandon a rollout, in seconds since the epoch."""
+        # `moment` is in seconds since the epoch, because workers on other machines read it.
         try:
             self.stop_file.write(moment)
         except OSError as error:
             logger.warning("a rollout cannot be abandoned, because the stop file cannot be written: %s", error)
 
     def note_saved(self) -> None:
-        """Note where a new start would resume, for the message of a stop."""
         if self.saved_step:
             self.interrupts.last_saved = f"The last whole checkpoint is that of step {self.saved_step}; a new start resumes there"
 
     def due(self, every: int, step: int) -> bool:
-        """Return whether something that is done every ``every`` steps, and after the last, is due."""
         return every > 0 and (step % every == 0 or step == self.context.total_steps)
 
     def judge(self, result: StepResult, validation: Validation | None) -> None:
@@ -374,16 +366,15 @@ class Trainer:
         self.guard.watch(self.step, result.metrics, sound=not self.health.collapsed)
 
     def judge_validation(self, validation: Validation) -> None:
-        """Warn once of a validation that is worse than the first one."""
         samples = self.context.settings.actor_rollout_ref.rollout.val_kwargs.n
         scores = [answer.score for _, results in validation.answers for answer in results]
         self.reporter.warn(self.step, self.health.validation(self.step, scores, samples))
 
     def validation(self, step: int, wanted: bool = False) -> Validation | None:
-        """Validate if it is due after this step, or wanted, and return the result.
+        """Validate if that is due after this step, or wanted, and return the result.
 
         Raises:
-            ConfigError: It is wanted, and there are no rows for it.
+            ConfigError: It is wanted, and there are no held-out rows.
         """
         if wanted and self.validator is None:
             raise ConfigError("validate: the run has no held-out rows. Set data.val_files (eval_dataset from Python).")
@@ -395,7 +386,7 @@ class Trainer:
         return validation
 
     def track(self, step: int) -> None:
-        """Decide whether the bytes of a step are tracked on a CPU, and tell reward functions where the run is."""
+        # Only a CPU is tracked: a GPU's allocator counts every step anyway.
         if self.runner is not None:
             self.runner.trainer_state = {"global_step": max(step - 1, 0), "max_steps": self.context.total_steps}
         every = self.settings.track_memory_every_steps
@@ -420,7 +411,6 @@ class Trainer:
         self.reporter.say(f"resumed from {checkpoint.folder} (step {checkpoint.step} of {self.context.total_steps})")
 
     def save(self) -> None:
-        """Save the present step, and note how long it took. Earlier checkpoints stay until this one is whole."""
         step, began = self.step, time.monotonic()
         self.state.save(step, self.score)
         self.saved_step = step
@@ -430,10 +420,10 @@ class Trainer:
         self.tell("saved")
 
     def score_of(self, validation: Validation) -> float | None:
-        """Return what ranks the checkpoint of a validation.
+        """Return the number by which the checkpoint of a validation is ranked.
 
         Raises:
-            ConfigError: ``trainer.keep_best_checkpoint`` names no metric of it.
+            ConfigError: The validation does not have the metric that ``trainer.keep_best_checkpoint`` names.
         """
         metric = self.settings.keep_best_checkpoint
         if metric is None:
@@ -447,10 +437,10 @@ class Trainer:
         return validation.metrics[name]
 
     def save_models(self) -> None:
-        """Write the policy to ``model/``, and that of the best checkpoint to ``model_best/``, as other programs load them.
+        """Write the policy to ``model/``, and that of the best checkpoint to ``model_best/``, for other programs.
 
         Raises:
-            CheckpointError: The disk refuses. The checkpoints are as they were.
+            CheckpointError: The disk refuses. The checkpoints stay as they are.
         """
         try:
             self._save_models()
@@ -483,7 +473,7 @@ def start_rewards(custom: CustomReward, reward_model: RewardModel, run_dir: Path
     """Start the reward processes, wait until each has loaded its function, and end them with the body.
 
     Raises:
-        RewardError: the function cannot be loaded, or the sandbox service does not answer.
+        RewardError: The function cannot be loaded, or the sandbox service does not answer.
     """
     workers, manager, concurrent = reward_model.num_workers, reward_model.reward_manager, reward_model.max_concurrent
     sandbox = None  # the service that runs programs for the rules
@@ -501,7 +491,7 @@ def start_rewards(custom: CustomReward, reward_model: RewardModel, run_dir: Path
 def start_workers(context: RunContext, clock: PhaseClock, begun: RayGroup | None = None) -> Iterator[TimedGroup]:
     """Start the run's workers, with their start and every call as phases of ``clock``. However the body ends, none is left.
 
-    ``begun`` is a Ray group that waits for its workers; None starts one where the settings ask for it.
+    ``begun``: a Ray group that waits for its workers; None = start one if the settings ask for it.
     """
     with limited_threads(context.environment.num_devices), _started(context, clock, begun) as workers:
         yield workers
@@ -530,8 +520,8 @@ def _started(context: RunContext, clock: PhaseClock, begun: RayGroup | None) -> 
         if timeline is not None and isinstance(group, RayGroup):
             group.write_timeline(timeline)
         # shutdown kills workers, which would leave the shared memory of their engines behind.
-        for each in (group, *pools.values()):
-            each.all("close")
+        for workers in (group, *pools.values()):
+            workers.all("close")
     finally:
         group.shutdown()
 

@@ -31,7 +31,7 @@ class Budget:
     """The size of a micro-batch in one pass.
 
     Attributes:
-        by_tokens: Limit the tokens of a micro-batch, else its rows.
+        by_tokens: Limit the tokens of a micro-batch; False = its rows.
         max_tokens: Hard limit for a rank.
         rows: Rows of a micro-batch, without ``by_tokens``.
         key: Setting that errors name.
@@ -48,7 +48,7 @@ class Budget:
 
     @property
     def limit(self) -> int:
-        """Most tokens of a micro-batch, over the ranks that share it."""
+        # Most tokens of a micro-batch, summed over the ranks that share it.
         return self.max_tokens * self.ranks
 
     def learning(self, adaptive: bool | None) -> Budget:
@@ -56,7 +56,7 @@ class Budget:
         return replace(self, learned=LearnedBudget(self.limit)) if adaptive and self.by_tokens else self
 
     def shares(self, world_size: int) -> int:
-        """Return how many groups of ranks share a batch. Each has rows of its own."""
+        # How many groups of ranks share a batch. Each group has rows of its own.
         assert world_size % self.ranks == 0, (world_size, self.ranks)
         return world_size // self.ranks
 
@@ -91,7 +91,6 @@ class Budget:
 
 
 def budgets(roles: ActorRolloutRef) -> tuple[Budget, Budget, Budget]:
-    """Return the budgets of the update, of the pass for old log-probs and of the reference pass."""
     actor, ranks = roles.actor, roles.actor.fsdp_config.sequence_ranks
     tokens, rows = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
     key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
@@ -107,7 +106,6 @@ def _log_prob_budget(role: Rollout | Ref, name: str, ranks: int) -> Budget:
 
 
 def critic_budgets(critic: Critic) -> tuple[Budget, Budget]:
-    """Return the budgets of the critic's update and of the values pass."""
     by_tokens, ranks = bool(critic.use_dynamic_bsz), critic.model.fsdp_config.sequence_ranks
     tokens, rows = critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu
     update = Budget(by_tokens, tokens, rows, "critic.ppo_max_token_len_per_gpu", ranks=ranks)
@@ -117,7 +115,6 @@ def critic_budgets(critic: Critic) -> tuple[Budget, Budget]:
 
 
 def adaptive_phases(settings: Settings) -> tuple[str, ...]:
-    """Return the phases whose token budget learns from measured peaks."""
     roles, critic, rewards = settings.actor_rollout_ref, settings.critic, settings.reward_model
     adaptive = {
         "update_actor": roles.actor.adaptive_token_budget and roles.actor.use_dynamic_bsz,
@@ -131,7 +128,7 @@ def adaptive_phases(settings: Settings) -> tuple[str, ...]:
 
 
 def update_gives_old_log_probs(actor: Actor, train_batch_size: int, algorithm: Algorithm) -> bool:
-    """Return whether the forward of the only optimizer step computes the old log-probs, so that they need no own pass."""
+    """Return whether the forward of the only optimizer step gives the old log-probs, so that no pass for them is needed."""
     once = actor.ppo_epochs == 1 and train_batch_size == actor.ppo_mini_batch_size
     read_before = algorithm.use_kl_in_reward or algorithm.use_pf_ppo or corrects_before_update(algorithm.rollout_correction)
     read_before |= reads_entropy(actor, algorithm) or LOSSES[actor.policy_loss.loss_mode].selects is not None
@@ -140,12 +137,12 @@ def update_gives_old_log_probs(actor: Actor, train_batch_size: int, algorithm: A
 
 
 def reads_entropy(actor: Actor, algorithm: Algorithm) -> bool:
-    """Return whether the pass for old log-probs computes the entropy of each token."""
+    # It is the pass for old log-probs that computes the entropy.
     return actor.calculate_entropy or algorithm.top_entropy_quantile < 1
 
 
 def mini_batch_rows(num_prompts: int, samples: int, prompts_per_mini: int, shuffle_seed: int | None) -> list[list[int]]:
-    """Return the rows of each mini-batch. The rows of a group stay together."""
+    # The rows of each mini-batch. The rows of a group stay together.
     order = list(range(num_prompts))
     if shuffle_seed is not None:
         random.Random(shuffle_seed).shuffle(order)
@@ -154,12 +151,15 @@ def mini_batch_rows(num_prompts: int, samples: int, prompts_per_mini: int, shuff
 
 
 def rows_per_rank(tokens: RowTokens, rows: Sequence[int], world_size: int, even_out: bool) -> list[list[int]]:
-    """Return the rows of each rank. With groups of one size no rank has more than one row more than another; it may have none.
+    """Return the rows of each rank. If all groups have one size, the ranks differ by at most one row; a rank may have none.
 
-    Each rank gets as many whole groups as any other. Of the groups that are left over, each gets a part.
+    Each rank gets the same number of whole groups. Of the remaining groups, each rank gets a part.
 
-    ``tokens``: Tokens of every row of the batch. ``rows``: The rows to distribute: whole groups, one after another. ``even_out``:
-    Give each rank about the same number of tokens, else rows as they stand.
+    Args:
+        tokens: Tokens of every row of the batch.
+        rows: The rows to distribute: whole groups, one after another.
+        world_size: Ranks.
+        even_out: Give each rank about the same number of tokens. False = neighbouring rows.
     """
     if world_size == 1:
         return [list(rows)]
@@ -183,7 +183,7 @@ def rows_per_rank(tokens: RowTokens, rows: Sequence[int], world_size: int, even_
 
 
 def _in_parts(rows: Sequence[int], count: int) -> list[list[int]]:
-    """Return so many parts of neighbouring rows. They differ by at most one row."""
+    # Parts of neighbouring rows, which differ by at most one row.
     bounds = [len(rows) * part // count for part in range(count + 1)]
     return [list(rows[first:last]) for first, last in pairwise(bounds)]
 
@@ -191,7 +191,7 @@ def _in_parts(rows: Sequence[int], count: int) -> list[list[int]]:
 def uneven_shares(tokens: RowTokens, world_size: int) -> list[list[int]]:
     """Return the rows of each rank, any number on each, with about the same tokens. A rank may have none.
 
-    Rows of a group stay together where there are enough groups.
+    Rows of a group stay together if there are enough groups.
     """
     families = tokens.families()
     units = split_to_count(families, max(world_size, len(families)), tokens.each())
@@ -206,7 +206,7 @@ def uneven_shares(tokens: RowTokens, world_size: int) -> list[list[int]]:
 
 
 def cut_ranks(tokens_per_rank: Sequence[RowTokens], names: Sequence[Sequence[str]], budget: Budget) -> Sequence[list[list[int]]]:
-    """Return the micro-batches of each rank, which are :func:`alike`, since the collectives of all ranks must match.
+    """Return the micro-batches of each rank. They are :func:`alike`, since the collectives of all ranks must match.
 
     Raises:
         ConfigError: One row alone is over the limit.
@@ -238,11 +238,11 @@ class MiniBatchCutter:
     balance: bool
 
     def cut(self, batch: RolloutBatch, names: Sequence[str], step: int, prepare: Prepare | None = None) -> list[list[MiniBatch]]:
-        """Return for each rank its shares of the mini-batches, in the order of the optimizer steps.
+        """Return each rank's shares of the mini-batches, in the order of the optimizer steps.
 
-        Ranks that share the tokens of their micro-batches count as one, here and below: the budget says how many do.
+        Ranks that share the tokens of their micro-batches count as one, here and below; the budget says how many do.
 
-        ``prepare``: Adds to the batch what depends on a mini-batch; None = nothing does.
+        ``prepare``: adds to the batch what depends on a mini-batch; None = nothing does.
         """
         mini_batches = []
         for index, rows in enumerate(self.mini_batch_rows(batch, step)):
@@ -251,9 +251,9 @@ class MiniBatchCutter:
         return [list(shares) for shares in zip(*mini_batches, strict=True)]
 
     def share_metrics(self, batch: RolloutBatch) -> dict[str, float]:
-        """Return how even the tokens of a step lie on the ranks, as ``global_seqlen/*``; nothing for one rank.
+        """Measure how evenly the tokens of a step are spread over ranks, as ``global_seqlen/*``; nothing for one rank.
 
-        ``min``, ``max`` and ``minmax_diff`` are of neighbouring rows on each rank, ``balanced_*`` of the rows that it gets.
+        ``min``, ``max`` and ``minmax_diff`` are for neighbouring rows on each rank, ``balanced_*`` for the rows that it gets.
         Tokens that rows share count once. The names are verl's.
         """
         tokens, ranks = batch.row_tokens(), self.budget.shares(self.world_size)
@@ -270,12 +270,10 @@ class MiniBatchCutter:
         return {f"global_seqlen/{name}": float(value) for name, value in found.items()}
 
     def learn(self, per_rank: Sequence[Sequence[MiniBatch]], figures: PassFigures) -> None:
-        """Let the budget learn from an update, if it learns."""
         cut = ((mini.batch.row_tokens(), mini.micro_batches) for minis in per_rank for mini in minis)
         self.budget.learn(cut, figures)
 
     def mini_batch_rows(self, batch: RolloutBatch, step: int) -> list[list[int]]:
-        """Return the rows of each mini-batch, over all passes over the batch."""
         role, rows = self.role, []
         assert role.ppo_epochs is not None, "follows the actor's"
         assert role.ppo_mini_batch_size is not None, "follows the actor's"
@@ -285,15 +283,13 @@ class MiniBatchCutter:
         return rows
 
     def seed(self, step: int, index: int) -> int:
-        """Return the seed of what is drawn for one part of a training step. Every start of a run draws alike."""
+        # From step and index alone, so that every start of a run draws the same.
         return self.role.data_loader_seed * 1_000_003 + step * 1_009 + index
 
     def shares(self, batch: RolloutBatch, rows: Sequence[int]) -> list[list[int]]:
-        """Return each rank's rows of a mini-batch."""
         return rows_per_rank(batch.row_tokens(), rows, self.budget.shares(self.world_size), self.balance)
 
     def mini_batches(self, batch: RolloutBatch, rows: Sequence[int], names: Sequence[str]) -> list[MiniBatch]:
-        """Return each rank's share of one mini-batch, which has these rows."""
         tokens, sizes = batch.row_tokens(), batch.kept_sizes()
         # At least one token, because the loss of a mini-batch without any would be 0 / 0.
         counts = GlobalCounts(tokens=float(max(sum(sizes[row] for row in rows), 1)), sequences=float(len(rows)))
@@ -303,7 +299,7 @@ class MiniBatchCutter:
 
 
 def role_updates(role: Actor | Critic, train_batch_size: int) -> int:
-    """Return the optimizer steps that a role takes in one training step: ``ppo_epochs`` passes over its mini-batches."""
+    """Return the optimizer steps of a role per training step: ``ppo_epochs`` passes over its mini-batches."""
     assert role.ppo_mini_batch_size is not None, "follows the actor's"
     assert role.ppo_epochs is not None, "follows the actor's"
     return train_batch_size // role.ppo_mini_batch_size * role.ppo_epochs
@@ -318,8 +314,6 @@ SEEDS = 2**63
 
 @dataclass(frozen=True)
 class PolicyUpdate:
-    """Plans the optimizer steps of a training step, and reads their results."""
-
     cutter: MiniBatchCutter
     actor: Actor
     store: CheckpointStore
@@ -327,7 +321,7 @@ class PolicyUpdate:
     """Adapts the weight of the entropy bonus; None where it stays as it is."""
 
     def cut(self, batch: RolloutBatch, names: Sequence[str], step: int) -> list[list[MiniBatch]]:
-        """Return what :meth:`MiniBatchCutter.cut` returns, with the tokens that a loss selects, and an adapted weight."""
+        """Like :meth:`MiniBatchCutter.cut`, with the tokens that a loss selects and an adapted entropy weight."""
         per_rank = self.cutter.cut(batch, names, step, lambda rows, seed: with_selection(batch, rows, self.actor, seed))
         if self.entropy is None:
             return per_rank
@@ -335,7 +329,7 @@ class PolicyUpdate:
         return [[replace(mini, counts=replace(mini.counts, entropy_coeff=weight)) for mini in minis] for minis in per_rank]
 
     def entropy_weight(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Adapt the weight of the entropy bonus to the metrics of an update, and return it as a metric, if there is a bonus."""
+        """Adapt the weight of the entropy bonus to the update's metrics; return it as a metric, if there is a bonus."""
         if self.entropy is not None:
             self.entropy.update(metrics["actor/entropy"])
         weight = self.actor.entropy_coeff if self.entropy is None else self.entropy.weight
@@ -354,7 +348,7 @@ class PolicyUpdate:
 
 
 def with_selection(batch: RolloutBatch, rows: Sequence[int], actor: Actor, seed: int) -> RolloutBatch:
-    """Return the batch with what the loss of one mini-batch reads besides: the tokens that it acts on, or engine log-probs.
+    """Return the batch with what the loss of one mini-batch reads besides: the tokens that it acts on, or the engine's log-probs.
 
     The tokens are chosen here, from the whole mini-batch, so that they depend neither on micro-batches nor on ranks.
     """
@@ -377,7 +371,7 @@ def with_selection(batch: RolloutBatch, rows: Sequence[int], actor: Actor, seed:
 
 
 def global_metrics(per_rank: Sequence[dict[str, float]], role: Role) -> dict[str, float]:
-    """Return the metrics of a role's update over all ranks: the sum of the ranks' shares, and once what every rank knows."""
+    """Combine a role's update metrics over ranks: sum the shares, and take once what is equal on all ranks."""
     assert len({metrics[role.skipped] for metrics in per_rank}) == 1, [metrics[role.skipped] for metrics in per_rank]
     first = per_rank[0]
     return {name: first[name] if name in role.same_on_all_ranks else sum(metrics[name] for metrics in per_rank) for name in first}
@@ -386,7 +380,7 @@ def global_metrics(per_rank: Sequence[dict[str, float]], role: Role) -> dict[str
 def update_metrics(
     per_rank: Sequence[dict[str, float]], role: Role, step: int, lr: float, store: CheckpointStore
 ) -> dict[str, float]:
-    """Return what :func:`global_metrics` returns, but for the count of partial updates: one of these stops the run.
+    """Like :func:`global_metrics`, without the count of partial updates: one of these stops the run.
 
     Raises:
         TrainingError: A skipped update had already changed some weights.

@@ -40,14 +40,13 @@ logger = logging.getLogger(__name__)
 
 
 def mode_of(settings: Settings) -> DebugMode:
-    """Return what the run's debug mode runs. A supervised run has no engine, and scores nothing."""
+    # A supervised run has no engine, and scores nothing.
     mode = MODES[settings.debug.mode]
     is_supervised = settings.algorithm.adv_estimator == SFT
     return replace(mode, has_engine=False, scores=False, supervised=True) if is_supervised else mode
 
 
 def debug_settings(settings: Settings) -> Settings:
-    """Return the settings with those that the debug mode decides, and log each that changes."""
     decided = mode_settings(settings.debug.mode)
     if settings.debug.mode == "deterministic" and settings.data.seed is None:
         decided["data.seed"] = SEED
@@ -66,14 +65,14 @@ def debug_settings(settings: Settings) -> Settings:
 
 
 def record_folder(settings: Settings, run_dir: Path) -> Path:
-    """Return where a run writes its record: the run folder, or one inside it for a run that must not change that record."""
+    """Return where a run writes its record: the run folder, or one inside of it if that record must not change."""
     if settings.trainer.val_only:
         return run_dir / VAL_ONLY
     return run_dir if mode_of(settings).is_whole else run_dir / settings.debug.mode
 
 
 def written_dump(settings: Settings, record: Path) -> Path | None:
-    """Return the folder of the dump that a run writes; None for none. It is never the dump that the run replays."""
+    # The folder of the dump that a run writes; None for none. It is never the dump that the run replays.
     mode, folder = settings.debug.mode, settings.trainer.rollout_data_dir
     if mode == "rollout_only":
         return dump_folder(settings)
@@ -84,7 +83,7 @@ def written_dump(settings: Settings, record: Path) -> Path | None:
 
 
 def replay_of(settings: Settings, environment: Environment) -> Replay | Forge | None:
-    """Return where the rows of a step come from in place of the engine; None where the engine generates them."""
+    """Return where the rows of a step come from in place of the engine; None if the engine generates them."""
     if settings.debug.mode == "forge":
         return Forge(settings, environment.tokenizer, environment.embedding_rows)
     if not settings.actor_rollout_ref.rollout.skip_rollout:
@@ -96,7 +95,7 @@ def replayed_steps(settings: Settings, environment: Environment, done: int) -> i
     """Return the last step of a run without data: ``trainer.total_training_steps``, at most the last step of the dump.
 
     Raises:
-        DataError: The dump has no step after those, or its first step cannot be replayed.
+        DataError: The dump has no step after those that are done, or its first step cannot be replayed.
     """
     steps, replay = settings.trainer.total_training_steps, replay_of(settings, environment)
     if isinstance(replay, Replay):
@@ -119,7 +118,7 @@ class NoPrompts:
         """Do nothing: an abandoned step is read again."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the number of the step says which rows follow."""
+        # The number of the step says which rows follow.
         return {}
 
     def close(self) -> None:
@@ -133,7 +132,7 @@ class Replayed:
     Attributes:
         prompts: The prompts, each once, with the ids of all their samples.
         answers: The responses.
-        results: The score of each response; None for a response without one.
+        results: The score of each response; None if some have no score.
     """
 
     prompts: StepPrompts
@@ -146,9 +145,9 @@ class Replay:
     """Reads the steps of a dump.
 
     Attributes:
-        settings: Of the run, which say what a step must hold.
-        tokenizer: Hash of the run's tokenizer, as :func:`tokenizer_digest` gives it.
-        num_tokens: Token ids are below it.
+        settings: Settings of the run, which say what a step must hold.
+        tokenizer: Hash of the run's tokenizer, see :func:`tokenizer_digest`.
+        num_tokens: Token ids must be below this number.
     """
 
     settings: Settings
@@ -157,24 +156,21 @@ class Replay:
 
     @property
     def folder(self) -> Path:
-        """The folder of the dump."""
         return dump_folder(self.settings)
 
     @property
     def samples(self) -> int:
-        """Responses to each prompt."""
         return self.settings.actor_rollout_ref.rollout.n
 
     @property
     def scored(self) -> bool:
-        """Whether each response needs a score."""
         return not mode_of(self.settings).scores
 
     def last_step(self, first: int) -> int:
         """Return the last step of the dump.
 
         Raises:
-            DataError: The dump has no such step.
+            DataError: The dump has no step from ``first`` on.
         """
         steps = [step for step in dumped_steps(self.folder) if step >= first]
         if not steps:
@@ -192,13 +188,13 @@ class Replay:
         """
         samples = read_samples(self.folder, step, self.tokenizer, self.num_tokens)
         self._check(samples)
-        firsts = [_prompt_row(each) for each in samples[:: self.samples]]
+        firsts = [_prompt_row(sample) for sample in samples[:: self.samples]]
         rows = [firsts[index // self.samples] for index in range(len(samples))]
         prompt_ids = [list(samples[index - index % self.samples].prompt_ids) for index in range(len(samples))]
         log_probs = [sample.rollout_log_probs for sample in samples]
         generation = Generation(
             response_ids=[list(sample.response_ids) for sample in samples],
-            log_probs=None if None in log_probs else [list(each or ()) for each in log_probs],
+            log_probs=None if None in log_probs else [list(row or ()) for row in log_probs],
             finish_reasons=[sample.finish_reason for sample in samples],
         )
         answers = Answers(rows, prompt_ids, generation, [sample.output for sample in samples])
@@ -252,7 +248,7 @@ def check_same_prompts(replayed: Replayed, prompts: StepPrompts) -> None:
         DataError: A row answers another prompt.
     """
     dumped, own = replayed.answers.prompt_ids, prompts.prompt_ids
-    same = [one == other for one, other in zip(dumped, own, strict=False)]
+    same = [answered == asked for answered, asked in zip(dumped, own, strict=False)]
     first = same.index(False) if False in same else len(same)
     if first < max(len(dumped), len(own)):
         place = replayed.answers.rows[first].address if first < len(dumped) else "the dump"
@@ -263,19 +259,18 @@ def check_same_prompts(replayed: Replayed, prompts: StepPrompts) -> None:
 
 
 def dump_folder(settings: Settings) -> Path:
-    """Return the folder of the dump that a run replays, or that ``debug=rollout_only`` writes."""
+    # The folder of the dump that a run replays, or that ``debug=rollout_only`` writes.
     trainer = settings.trainer
     folder = settings.actor_rollout_ref.rollout.skip_dump_dir or trainer.rollout_data_dir
     return Path(str(trainer.default_local_dir)).expanduser() / ROLLOUTS if folder is None else Path(folder).expanduser()
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Return a hash of what decides the ids of a text."""
     return hashlib.sha256(json.dumps(tokenizer_digests(tokenizer), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _prompt_row(sample: Sample) -> PromptRow:
-    """Return the dataset row of a sample. Its index is the sample's uid where that is a number."""
+    # The index is the sample's uid, if that is a number.
     return PromptRow(
         index=int(sample.uid) if sample.uid.isdecimal() else 0,
         text=sample.input,
@@ -298,12 +293,12 @@ WORD = " the"
 
 @dataclass(frozen=True)
 class Forge:
-    """Makes the rows of a step of ``debug.mode=forge``. They depend on the seed and the step alone.
+    """Makes the rows of a step of ``debug.mode=forge``. They depend only on the seed and the step.
 
     Attributes:
-        settings: Of the run, with a concrete seed.
+        settings: Settings of the run, with a concrete seed.
         tokenizer: Tokenizer of the run, which decides the lengths of the texts.
-        num_tokens: Token ids are below it.
+        num_tokens: Token ids are below this number.
     """
 
     settings: Settings
@@ -312,11 +307,11 @@ class Forge:
 
     @property
     def scored(self) -> bool:
-        """Whether the forged scores are the rewards. False = a reward model scores the rows."""
+        # False = a reward model scores the rows.
         return not self.settings.reward_model.enable or self.settings.algorithm.adv_estimator == SFT
 
     def read(self, step: int) -> Replayed:
-        """Return the rows of a step. Their token ids are random, and their scores lie between 0 and 1."""
+        # Token ids are random, and scores lie between 0 and 1.
         data, rollout = self.settings.data, self.settings.actor_rollout_ref.rollout
         assert data.seed is not None
         random = np.random.default_rng([data.seed, step])
@@ -341,6 +336,6 @@ class Forge:
         return Replayed(StepPrompts(prompt_rows[:: rollout.n], prompt_ids, 0, 0), answers, results)
 
     def text_of(self, tokens: int) -> str:
-        """Return a text of about so many tokens, and at least one word."""
+        # About so many tokens, and at least one word.
         per_word = len(self.tokenizer(WORD * 8, add_special_tokens=False)["input_ids"]) / 8
         return WORD * max(1, int(tokens / per_word))

@@ -34,10 +34,9 @@ SHOWN_SAMPLES = 4
 
 
 class Reporter:
-    """Writes the record of a run. It is a context manager; :meth:`finish` adds summary and charts and prints the folder."""
+    """Writes the record of a run. As a context manager it shows the progress bar; :meth:`finish` adds summary and charts."""
 
     def __init__(self, context: RunContext, clock: PhaseClock) -> None:
-        """Open the record, with the settings in it."""
         self.context = context
         self.clock = clock
         trainer = context.settings.trainer
@@ -68,23 +67,20 @@ class Reporter:
             self.say(f"an earlier run that this one does not continue is in {aside}; delete it to free its space")
 
     def __enter__(self) -> Reporter:
-        """Show the progress bar."""
         self.console.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close the loggers and the console."""
         try:
             self.loggers.close(failed=kind is not None)
         finally:
             self.console.close()
 
     def say(self, text: str) -> None:
-        """Show one line on the console."""
         self.console.say(text)
 
     def warn(self, step: int, texts: Sequence[str]) -> None:
-        """Log warnings of a step, and keep them for the summary, which shows them again."""
+        # Kept for the summary too, which shows them again.
         for text in texts:
             logger.warning("step %d: %s", step, text)
         self.folder.add_warnings(step, texts)
@@ -101,7 +97,6 @@ class Reporter:
     def step(
         self, step: int, epoch: int, result: StepResult, validation: Validation | None, memories: Sequence[PhaseMemory]
     ) -> dict[str, float]:
-        """Log a finished step, and return its metrics."""
         metrics = {"training/global_step": float(step), "training/epoch": float(epoch), **result.metrics}
         if validation is not None:
             metrics |= validation.metrics
@@ -119,29 +114,28 @@ class Reporter:
         return metrics
 
     def saved(self, step: int, memories: Sequence[PhaseMemory]) -> None:
-        """Add a save to the timeline. Its time and memory become metrics of the next step that is logged."""
+        # Add a save to the timeline. Its time and memory become metrics of the next step that is logged.
         self._carried = {name: value for name, value in self.phases(step, memories).items() if "save_checkpoint" in name}
 
     def first_validation(self, step: int, validation: Validation, memories: Sequence[PhaseMemory]) -> dict[str, float]:
-        """Log the validation of the initial weights, and return its metrics. ``step`` is 0, or that of the checkpoint."""
         self._keep_validation(step, validation)
         metrics = validation.metrics | self.phases(step, memories)
         self.loggers.log(step, metrics)
         return metrics
 
     def started(self, step: int, memories: Sequence[PhaseMemory]) -> None:
-        """Add the phases of the start to the timeline, so that they do not count for the first step."""
+        # The phases of the start must not count for the first step.
         if memories:
             self.phases(step, memories)
 
     def draw_aside(self) -> None:
-        """Draw the charts in a thread, while the workers end. :meth:`finish` waits for it, and raises its error."""
+        # Draw the charts in a thread, while the workers end. :meth:`finish` waits for it, and raises its error.
         self._charts = ThreadPoolExecutor(1).submit(draw_charts, self.folder)
 
     def finish(self) -> None:
-        """Write summary and charts from the run's files. Print the summary, where the model is and, as the last line, the folder.
+        """Write summary and charts. Print the summary, where the model is and, as the last line, the folder.
 
-        After a supervised run one more line names the model that it leaves.
+        After a supervised run one more line names the model.
         """
         facts = environment(self.context.environment.device, [*map(argument_without_secrets, sys.argv)])
         summary = finish_summary(self.folder, facts | {ENDED: True})
@@ -181,7 +175,7 @@ class Reporter:
 
 
 def samples_of(answers: Answers, results: Sequence[RewardResult]) -> list[Sample]:
-    """Return each answer with its score as a sample for the record. Without results the score is None."""
+    # Without results the score is None.
     generation, samples = answers.generation, []
     for place, row in enumerate(answers.rows):
         result = results[place] if results else None

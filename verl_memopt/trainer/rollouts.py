@@ -42,8 +42,8 @@ class Answers:
         prompt_ids: Tokens of each prompt. Rows of one prompt may be one list object, and must not be changed.
         generation: Tokens and log-probs of the responses.
         texts: Responses, decoded without special tokens.
-        begun: The round in which reward functions have scored some of them already; None = none is scored.
-        model_scores: Their scores by a reward model that has begun on devices of its own; None = none has begun.
+        begun: The round in which reward functions have already scored some of them; None = none is scored.
+        model_scores: Their scores by a reward model that works on devices of its own; None = it has not begun.
     """
 
     rows: list[PromptRow]
@@ -55,12 +55,11 @@ class Answers:
 
 
 def join_answers(parts: Sequence[Answers]) -> Answers:
-    """Return the answers of several calls as those of one."""
     generations = [part.generation for part in parts]
     return Answers(
         rows=[row for part in parts for row in part.rows],
         prompt_ids=[ids for part in parts for ids in part.prompt_ids],
-        generation=_join_generations(generations, all(each.log_probs is not None for each in generations)),
+        generation=_join_generations(generations, all(generation.log_probs is not None for generation in generations)),
         texts=[text for part in parts for text in part.texts],
     )
 
@@ -95,11 +94,11 @@ class Generator:
     def generate(self, prompts: StepPrompts, step: int, earlier_rounds: int = 0, stays_awake: bool = False) -> Answers:
         """Return ``rollout.n`` answers to each prompt of a training step. The engine releases its memory afterwards.
 
-        ``earlier_rounds``: Calls before this one in the same step. A prompt that returns is answered with other seeds.
-        ``stays_awake``: The engine keeps its memory, because another round may follow.
+        ``earlier_rounds``: calls before this one in the same step. A prompt that returns is answered with other seeds.
+        ``stays_awake``: the engine keeps its memory, because another round may follow.
 
         Raises:
-            Stopped: a stop was requested and the rollout abandoned.
+            Stopped: A stop was requested and the rollout abandoned.
         """
         # Another round must not repeat the samples of an earlier one, so it counts its samples on from there.
         first, sampling = earlier_rounds * self.rollout.n, train_sampling(self.rollout)
@@ -113,7 +112,6 @@ class Generator:
         return answers
 
     def generate_validation(self, rows: Sequence[PromptRow], prompt_ids: list[list[int]], step: int) -> Answers:
-        """Return ``val_kwargs.n`` answers to each held-out row."""
         sampling = validation_sampling(self.rollout)
         return self._answers("testing", rows, self.rollout.val_kwargs.n, prompt_ids, sampling, step, may_stop=False)
 
@@ -121,7 +119,7 @@ class Generator:
         """Return one greedy answer to each prompt of a training step. The engine releases its memory afterwards.
 
         Raises:
-            Stopped: a stop was requested and the rollout abandoned.
+            Stopped: A stop was requested and the rollout abandoned.
         """
         sampling = replace(train_sampling(self.rollout), do_sample=False, log_probs=False)
         try:
@@ -130,17 +128,16 @@ class Generator:
             self.release_engine()
 
     def wake_and_release(self) -> None:
-        """Let the engine take all its memory, as for a rollout, and release it."""
+        # The engine takes all its memory, as for a rollout.
         self.workers.all("gen", Worker.wake_engine)
         self.release_engine()
 
     def release_engine(self) -> None:
-        """Let the engine release its memory, if it does so between rollouts."""
         if self.frees_engine:
             self.workers.all("gen", Worker.release_engine)
 
     def restore_engine(self) -> None:
-        """Give an engine that released its memory the policy's weights again."""
+        # An engine that released its memory has lost the policy's weights.
         if self.frees_engine:
             self.workers.all("update_weights", Worker.update_weights)
 
@@ -157,13 +154,13 @@ class Generator:
     ) -> Answers:
         assert self.rollout.seed is not None
         seeds = sampling_seeds(rows, samples, self.rollout.seed, step, first_sample)
-        of_answers, ranks = [row for row in rows for _ in range(samples)], self.rollout.tensor_model_parallel_size
+        answered_rows, ranks = [row for row in rows for _ in range(samples)], self.rollout.tensor_model_parallel_size
         # Rounded, so that the shares of the engines differ by at most one prompt and none is lost.
         engines = self.workers.world_size // ranks
         bounds = [len(prompt_ids) * index // engines for index in range(engines + 1)]
         follow: AbstractContextManager[tuple[list[str], Round | None]] = nullcontext(([], None))
         if self.follower is not None:
-            follow = self.follower.following(of_answers, bounds[:-1])
+            follow = self.follower.following(answered_rows, bounds[:-1])
         with follow as (files, begun):
             # The ranks of one engine get the same prompts, but one of them is enough to write what is complete.
             arguments = [
@@ -178,20 +175,20 @@ class Generator:
                 raise Stopped
         generation = _join_generations(parts, sampling.log_probs)
         texts = self.tokenizer.batch_decode(generation.response_ids, skip_special_tokens=True)
-        return Answers(of_answers, prompt_ids, generation, texts, begun)
+        return Answers(answered_rows, prompt_ids, generation, texts, begun)
 
 
 def dataset_answers(rows: Sequence[PromptRow], prompt_ids: list[list[int]], tokenizer: Any) -> Answers:
-    """Return the dataset's own responses to its prompts, one each."""
+    # The dataset's own responses as the answers to its prompts, one each.
     responses = [list(row.response) for row in rows]
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     return Answers(list(rows), prompt_ids, Generation(responses, None, ["stop"] * len(rows)), texts)
 
 
 def sampling_seeds(rows: Sequence[PromptRow], samples: int, seed: int, step: int, first_sample: int = 0) -> list[int]:
-    """Return one seed for each sample of each row. It depends only on the run's seed, the step, the prompt and the sample.
+    """Return one seed per sample of each row. It depends only on the run's seed, the step, the prompt and the sample.
 
-    ``first_sample``: Number of a prompt's first sample; above 0 where earlier rounds of the step may have had the prompt.
+    ``first_sample``: number of a prompt's first sample; above 0 if an earlier round of the step may have had the prompt.
     """
     numbers = range(first_sample, first_sample + samples)
     return [row_seed(seed, step, row.index, sample) for row in rows for sample in numbers]
@@ -209,8 +206,8 @@ class Advantages:
 
     Attributes:
         per_token: fp32 [R].
-        returns: fp32 [R], the rewards from each token on; equal to ``per_token`` where an estimator scores whole responses.
-        rewards: fp32 [B], with the KL subtracted where the settings say so.
+        returns: fp32 [R], the sum of rewards from each token on; equal to ``per_token`` if an estimator scores whole responses.
+        rewards: fp32 [B], with the KL subtracted if the settings say so.
         kl_mean: Mean of that KL over the tokens of each response, then over responses; None without it.
         counts: Rows and groups from which nothing is learned, by reason.
     """
@@ -227,14 +224,14 @@ class StepBatch:
     """The rollouts of one step, with what each phase adds to them.
 
     Attributes:
-        rows: The same as ragged tensors; log-probs and advantages are added to them.
-        entropy: fp32 [R]; None where the log-prob pass does not compute it.
+        rows: The rollouts as ragged tensors; log-probs and advantages are added to them.
+        entropy: fp32 [R]; None if the log-prob pass does not compute it.
         advantages: None before the phase that computes them.
         baselines: fp32 [B], the score of the greedy response to each row's prompt; None without ReMax.
-        statistics: fp32 [R] each, what the estimator reads of each token's distribution, by name.
-        drawn: The rows of the update, where PF-PPO draws them; None = all rows, once each.
-        values: fp32 [R], what a critic has begun to compute on devices of its own; None = none has begun.
-        corrected: Importance weights and kept tokens are there, if the settings ask for them.
+        statistics: Name -> fp32 [R], what the estimator reads of each token's distribution.
+        drawn: The rows of the update, if PF-PPO draws them; None = all rows, once each.
+        values: fp32 [R], which a critic on devices of its own is computing; None = it has not begun.
+        corrected: Importance weights and kept tokens are set, if the settings ask for them.
     """
 
     step: int
@@ -252,7 +249,6 @@ class StepBatch:
     corrected: bool = False
 
     def for_update(self) -> tuple[RolloutBatch, list[str]]:
-        """Return the rows that the update learns from, and their names for errors."""
         names = self.names
         if self.drawn is None:
             return self.rows, names
@@ -262,7 +258,7 @@ class StepBatch:
         return rows, [names[row] for row in self.drawn]
 
     def keep_log_probs(self, log_probs: Tensor) -> None:
-        """Take over log-probs that the update computed, fp32 [tokens of its rows]. Rows that it did not read keep theirs."""
+        """Store log-probs that the update computed, fp32 [tokens of its rows]. Rows that it did not read keep theirs."""
         if self.drawn is None:
             self.rows.old_log_probs = log_probs
         elif self.rows.old_log_probs is not None:
@@ -272,17 +268,16 @@ class StepBatch:
 
     @property
     def names(self) -> list[str]:
-        """Return the name of each row for errors."""
         return [f"{row.address} (sample of step {self.step})" for row in self.answers.rows]
 
     @property
     def scores(self) -> Tensor:  # [B]
-        """Return the rewards as the reward function returned them, fp32 [B]; NaN where nothing is scored."""
+        # The rewards as the reward function returned them, fp32 [B]; NaN if nothing is scored.
         scores = [result.score for result in self.results] or [math.nan] * self.rows.num_rows
         return torch.tensor(scores, dtype=torch.float32)
 
     def estimate(self, algorithm: Algorithm, controller: KlController) -> Advantages:
-        """Return the advantages. Where the KL is part of the reward, the batch has old and reference log-probs.
+        """Compute the advantages. If the KL is part of the reward, the batch must have old and reference log-probs.
 
         An estimator that reads rewards per token finds the KL at each token, and the score at the last one.
 
@@ -331,9 +326,9 @@ class StepBatch:
         return Advantages(advantages, returns, rewards, kl_mean, group_counts(rewards, rows.group, valid))
 
     def _components(self, algorithm: Algorithm) -> Tensor | None:
-        """Return the rewards that ``algorithm.gdpo_reward_keys`` names, fp32 [B, K]; None where the estimator reads none.
+        """Return the rewards that ``algorithm.gdpo_reward_keys`` names, fp32 [B, K]; None if the estimator reads none.
 
-        One that does not apply to a row is NaN there, and all of a row whose reward function failed are.
+        A reward that does not apply to a row is NaN there. If a row's reward function failed, all of its rewards are NaN.
         """
         if "components" not in ESTIMATORS[algorithm.adv_estimator].inputs:
             return None
@@ -364,28 +359,26 @@ class ForwardPass(Generic[Result]):
     even_rows: bool = True
 
     def begin(self, batch: RolloutBatch, names: Sequence[str]) -> Pending[list[tuple[list[int], Result]]]:
-        """Begin the pass, as :meth:`TimedGroup.begin`. The result is each share of the rows with what the method returned.
+        """Begin the pass, see :meth:`TimedGroup.begin`. The result is each share of the rows with the method's result.
 
-        A share is of a rank, or of the ranks that share the tokens of their micro-batches. Errors call the rows by their
-        ``names``.
+        A share belongs to a rank, or to the ranks that share the tokens of their micro-batches. ``names``: of the rows, for
+        errors.
         """
         tokens, parts = batch.row_tokens(), self.budget.shares(self.workers.world_size)
         rows = range(batch.num_rows)
         shares = rows_per_rank(tokens, rows, parts, self.balance) if self.even_rows else uneven_shares(tokens, parts)
-        of_ranks = [tokens.select(share) for share in shares]
-        bins = cut_ranks(of_ranks, [[names[r] for r in share] for share in shares], self.budget)
+        rank_tokens = [tokens.select(share) for share in shares]
+        bins = cut_ranks(rank_tokens, [[names[r] for r in share] for share in shares], self.budget)
         arguments = [(batch.select(share), cut, *self.options) for share, cut in zip(shares, bins, strict=True)]
 
         def learn(results: list[Result]) -> list[tuple[list[int], Result]]:
-            self.budget.learn(zip(of_ranks, bins, strict=True), self.workers.figures)
+            self.budget.learn(zip(rank_tokens, bins, strict=True), self.workers.figures)
             return list(zip(shares, results, strict=True))
 
         return self.workers.begin(self.phase, self.method, arguments).then(learn)
 
 
 class LogProbPass(ForwardPass[LogProbs]):
-    """A forward pass that computes the log-probs of a batch."""
-
     def compute(self, batch: RolloutBatch, names: Sequence[str]) -> LogProbs:
         """Return log-probs and further statistics of all tokens, fp32 [R] each, in batch order."""
         return in_batch_order(self.begin(batch, names).result(), batch.responses.sizes())
@@ -394,7 +387,7 @@ class LogProbPass(ForwardPass[LogProbs]):
 def to_batch(answers: Answers, samples: int, actor: Actor) -> RolloutBatch:
     """Return the ragged batch of the answers.
 
-    ``answers``: The rollouts of a step: all answers to a prompt, then those to the next.
+    ``answers``: the rollouts of a step: all answers to a prompt, then those to the next.
     """
     generation = answers.generation
     log_probs = generation.log_probs
@@ -409,7 +402,7 @@ def to_batch(answers: Answers, samples: int, actor: Actor) -> RolloutBatch:
 
 
 def _component(result: RewardResult, key: str, name: str) -> float:
-    """Return one reward of several of a row; NaN where its reward function failed, or gave None."""
+    """Return one named reward component of a row; NaN if its reward function failed or returned None for it."""
     value = result.score if key == "score" else math.nan if result.failed else result.extra.get(key)
     if value is None and key in result.extra:
         return math.nan

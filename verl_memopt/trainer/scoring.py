@@ -41,27 +41,27 @@ Scored = tuple[list[RewardResult], dict[str, float]]
 
 
 class Scorer(Protocol):
-    """Gives each answer its reward, once a step, when everything that it reads exists."""
+    """Gives each answer its reward, once per step, when everything that it reads exists."""
 
     @property
     def reads(self) -> frozenset[str]:
-        """What it reads beside the text: ``old_log_probs`` or ``ref_log_probs`` of the batch."""
+        """What it reads besides the text: ``old_log_probs`` or ``ref_log_probs`` of the batch."""
 
     @property
     def learned_budget(self) -> LearnedBudget | None:
-        """The token budget of its pass, where that learns from measured peaks."""
+        """The token budget of its pass, if that learns from measured peaks."""
 
     def begin(self, answers: Answers) -> Pending[list[float]] | None:
-        """Begin to score answers on devices of the scorer's own: they go with the answers to :meth:`score_answers`.
+        """Begin to score answers on devices of the scorer's own. The result goes with the answers to :meth:`score_answers`.
 
         Returns:
-            None where it has no devices of its own.
+            None if it has no devices of its own.
         """
 
     def score_answers(self, answers: Answers, batch: StepBatch | None) -> Scored:
         """Return the reward of each answer.
 
-        ``batch``: What the training step has computed; None in a validation, which computes no log-probs.
+        ``batch``: what the training step has computed; None in a validation, which computes no log-probs.
         """
 
 
@@ -72,29 +72,27 @@ class PreparedRecipe(Protocol):
     def role(self) -> RolePlan | None:
         """What each worker builds for the recipe; None for nothing."""
 
-    def scorer(self, workers: TimedGroup) -> Scorer:
-        """Return what scores the answers."""
+    def scorer(self, workers: TimedGroup) -> Scorer: ...
 
 
 class RecipeHooks(Protocol):
     """What a recipe of :mod:`verl_memopt.recipes` brings to training."""
 
-    def datasets(self, settings: Settings, tokenizer: Any) -> tuple[PromptRows, PromptRows | None]:
-        """Return the training rows and the held-out rows."""
+    def datasets(self, settings: Settings, tokenizer: Any) -> tuple[PromptRows, PromptRows | None]: ...
 
     def prepare(self, settings: Settings, environment: Environment, datasets: Sequence[PromptRows | None]) -> PreparedRecipe:
         """Check the recipe's models and rows, and return its part of the run.
 
         Raises:
-            ConfigError, DataError: For what the user must mend.
+            ConfigError, DataError: The user must correct something.
         """
 
 
 def shaped_by_dapo(settings: RewardKwargs, results: Sequence[RewardResult], lengths: Sequence[int]) -> list[RewardResult]:
-    """Return results as the manager ``dapo`` does: each score is reported as ``acc`` and loses the penalty for long responses.
+    """Shape results like the manager ``dapo``: each score is reported as ``acc``, and loses the penalty for long responses.
 
     A row that failed keeps its fallback score. A function that returns a plain number gives no ``acc`` of its own; then the score
-    before the penalty is one, as in verl.
+    before the penalty is used, as in verl.
     """
     buffer, longest = settings.overlong_buffer_cfg, settings.max_resp_len
     penalties = [0.0] * len(results)
@@ -115,12 +113,12 @@ class Rewarder:
     """Scores answers, in training and in validation alike.
 
     Attributes:
-        runner: The reward processes; None where nothing is scored.
+        runner: The reward processes; None if nothing is scored.
         dapo: Settings of the manager ``dapo``; None with another manager.
-        model: The reward model; None where the settings have none.
+        model: The reward model; None if the settings have none.
         model_alone: The model's score is the reward. False = the reward function reads it and returns the reward.
         clock: Times the functions of a training step; None = nothing is timed.
-        reads: Nothing but the text, as :class:`Scorer` has it.
+        reads: Nothing but the text, see :class:`Scorer`.
     """
 
     runner: RewardRunner | None
@@ -132,11 +130,9 @@ class Rewarder:
 
     @property
     def learned_budget(self) -> LearnedBudget | None:
-        """The token budget of the reward model, where it learns."""
         return None if self.model is None else self.model.budget.learned
 
     def begin(self, answers: Answers) -> Pending[list[float]] | None:
-        """Let a reward model on devices of its own begin. As :class:`Scorer` has it."""
         return None if self.model is None or not self.model.workers.is_apart else self.model.begin(answers)
 
     def score_answers(self, answers: Answers, batch: StepBatch | None) -> Scored:
@@ -171,18 +167,18 @@ class Rewarder:
         if model_scores is not None:
             read = [{RM_SCORE: score} for score in model_scores]
         if further:
-            of_rows = (dict(zip(further, row, strict=True)) for row in zip(*further.values(), strict=True))
-            read = [{**row, RM_SCORES: named} for row, named in zip(read, of_rows, strict=True)]
+            scores_of_rows = (dict(zip(further, row, strict=True)) for row in zip(*further.values(), strict=True))
+            read = [{**row, RM_SCORES: named} for row, named in zip(read, scores_of_rows, strict=True)]
         assert self.runner is not None, "this debug mode scores nothing"
-        each = zip(answers.rows, answers.texts, answers.generation.response_ids, read, strict=True)
-        results = self.runner.score([reward_row(self.runner, *one) for one in each], answers.begun)
+        answered = zip(answers.rows, answers.texts, answers.generation.response_ids, read, strict=True)
+        results = self.runner.score([reward_row(self.runner, *answer) for answer in answered], answers.begun)
         return [replace(result, extra={**score, **result.extra}) for result, score in zip(results, read, strict=True)]
 
 
 def reward_row(
     runner: RewardRunner, row: PromptRow, text: str, response_ids: list[int], read: Mapping[str, Any] = MappingProxyType({})
 ) -> RewardRow:
-    """Return an answer as the reward function gets it. ``read`` are scores that it reads."""
+    # An answer in the form that the reward function gets. ``read``: scores that it reads.
     extra: dict[str, Any] = {**row.extra_info, **read}
     if runner.custom.pass_rollout:
         extra |= {"prompt": row.messages or row.text, "completion_ids": response_ids, "trainer_state": runner.trainer_state}
@@ -200,8 +196,8 @@ POLL_SECONDS = 0.02
 class ScoringFollower:
     """Scores answers in a thread while the engines generate others.
 
-    A function gives a row the same score whether other rows are there or not, so nothing but the time changes. Errors wait until
-    all answers are there, and are raised where these are scored.
+    A function gives a row the same score whether other rows are there or not, so only the time changes. Errors wait until all
+    answers are there, and are raised where these are scored.
 
     Attributes:
         tokenizer: Decodes the responses. The caller waits for the engines meanwhile, and so does not use it.
@@ -214,9 +210,9 @@ class ScoringFollower:
 
     @classmethod
     def of(cls, scorer: Scorer, tokenizer: Any, folder: Path) -> Self | None:
-        """Return the follower of a scorer; None where scoring must wait for the end of the rollout.
+        """Return the follower of a scorer; None if scoring must wait for the end of the rollout.
 
-        A function that is called once for all rows waits for the last, and a reward model for the engine's device.
+        A function that is called once for all rows waits for the last one, and a reward model waits for the engine's device.
         """
         if not isinstance(scorer, Rewarder) or scorer.runner is None or scorer.model is not None:
             return None
@@ -226,8 +222,9 @@ class ScoringFollower:
     def following(self, rows: Sequence[PromptRow], starts: Sequence[int]) -> Iterator[tuple[list[str], Round]]:
         """Score in the background while the body generates. However the body ends, no thread is left.
 
-        ``rows``: The row of the dataset that each answer is to. ``starts``: Number of the first answer of each engine. The body
-        gets a file for each engine, where it writes rows that are complete, and their round.
+        The body gets a file for each engine, to which it writes rows that are complete, and the round of their scores.
+
+        ``rows``: the dataset row of each answer. ``starts``: number of the first answer of each engine.
         """
         files = [FinishedRows(self.folder / f".finished_{engine}") for engine in range(len(starts))]
         round_, over = self.runner.begin(len(rows)), threading.Event()
@@ -238,8 +235,10 @@ class ScoringFollower:
                     for start, file in zip(starts, files, strict=True):
                         if ids := file.read():
                             texts = self.tokenizer.batch_decode(list(ids.values()), skip_special_tokens=True)
-                            each = zip(ids, texts, ids.values(), strict=True)
-                            round_.add({start + at: reward_row(self.runner, rows[start + at], *answer) for at, *answer in each})
+                            finished = zip(ids, texts, ids.values(), strict=True)
+                            round_.add(
+                                {start + at: reward_row(self.runner, rows[start + at], *answer) for at, *answer in finished}
+                            )
                     round_.turn(POLL_SECONDS)
             except BaseException as error:  # noqa: BLE001 - raised again by Round.finish, where the rows are scored
                 round_.error = error
@@ -289,16 +288,15 @@ class ModelScores:
     """What each further reward model reads, by name, in the order of the workers' models."""
 
     def further_scores(self, answers: Answers) -> dict[str, list[float]]:
-        """Return the score of each answer by each further reward model."""
         return {
             name: self._begin(answers, conversations, (place,)).result()
             for place, (name, conversations) in enumerate(self.further.items(), start=1)
         }
 
     def begin(self, answers: Answers) -> Pending[list[float]]:
-        """Begin to score each answer, as :meth:`TimedGroup.begin`. The phase is ``reward``.
+        """Begin to score each answer, see :meth:`TimedGroup.begin`. The phase is ``reward``.
 
-        To ask for the result raises RewardError if a score is not finite. The message names the row.
+        Reading the result raises RewardError if a score is not finite. The message names the row.
 
         Raises:
             ConfigError: A conversation alone is over the limit of a micro-batch.
@@ -335,7 +333,6 @@ class ModelScores:
 
 
 def reward_budget(reward_model: RewardModel) -> Budget:
-    """Return the budget of the reward model's pass."""
     rows, tokens = reward_model.micro_batch_size_per_gpu, reward_model.forward_max_token_len_per_gpu
     ranks = reward_model.model.fsdp_config.sequence_ranks
     budget = Budget(bool(reward_model.use_dynamic_bsz), tokens or 0, rows, BUDGET_KEY, ranks=ranks)
@@ -355,15 +352,15 @@ class Conversations:
     """Turns answers into the token ids of conversations.
 
     Attributes:
-        tokenizer: The reward model's own tokenizer; None where it reads the policy's ids.
-        max_length: Tokens beyond which the end of a conversation is cut off; None where none is cut.
+        tokenizer: The reward model's own tokenizer; None if it reads the policy's ids.
+        max_length: Tokens beyond which the end of a conversation is cut off; None = none is cut.
     """
 
     tokenizer: Any
     max_length: int | None
 
     def of(self, answers: Answers) -> tuple[list[Ids], list[Ids], list[int]]:
-        """Return, for each row, the ids before and after the point where the conversations of its group part, and its group.
+        """Return, for each row, the ids before and after the point where the conversations of its group diverge, and its group.
 
         A group is a prompt: its rows compute the ids before that point once.
 
@@ -400,9 +397,10 @@ class Conversations:
         return [ids[:longest] for ids in rows]
 
     def _rendered(self, row: PromptRow, answer: str) -> tuple[str, Spans]:
-        """Return a conversation as text, and the spans of special tokens that are plain text: those of messages and answers.
+        """Return a conversation as text, and the spans of special tokens that are plain text: those in messages and answers.
 
-        A prompt that is a text, and no list of messages, is followed by the answer as it is. It is encoded as for the policy.
+        A prompt that is a text rather than a list of messages is followed by the answer as it is. It is encoded as for the
+        policy.
         """
         special = special_tokens_of(self.tokenizer)
         if row.messages is None:
@@ -432,6 +430,6 @@ class Conversations:
 
 
 def _shared(rows: Sequence[Ids]) -> int:
-    """Return how many ids at their start all rows share."""
+    # How many ids at their start all rows share.
     first, last = min(rows), max(rows)  # in the order of lists, so that all others lie between
     return next((place for place, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))

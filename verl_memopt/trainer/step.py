@@ -44,8 +44,6 @@ from verl_memopt.worker.worker import Worker
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step."""
-
     metrics: dict[str, float]
     answers: Answers
     results: list[RewardResult]
@@ -60,10 +58,10 @@ class TrainingStep:
     Attributes:
         scorer: Gives each answer its reward.
         policy: Gets the log-probs before the update, and takes the update.
-        ref_pass: Log-probs of the reference; None where the settings have no KL.
-        critic: Computes values and learns returns; None where the estimator needs no critic.
+        ref_pass: Log-probs of the reference; None if the settings have no KL.
+        critic: Computes values and learns returns; None if the estimator needs no critic.
         kl_control: The coefficient of the KL in the reward, saved and restored with the run.
-        reference_sync: Moves the reference towards the policy; None where the reference keeps its weights.
+        reference_sync: Moves the reference towards the policy; None if the reference keeps its weights.
         before_update: Called just before the update; it may raise Stopped. Until then a step can be abandoned.
     """
 
@@ -86,7 +84,7 @@ class TrainingStep:
             RewardError, WorkerError: A reward or a worker failed.
             TrainingError: Too few groups have a signal.
             RolloutError: The engine's log-probs are too far from the trainer's.
-            Stopped: a stop was requested and the step abandoned. Only the position in the data has changed.
+            Stopped: A stop was requested and the step abandoned. Only the position in the data has changed.
         """
         critic, updates_policy = self.critic, not self.warms_up(step)
         batch = self.scored(step)  # rollout, reward, old and reference log-probs
@@ -111,16 +109,15 @@ class TrainingStep:
         return self.result(batch)
 
     def warms_up(self, step: int) -> bool:
-        """Return whether a step trains the critic alone, so that the policy stays as it is."""
         return self.critic is not None and self.critic.warms_up(step)
 
     def scored(self, step: int) -> StepBatch:
-        """Return the answers of a step with log-probs and rewards. The scorer runs once, as soon as all that it reads exists.
+        """Return the answers of a step with log-probs and rewards. The scorer runs once, as soon as its inputs exist.
 
         A reward model and a critic on devices of their own compute while the policy and the reference compute log-probs.
         """
         reads = self.scorer.reads
-        batch = self.rollouts.of_step(step)  # scored already, or begun, if the text is all that the scorer reads
+        batch = self.rollouts.step_batch(step)  # scored already, or begun, if the text is all that the scorer reads
         if self.critic is not None and self.critic.workers.is_apart:
             batch.values = self.critic.begin_values(batch.rows, batch.names)
         self.policy.old_log_probs(batch, update_follows=not self.warms_up(step))
@@ -134,7 +131,7 @@ class TrainingStep:
         return batch
 
     def correct(self, batch: StepBatch) -> None:
-        """Add importance weights and the tokens that the update keeps, once a batch. It has old log-probs if they are read."""
+        """Add importance weights and the kept tokens, once per batch. If they need old log-probs, the batch must have them."""
         algorithm = self.algorithm
         if batch.corrected:
             return
@@ -145,9 +142,9 @@ class TrainingStep:
             batch.metrics |= mask_truncated(batch.rows, batch.answers.generation.finish_reasons)
 
     def advantages(self, batch: StepBatch) -> StepBatch:
-        """Add the advantage of each response token, after the rollout correction that they may read."""
         algorithm = self.algorithm
         with self.workers.clock.phase("adv"):
+            # The advantages may read the correction, so it comes first.
             self.correct(batch)
             batch.advantages = batch.estimate(algorithm, self.kl_control)
             batch.rows.advantages = batch.advantages.per_token
@@ -157,7 +154,6 @@ class TrainingStep:
         return batch
 
     def sync_weights(self) -> None:
-        """Give the engines the policy's weights, where there are engines."""
         if self.rollouts.generator.has_engine:
             self.workers.all("update_weights", Worker.update_weights)
 
@@ -172,7 +168,6 @@ class TrainingStep:
             self.kl_control.update(batch.advantages.kl_mean, batch.rows.num_rows)
 
     def learned_budgets(self) -> dict[str, LearnedBudget]:
-        """Return the token budgets that learn, by phase."""
         budgets = self.policy.budgets()
         if self.ref_pass is not None:
             budgets["ref"] = self.ref_pass.budget
@@ -184,7 +179,6 @@ class TrainingStep:
         return learned if own is None else learned | {"reward": own}
 
     def result(self, batch: StepBatch) -> StepResult:
-        """Return the result of a finished step."""
         num_response_tokens = sum(batch.rows.responses.sizes())
         num_tokens = sum(batch.rows.prompts.sizes()) + num_response_tokens
         return StepResult(batch.metrics, batch.answers, batch.results, num_response_tokens, num_tokens)
@@ -210,7 +204,6 @@ class TrainingStep:
         return self.result(batch)
 
     def close(self) -> None:
-        """Stop preparing prompts in the background."""
         self.rollouts.prompts.close()
 
 
@@ -221,7 +214,7 @@ STEPS: dict[str, Callable[[TrainingStep, int], StepResult]] = {
 
 
 def score(scorer: Scorer, batch: StepBatch) -> StepBatch:
-    """Add the reward of each answer. What the scorer reads must exist."""
+    # What the scorer reads must exist.
     batch.results, metrics = scorer.score_answers(batch.answers, batch)
     batch.metrics |= metrics
     return batch
@@ -232,10 +225,10 @@ class Rollouts:
     """Gives the answers of a step: from the engine, or from a dump or the dataset in its place.
 
     Attributes:
-        scorer: Scores the answers here where their text is all that it reads, as a group filter and ReMax need.
+        scorer: Scores the answers here if it only reads their text, as a group filter and ReMax need.
         greedy_baseline: Answer each prompt greedily as well (ReMax).
         group_filter: Leaves out groups without a signal; None to keep all.
-        replay: Gives the rows in place of the engine; None where the engine generates them.
+        replay: Gives the rows in place of the engine; None if the engine generates them.
         learns_dataset: The prompts bring the answers: those of the dataset, which nothing scores.
     """
 
@@ -248,8 +241,8 @@ class Rollouts:
     replay: Replay | Forge | None = None
     learns_dataset: bool = False
 
-    def of_step(self, step: int) -> StepBatch:
-        """Return the answers of a step, with rewards where the text is enough for the scorer."""
+    def step_batch(self, step: int) -> StepBatch:
+        """Return the answers of a step, with rewards if the scorer only reads the text."""
         if self.replay is not None:
             return self._replayed(self.replay, step)
         assert not isinstance(self.prompts, NoPrompts)
@@ -265,12 +258,9 @@ class Rollouts:
         return self._scored(batch)
 
     def generate(self, prompts: StepPrompts, step: int, earlier_rounds: int = 0, stays_awake: bool = False) -> StepBatch:
-        """Answer the prompts, ``rollout.n`` times each. Arguments as in :meth:`Generator.generate`."""
         return self._batch(step, prompts, self.generator.generate(prompts, step, earlier_rounds, stays_awake))
 
     def _filtered(self, group_filter: GroupFilter, source: PromptPrefetcher, step: int) -> StepBatch:
-        """Return answers whose groups have a signal. Further prompts follow until the step is full."""
-
         def one_round(earlier_rounds: int) -> StepBatch:
             prompts = source.more() if earlier_rounds else source.next()
             return score(self.scorer, self.generate(prompts, step, earlier_rounds, stays_awake=True))
@@ -284,7 +274,7 @@ class Rollouts:
         return batch
 
     def _replayed(self, replay: Replay | Forge, step: int) -> StepBatch:
-        """Return rows that no engine generates, with their scores. An engine wakes and rests all the same."""
+        # Rows that no engine generates, with their scores. An engine wakes and sleeps all the same.
         replayed = replay.read(step)
         prompts = replayed.prompts
         if not isinstance(self.prompts, NoPrompts):
@@ -299,7 +289,7 @@ class Rollouts:
         return self._scored(batch)
 
     def _scored(self, batch: StepBatch) -> StepBatch:
-        """Score a batch if the text is all that the scorer reads. On devices of its own it only begins."""
+        """Score a batch if the scorer only reads the text. On devices of its own it only begins."""
         if self.scorer.reads:
             return batch
         begun = self.scorer.begin(batch.answers)
@@ -309,7 +299,6 @@ class Rollouts:
         return batch
 
     def _add_baselines(self, batch: StepBatch) -> StepBatch:
-        """Add the score of a greedy response to each prompt. The engine is released."""
         # A batch of their own: the greedy responses give baselines, and nothing is learned from them.
         answers = self.generator.generate_greedy(batch.prompts, batch.step)
         greedy = score(self.scorer, StepBatch(batch.step, batch.prompts, answers, to_batch(answers, 1, self.actor)))
@@ -337,28 +326,23 @@ class PolicyTraining:
         """Add the log-probs before the update, unless the update that follows computes them in its own forward."""
 
     def update(self, batch: StepBatch) -> None:
-        """Take the optimizer steps on the workers, and add their metrics."""
         batch.metrics |= self.take_steps(batch)
 
     def budgets(self) -> dict[str, Budget]:
-        """Return the token budgets, by phase."""
         return {"update_actor": self.policy_update.cutter.budget}
 
     def take_steps(self, batch: StepBatch) -> dict[str, float]:
-        """Take the optimizer steps of a training step on the workers, and return their metrics."""
         per_rank = self.policy_update.cut(*batch.for_update(), batch.step)
         metrics = self.workers.each("update_actor", Worker.update_actor, [(minis,) for minis in per_rank])
         self.policy_update.cutter.learn(per_rank, self.workers.figures)
         return self.policy_update.metrics(metrics, batch.step)
 
     def add_old_log_probs(self, batch: StepBatch) -> None:
-        """Add the log-probs and statistics of a pass over the batch, and compare them with the engine's log-probs."""
         old = self.old_pass.compute(batch.rows, batch.names)
         batch.rows.old_log_probs, batch.entropy, batch.statistics = old.log_probs, old.entropy, old.statistics
         self.compare_log_probs(batch)
 
     def compare_log_probs(self, batch: StepBatch) -> None:
-        """Compare the engine's log-probs with the trainer's, and add how they differ."""
         assert batch.rows.old_log_probs is not None, "compare after the pass that computes them"
         batch.metrics |= self.mismatch.compare(batch.rows.rollout_log_probs, batch.rows.old_log_probs, batch.step)
         batch.metrics |= divergence_metrics(batch.rows)
@@ -368,24 +352,21 @@ class SeparatePass(PolicyTraining):
     """A pass of its own computes the log-probs before the update. So the update may take any number of optimizer steps."""
 
     def old_log_probs(self, batch: StepBatch, update_follows: bool) -> None:
-        """Add the log-probs before the update, and compare them with the engine's."""
         self.add_old_log_probs(batch)
 
     def budgets(self) -> dict[str, Budget]:
-        """Return the token budgets of both passes."""
         return {self.old_pass.phase: self.old_pass.budget, **super().budgets()}
 
 
 class OnPolicy(PolicyTraining):
-    """The update's own forward computes the old log-probs: there is one optimizer step, so they are the log-probs before it."""
+    """The update's own forward computes the old log-probs. There is only one optimizer step, so they are those before it."""
 
     def old_log_probs(self, batch: StepBatch, update_follows: bool) -> None:
-        """Compute the log-probs in a step that trains the critic alone. In any other they come from the update."""
+        # A step that only trains the critic has no update of the policy to compute them.
         if not update_follows:
             self.add_old_log_probs(batch)
 
     def update(self, batch: StepBatch) -> None:
-        """Take the optimizer step on the workers, and add its metrics and the old log-probs."""
         per_rank = self.policy_update.cut(*batch.for_update(), batch.step)
         # Strictly on-policy the gradient of each token is known in the forward. So the head computes it there, and returns
         # the log-probs of the same forward.
@@ -403,13 +384,12 @@ class Supervised(PolicyTraining):
     """The loss is the negative log-prob of the dataset's responses, for which no earlier log-probs matter."""
 
     def update(self, batch: StepBatch) -> None:
-        """Take the optimizer steps on the workers, and add their metrics. The loss has a name of its own."""
         metrics = self.take_steps(batch)
         batch.metrics |= {LOSS: metrics["actor/loss"]}
-        batch.metrics |= {name: value for name, value in metrics.items() if name not in OF_ROLLOUTS}
+        batch.metrics |= {name: value for name, value in metrics.items() if name not in ROLLOUT_METRICS}
 
 
-OF_ROLLOUTS = ("actor/loss", "actor/pg_loss", "actor/ppo_kl")
+ROLLOUT_METRICS = ("actor/loss", "actor/pg_loss", "actor/ppo_kl")
 """Metrics of the update that say nothing, or nothing more, where no rollout is learned."""
 
 
@@ -419,7 +399,7 @@ class CriticTraining:
 
     Attributes:
         budget: How a rank's rows are cut into the micro-batches of the values pass.
-        warmup: The first step that trains the policy too; the critic is trained alone before.
+        warmup: The first step that trains the policy too; before it only the critic is trained.
         warmup_pass: The pass for old log-probs in those steps, which have no update that would compute them.
         store: Checkpoints, one of which an error names as the way back.
     """
@@ -433,23 +413,22 @@ class CriticTraining:
     store: CheckpointStore
 
     def warms_up(self, step: int) -> bool:
-        """Return whether the critic is trained alone in a step."""
         return step < self.warmup
 
     def values(self, batch: StepBatch) -> Tensor:
-        """Return the value before each response token, fp32 [R]: those that have begun, or computed now."""
+        # The value before each response token, fp32 [R]: those being computed, or computed now.
         begun = batch.values or self.begin_values(batch.rows, batch.names)
         return begun.result()
 
     def begin_values(self, batch: RolloutBatch, names: Sequence[str]) -> Pending[Tensor]:
-        """Begin to compute the value before each response token, fp32 [R]. As :meth:`TimedGroup.begin`."""
+        """Begin to compute the value before each response token, fp32 [R]. See :meth:`TimedGroup.begin`."""
         values = ForwardPass(self.workers, "values", Worker.values, self.budget, self.cutter.balance)
         return values.begin(batch, names).then(lambda parts: scatter_tokens(parts, batch.responses.sizes()))
 
     def begin_update(self, batch: RolloutBatch, names: Sequence[str], step: int) -> Pending[dict[str, float]]:
-        """Begin the optimizer steps on the workers, whose metrics over all ranks are the result. As :meth:`TimedGroup.begin`.
+        """Begin the optimizer steps on the workers. The result is their metrics over all ranks. See :meth:`TimedGroup.begin`.
 
-        To ask for the result raises TrainingError if a skipped update had already changed some weights.
+        Reading the result raises TrainingError if a skipped update had already changed some weights.
         """
         per_rank = self.cutter.cut(batch, names, step)
 
@@ -464,7 +443,6 @@ class CriticTraining:
 
 
 def add_baselines(batch: StepBatch, greedy: StepBatch, samples: int) -> StepBatch:
-    """Add to each row of a batch the score of the greedy response to its prompt, and return the batch."""
     scores = greedy.scores
     batch.baselines = scores.repeat_interleave(samples)
     batch.metrics |= summary_of("critic/baselines", scores[~scores.isnan()])
@@ -475,7 +453,7 @@ def add_baselines(batch: StepBatch, greedy: StepBatch, samples: int) -> StepBatc
 
 
 def mask_truncated(rows: RolloutBatch, finish_reasons: Sequence[str]) -> dict[str, float]:
-    """Mark the tokens of truncated responses as not kept, beside those that the rollout correction rejects.
+    """Mark the tokens of truncated responses as not kept, in addition to those that the rollout correction rejects.
 
     Rewards and groups stay, so that a truncated response still counts for the baseline of its group. Source: overlong filtering
     of DAPO, arXiv 2503.14476, and ``mask_truncated_completions`` of TRL.
@@ -483,10 +461,10 @@ def mask_truncated(rows: RolloutBatch, finish_reasons: Sequence[str]) -> dict[st
     Returns:
         The metric ``reward/masked_rows``, how many responses are left out.
     """
-    ended = torch.tensor([reason != "length" for reason in finish_reasons])
-    kept = ended[rows.response_row()]
+    finished = torch.tensor([reason != "length" for reason in finish_reasons])
+    kept = finished[rows.response_row()]
     rows.kept = kept if rows.kept is None else rows.kept & kept
-    return {"reward/masked_rows": float((~ended).sum())}
+    return {"reward/masked_rows": float((~finished).sum())}
 
 
 # Metrics that are computed from the batch of a step, under verl's names.
@@ -507,7 +485,6 @@ class StepMetrics:
     rewards: bool = True
 
     def describe(self, batch: StepBatch, kl_coefficient: float) -> dict[str, float]:
-        """Return metrics of rewards, advantages, lengths and counts."""
         metrics = self.lengths(batch)
         if self.rewards:
             metrics |= self._rewards(batch, kl_coefficient)
@@ -517,15 +494,14 @@ class StepMetrics:
         return metrics
 
     def lengths(self, batch: StepBatch) -> dict[str, float]:
-        """Return metrics of the lengths of prompts and responses."""
         lengths = batch.rows.prompts.lengths, batch.rows.responses.lengths
         return length_metrics(*lengths, self.max_prompt_length, self.max_response_length)
 
     def _rewards(self, batch: StepBatch, kl_coefficient: float) -> dict[str, float]:
-        """Return metrics of the rollouts, rewards and advantages. A row without a score (NaN) counts in no mean."""
         advantages = batch.advantages
         assert advantages is not None
         assert batch.rows.old_log_probs is not None
+        # A row without a score (NaN) counts in no mean.
         scores, rewards = (values[~values.isnan()] for values in (batch.scores, advantages.rewards))
         metrics = {BAD_LOG_PROBS: float((~batch.rows.old_log_probs.isfinite()).sum())}
         metrics |= critic_metrics(scores, rewards, advantages.per_token, advantages.returns)
@@ -549,7 +525,7 @@ class StepMetrics:
 
 @dataclass
 class ReferenceSync:
-    """Moves the reference towards the policy every so many steps that update the policy.
+    """Moves the reference towards the policy, at an interval of steps that update the policy.
 
     Attributes:
         optimizer_steps: Optimizer steps of the policy in one training step.
@@ -564,7 +540,7 @@ class ReferenceSync:
     def after_update(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Count a step, move the reference if it is time, and return the metric ``ref/sync``: 1 for a move, else 0.
 
-        A step whose optimizer steps were all skipped is not counted: the policy is what it was.
+        A step whose optimizer steps were all skipped is not counted, because the policy did not change.
         """
         counts = metrics[ACTOR.skipped] < self.optimizer_steps
         self.steps += counts
@@ -574,9 +550,7 @@ class ReferenceSync:
         return {"ref/sync": float(is_due)}
 
     def state_dict(self) -> dict[str, int]:
-        """Return the state for a checkpoint."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore a state that :meth:`state_dict` returned."""
         self.steps = state["steps"]

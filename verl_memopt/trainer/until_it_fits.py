@@ -61,17 +61,17 @@ class CommandLine:
         """Return the settings of the command.
 
         Raises:
-            ConfigError: As :func:`load_settings`.
+            ConfigError: See :func:`load_settings`.
         """
         return load_settings(self.config_name, list(self.overrides), self.config_dir)
 
     def having(self, keys: Mapping[str, Any]) -> CommandLine:
-        """Return the command with other values of some keys, in the place of what it said about them."""
-        kept = [each for each in self.overrides if each.lstrip("+").partition("=")[0] not in keys]
+        # The command with other values of some keys, in place of its own overrides of these keys.
+        kept = [override for override in self.overrides if override.lstrip("+").partition("=")[0] not in keys]
         return replace(self, overrides=(*kept, *(f"{key}={shown(value)}" for key, value in keys.items())))
 
     def __str__(self) -> str:
-        """Return the command as a shell takes it, with a checksum in place of each secret."""
+        # As a shell takes it, with a checksum in place of each secret.
         folder = [] if self.config_dir is None else ["--config-dir", self.config_dir]
         overrides = map(argument_without_secrets, self.overrides)
         return f"{self.program} {shlex.join([*folder, '--config-name', self.config_name, *overrides])}"
@@ -82,7 +82,7 @@ def train_until_it_fits(line: CommandLine, train: Callable[[Settings], int]) -> 
 
     Raises:
         DeviceMemoryError: It cannot fit, or not after :data:`MOST_CHANGES` changes.
-        UserError: As ``train`` raises it.
+        UserError: ``train`` raised it.
     """
     attempts = Attempts(line)
     resumes: Keys = {}
@@ -126,7 +126,7 @@ class Attempts:
     def change(self, error: DeviceMemoryError | HostMemoryError, settings: Settings, goes_on: bool) -> None:
         """Change the command after an error, and log what changes and what that costs.
 
-        ``goes_on``: The next start would go on from a checkpoint.
+        ``goes_on``: the next start would continue from a checkpoint.
 
         Raises:
             DeviceMemoryError: Nothing is left to change, or there were enough changes.
@@ -146,14 +146,14 @@ class Attempts:
             self.changes += 1
             self.line = self.line.having(accepted)
             logger.warning("%s", error)
-            said = _overrides(accepted)
+            changed = _overrides(accepted)
             of = f"change {self.changes} of at most {MOST_CHANGES}"
-            logger.warning("%s: %s. It costs: %s. Starting again.", of, said, cost)
+            logger.warning("%s: %s. It costs: %s. Starting again.", of, changed, cost)
             return
         raise _as_device_error(error, f"cannot fit, because nothing is left that makes room: {why}")
 
     def _ways(self, error: DeviceMemoryError | HostMemoryError, settings: Settings) -> Iterator[tuple[Keys, str, bool]]:
-        """Yield what can be set, its cost, and whether it changes numbers, the cheapest first."""
+        # Yield what can be set, its cost, and whether it changes numbers, the cheapest first.
         if isinstance(error, HostMemoryError):
             for keys, cost in _off_the_host(error.kind, settings):
                 self.fixed |= keys
@@ -197,9 +197,9 @@ def _overrides(keys: Mapping[str, Any]) -> str:
 
 
 def _accepted(keys: Keys, settings: Settings, load: Callable[[Keys], Settings]) -> Keys:
-    """Return those of some keys that change something and are accepted together, the first ones first.
+    """Return those of some keys that change something and are accepted in combination; earlier keys have precedence.
 
-    ``load`` returns the run's settings with other values of some keys, or raises a ConfigError.
+    ``load``: returns the run's settings with other values of some keys, or raises a ConfigError.
     """
 
     def stands(keys: Keys) -> bool:
@@ -225,7 +225,6 @@ def _as_device_error(error: DeviceMemoryError | HostMemoryError, text: str) -> D
 
 
 def _by_formula(settings: Settings, limit_bytes: int | None) -> Iterator[tuple[Keys, str, bool]]:
-    """Yield the cheapest settings that change no number and are enough by formula, if there are any."""
     if limit_bytes is None:
         return
     host = settings.memory.host_limit_gb
@@ -245,21 +244,21 @@ def _by_formula(settings: Settings, limit_bytes: int | None) -> Iterator[tuple[K
 
 
 def _off_the_host(kind: str, settings: Settings) -> Iterator[tuple[Keys, str]]:
-    """Yield what keeps a kind of bytes off the host, with its cost."""
-    of_kind: dict[str, Keys] = {
+    # Yield the settings that keep a kind of bytes off the host, with their cost.
+    ways: dict[str, Keys] = {
         "rollout weights": {f"{_ROLLOUT}.sleep_level": 2},
         "activations": {f"{_MODEL}.enable_activation_offload": False},
         "optimizer": {f"{_ACTOR}.fsdp_config.optimizer_offload": False},
         "params": {f"{section}.fsdp_config.param_offload": False for section in (_ACTOR, _REF, _SCORER)},
     }
-    keys = of_kind.get(kind, {key: value for each in of_kind.values() for key, value in each.items()})
+    keys = ways.get(kind, {key: value for way in ways.values() for key, value in way.items()})
     yield _with_critic(keys, settings), "device memory: these bytes stay there"
 
 
 def everything(settings: Settings, limit: float) -> tuple[tuple[Keys, str], ...]:
-    """Return all settings that make room: those that change no number, those that do, and what is the last resort on a GPU.
+    """Return all settings that make room: those that change no number, those that do, and a GPU's last resort.
 
-    ``limit`` is the device's, in bytes; numbers are small parts of it. 0 = unknown.
+    ``limit``: that of the device, in bytes; some settings are small parts of it. 0 = unknown.
     """
     actor, on_cpu = settings.actor_rollout_ref.actor, resolve_device(settings.trainer.device) == "cpu"
     longest, limit = longest_sample(settings), limit or 8 * GIB
@@ -307,9 +306,9 @@ def everything(settings: Settings, limit: float) -> tuple[tuple[Keys, str], ...]
 
 
 def _tiles_save(settings: Settings, half: bool = False) -> bool:
-    """Whether MLPs in tiles hold less than whole ones in a micro-batch of one row: gradients summed over tiles are in fp32.
+    """Whether tiled MLPs hold less than whole ones in a micro-batch of one row: gradients summed over tiles are in fp32.
 
-    ``half`` asks it for bfloat16 weights and compute in place of the run's own.
+    ``half``: for bfloat16 weights and compute, in place of the run's own.
     """
     roles, longest = settings.actor_rollout_ref, longest_sample(settings)
     try:
@@ -338,17 +337,17 @@ def _caps(settings: Settings) -> list[str]:
         "critic.ppo_max_token_len_per_gpu": has_critic(settings),
         "critic.forward_max_token_len_per_gpu": has_critic(settings) and critic.forward_max_token_len_per_gpu is not None,
     }
-    return [key for key, there in own.items() if there]
+    return [key for key, is_own in own.items() if is_own]
 
 
 def _with_critic(keys: Keys, settings: Settings) -> Keys:
-    """Return keys of the policy with those of the critic that mean the same, if the run has one."""
+    # Keys of the critic that mean the same are set too.
     if not has_critic(settings):
         return keys
-    known = leaf_types()
-    return {**keys, **{twin(key): value for key, value in keys.items() if twin(key) in known and twin(key) not in keys}}
+    existing = leaf_types()
+    return {**keys, **{twin(key): value for key, value in keys.items() if twin(key) in existing and twin(key) not in keys}}
 
 
 def _checkpoints(run_dir: Path) -> set[tuple[str, int]]:
-    """Return the checkpoints in a run folder. One that was made anew under the name of another is another one."""
+    # The inode tells a checkpoint that was written again under the same name from the old one.
     return {(path.name, path.lstat().st_ino) for path in run_dir.glob("global_step_*")}

@@ -41,11 +41,9 @@ class Updates:
     applied_step: int = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint stores."""
         return {"skipped_in_a_row": self.skipped_in_a_row, "applied_step": self.applied_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counts of a checkpoint."""
         self.skipped_in_a_row, self.applied_step = state["skipped_in_a_row"], state["applied_step"]
 
 
@@ -78,18 +76,15 @@ class UpdateGuard:
             self.store.prove(step - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint stores."""
         critic = {} if self.critic is None else {"critic": self.critic.state_dict()}
         return self.actor.state_dict() | critic
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counts of a checkpoint."""
         self.actor.load_state_dict(state)
         if self.critic is not None:
             self.critic.load_state_dict(state["critic"])
 
     def _judge(self, updates: Updates, step: int, metrics: Mapping[str, float]) -> bool:
-        """Count the updates of a role in a step, and return whether its weights are good."""
         role = updates.role
         skipped, norm = int(metrics[role.skipped]), metrics[role.grad_norm]
         if skipped:
@@ -139,7 +134,7 @@ def _cause(updates: Updates, metrics: Mapping[str, float]) -> str:
 
 
 def recovery_advice(role: Role, lr: float, store: CheckpointStore) -> str:
-    """Return how to continue after an update that damaged the weights: from which checkpoint and with which settings."""
+    """Say from which checkpoint and with which settings to continue after an update that damaged the weights."""
     lower = f"{role.key}.optim.lr=<less than {lr:g}>"
     proven = store.proven()
     if proven is None:
@@ -204,41 +199,35 @@ class Score:
 
     @classmethod
     def of(cls, scores: Sequence[float], samples: int) -> Score:
-        """Return the score of answers, where each prompt has ``samples`` consecutive answers. NaN is no score."""
+        """Return the score of answers, ``samples`` consecutive ones per prompt. NaN is not a score."""
         groups = [_known(scores[start : start + samples]) for start in range(0, len(scores), samples)]
         means = [sum(group) / len(group) for group in groups if group]
         return cls(len(means), sum(means), sum(mean * mean for mean in means))
 
     def plus(self, other: Score) -> Score:
-        """Return the score of both sets of prompts together."""
         return Score(self.prompts + other.prompts, self.total + other.total, self.squares + other.squares)
 
     @property
     def mean(self) -> float:
-        """Mean over prompts."""
         return self.total / self.prompts
 
     @property
     def error(self) -> float:
-        """Standard error of the mean. Infinite for one prompt, which says nothing about others."""
+        # Standard error of the mean. Infinite for one prompt, which says nothing about others.
         if self.prompts < 2:
             return math.inf
         variance = max(self.squares - self.total * self.mean, 0.0) / (self.prompts - 1)
         return math.sqrt(variance / self.prompts)
 
     def above(self, other: Score, errors: float) -> bool:
-        """Return whether the mean is larger by more than ``errors`` standard errors of the difference."""
         return self.mean - other.mean > errors * math.hypot(self.error, other.error)
 
     def __str__(self) -> str:
-        """Return mean and standard error."""
         return f"{self.mean:.3f} ({self.error:.3f})"
 
 
 @dataclass
 class _State:
-    """State that a checkpoint stores."""
-
     first: Score = field(default_factory=Score)
     recent: list[Score] = field(default_factory=list)
     validation: Score | None = None
@@ -252,30 +241,26 @@ class _State:
 
 @dataclass
 class Health:
-    """Checks each step and each validation, and returns new warnings."""
-
     validates: bool
     _state: _State = field(default_factory=_State)
 
     @property
     def collapsed(self) -> bool:
-        """True if the training reward is now far below that of the first steps."""
         recent = self._recent()
         return recent is not None and self._state.first.above(recent, REWARD_ERRORS)
 
     def step(self, step: int, scores: Sequence[float], samples: int, metrics: Mapping[str, float]) -> list[str]:
-        """Return the new warnings after a step."""
-        state, score, known = self._state, Score.of(scores, samples), _known(scores)
-        state.lowest, state.highest = min([state.lowest, *known]), max([state.highest, *known])
+        state, score, valid = self._state, Score.of(scores, samples), _known(scores)
+        state.lowest, state.highest = min([state.lowest, *valid]), max([state.highest, *valid])
         if state.first.prompts < WINDOW_PROMPTS:
             state.first = state.first.plus(score)
         else:
             state.recent.append(score)
             # Drop the oldest steps that are not needed for a full window.
-            while sum(each.prompts for each in state.recent[1:]) >= WINDOW_PROMPTS:
+            while sum(earlier.prompts for earlier in state.recent[1:]) >= WINDOW_PROMPTS:
                 del state.recent[0]
         self._count_zero(score, metrics)
-        warnings = self._zero(min(known), score) if known else {}
+        warnings = self._zero(min(valid), score) if valid else {}
         if not self.validates and self.collapsed:
             warnings["reward"] = WORSE.format(what="training reward", now=self._recent(), step=step, first=state.first)
         invalid = metrics.get("reward/invalid_rows", 0.0)
@@ -284,7 +269,6 @@ class Health:
         return self._new(warnings)
 
     def validation(self, step: int, scores: Sequence[float], samples: int) -> list[str]:
-        """Return the new warnings after a validation."""
         score, first = Score.of(scores, samples), self._state.validation
         if first is None:
             self._state.validation = score
@@ -294,11 +278,9 @@ class Health:
         return self._new({"validation": WORSE.format(what="validation score", now=score, step=step, first=first)})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values that a checkpoint stores."""
         return asdict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the values of a checkpoint."""
         scores = {
             "first": Score(**state["first"]),
             "recent": [Score(**score) for score in state["recent"]],
@@ -332,7 +314,7 @@ class Health:
         return {"zero": EQUAL_SCORES.format(steps=state.zero_steps, now=f"{score.mean:.3f}", first=f"{state.first.mean:.3f}")}
 
     def _recent(self) -> Score | None:
-        """Return the score of the last steps, apart from the first ones, or None while there are too few."""
+        # The score of the last steps, apart from the first ones; None while there are too few.
         total = functools.reduce(Score.plus, self._state.recent, Score())
         return total if total.prompts >= WINDOW_PROMPTS else None
 

@@ -31,8 +31,6 @@ class Validation:
 
 @dataclass(frozen=True)
 class Validator:
-    """Validates on the held-out rows."""
-
     rows: PromptRows
     batch_size: int | None
     expansion: str
@@ -61,18 +59,15 @@ class Validator:
         return Validation(validation_metrics([row for row in rows if not math.isnan(row.score)]), answered)
 
     def _scored_at_the_end(self, answers: list[Answers]) -> list[tuple[Answers, list[RewardResult]]]:
-        """Return the answers of each call with their rewards, from a scorer that computes the log-probs that it reads."""
         # The engine sleeps while the models of the scorer come to the device, each once. It wakes with the policy's weights.
         self.generator.release_engine()
         results = iter(self.scorer.score_answers(join_answers(answers), None)[0])
         self.generator.restore_engine()
-        return [(each, list(islice(results, len(each.rows)))) for each in answers]
+        return [(call, list(islice(results, len(call.rows)))) for call in answers]
 
 
 @dataclass(frozen=True)
 class LossValidator:
-    """Validates a supervised run: the loss of the held-out responses."""
-
     rows: PromptRows
     batch_size: int | None
     encoder: PromptEncoder
@@ -87,9 +82,9 @@ class LossValidator:
             answers = dataset_answers(expanded.prompts, expanded.prompt_ids, self.encoder.tokenizer)
             batch = to_batch(answers, 1, self.actor)
             sizes, names = batch.responses.sizes(), [row.address for row in answers.rows]
-            of_rows = self.log_probs.compute(batch, names).log_probs.double().split(sizes)
-            total, tokens = total - sum(float(row.sum()) for row in of_rows), tokens + sum(sizes)
-            answered.append((answers, [RewardResult(float(row.mean())) for row in of_rows]))
+            row_log_probs = self.log_probs.compute(batch, names).log_probs.double().split(sizes)
+            total, tokens = total - sum(float(row.sum()) for row in row_log_probs), tokens + sum(sizes)
+            answered.append((answers, [RewardResult(float(row.mean())) for row in row_log_probs]))
         return Validation({VAL_LOSS: total / tokens}, answered)
 
 

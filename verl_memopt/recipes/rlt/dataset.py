@@ -71,7 +71,7 @@ class RltFormat:
         return self.explanation.begin + self.padding
 
     def teacher_prefill(self, solution: str) -> str:
-        # Return the start of the teacher's turn, after which the teacher writes the explanation.
+        # The start of the teacher's turn, after which the teacher writes the explanation.
         return self.solution.wrap(solution) + self.delimiter + self.forced_prefix
 
     @property
@@ -157,7 +157,7 @@ class RltPrompts:
         return end_of_turn(self.tokenizer, self.chat_kwargs)
 
     def plain(self, text: str) -> Spans:
-        # Return the spans of a text of the data whose special tokens are encoded as plain text.
+        # The spans of a text of the data whose special tokens are encoded as plain text.
         return () if self.allow_special_tokens else special_tokens_of(self.tokenizer).find(text)
 
     def _chat(self, system: str, question: str) -> tuple[str, Spans]:
@@ -241,7 +241,7 @@ def read_records(rows: Iterable[RawRow], rlt_format: RltFormat) -> Records:
 
 
 def _record(address: str, columns: dict[str, Any]) -> RltRecord | str:
-    # Return the record of a row, or the reason why its conversation gives none.
+    # The record of a row, or the reason why its conversation gives none.
     if "conversations" in columns:
         if {"question", "solution"} & columns.keys():
             raise DataError(f"{address}: there are columns 'conversations' and 'question' or 'solution'. Remove one form.")
@@ -276,7 +276,7 @@ def _conversation_record(address: str, turns: Any) -> RltRecord | str:
 
 
 def _sections(answer: str) -> tuple[str, str] | None:
-    # Return the thought and the solution of an answer; None if a tag is missing, repeated or out of order.
+    # The thought and the solution of an answer; None if a tag is missing, repeated or out of order.
     tags = (STRATOS.thought.begin, STRATOS.thought.end, STRATOS.solution.begin, STRATOS.solution.end)
     if any(answer.count(tag) != 1 for tag in tags):
         return None

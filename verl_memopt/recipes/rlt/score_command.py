@@ -308,7 +308,7 @@ def explained(rows: Sequence[StoredExplanation], score: RltScorer) -> Explanatio
 
 
 def scored_rows(stored: Sequence[StoredExplanation], scored: RltScored) -> list[dict[str, Any]]:
-    # Return each explanation with its reward and the reward's parts. The reward of a skipped row is null.
+    # Each explanation with its reward and the reward's parts. The reward of a skipped row is null.
     scores = scored.scores
     columns = {"r_ss": scores.r_ss, "r_kl": scores.r_kl, "match": scores.match, **scores.parts}
     values = zip(*(column.tolist() for column in columns.values()), strict=True)

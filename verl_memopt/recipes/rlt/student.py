@@ -50,7 +50,7 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def student_model(student: ScoringModel, policy: Model) -> Model:
-    # Return the settings of the student's model: the policy's knobs without those that need training.
+    # The settings of the student's model: the policy's knobs without those that need training.
     without_training = {"enable_gradient_checkpointing": False, "lora_rank": 0, "lora_adapter_path": None}
     own = {name: getattr(student, name) for name in ("trust_remote_code", "external_lib", "override_config")}
     changes: dict[str, Any] = {"path": str(student.path), "hf_config_path": None, **own, **without_training}

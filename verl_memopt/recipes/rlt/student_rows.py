@@ -173,7 +173,7 @@ def _first(is_stop: Tensor) -> int:
 
 
 def _locate(ids: Tensor, token_bytes: TokenBytes, tag: bytes) -> tuple[int, bool, bool, bytes]:
-    # Return the tokens of an explanation, whether it has an end tag, whether text follows it, and its bytes.
+    # The tokens of an explanation, whether it has an end tag, whether text follows it, and its bytes.
     text = token_bytes.spell(ids)
     place = text.find(tag)
     if place < 0:
