@@ -1,39 +1,31 @@
-"""The study's commands: ``run`` measures, ``combine`` makes one table of it, ``charts`` draws it, ``study`` does all three."""
+"""The study's commands: ``run`` measures, ``combine`` makes one table of it, ``charts`` draws it, ``study`` does all three.
+
+Exit codes: 0 every cell completed, 1 one failed, 2 a setting was refused, 3 one ran out of memory, 4 arms that must compute the
+same did not, 5 one ran into the time limit. Where several apply, it is the first of 1, 4, 5, 2, 3. What completed is on file.
+"""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
-from recipe.rloo.memory_study.arms import ARMS, EXPANSIONS, Arm, quick_arms, select
+from recipe.rloo.memory_study.arms import ARMS, AUTO, CPU, CUDA, EXPANSIONS, FAKE, GIB, MIB, Arm, choose_device, needed_bytes
 from recipe.rloo.memory_study.charts import draw_all
-from recipe.rloo.memory_study.combine import SUMMARY_NAME, combine
-from recipe.rloo.memory_study.monitor import PERIOD_SECONDS, NoNvmlError, open_device
-from recipe.rloo.memory_study.plan import CPU, CUDA, DEVICES, MOST_CPU_BYTES, QUICK_CPU_BYTES, device_chooser, needed_bytes
 from recipe.rloo.memory_study.records import COMPLETED, EXIT_CODES, REFUSED, Cell, CellResult, worst
-from recipe.rloo.memory_study.report import cell_line, report
-from recipe.rloo.memory_study.runner import CELLS, MEASURE, How, run_study
+from recipe.rloo.memory_study.results import SUMMARY_NAME, combine, report
+from recipe.rloo.memory_study.runner import CELLS, MEASURE, PRELOAD, How, NoNvmlError, open_device, run_study
 from verl_memopt.distributed.device import device_count
 from verl_memopt.errors import UserError
 
-GIB = 2**30
-PRELOAD = "recipe.rloo.memory_study.preload"
-SHAPE = (3015, 100, 151_669)
-"""Tokens of a prompt, tokens of a response, vocabulary: what the choice of the device goes by."""
+MOST_CPU_GIB, QUICK_CPU_GIB = 20.0, 1.0
+"""Arms that need more than this are simulated, so that a quick study does not take long."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code.
-
-    0: every cell completed. 1: one failed. 2: a setting was refused. 3: one ran out of memory. 4: arms that must compute the same
-    did not. 5: one ran into the time limit. Where several apply, it is the first of 1, 4, 5, 2, 3. What completed is on file in
-    every case.
-    """
     options = parse(argv)
     try:
         outcomes = options.command(options)
@@ -44,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options of a command line."""
-    parser = argparse.ArgumentParser(prog="python -m recipe.rloo.memory_study", description=__doc__)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m recipe.rloo.memory_study", description=__doc__, formatter_class=form)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command, text in (
         ("study", study, "measure, combine and draw"),
@@ -62,60 +54,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add, names = parser.add_argument, sorted({arm.name for arm in ARMS})
     add("--quick", action="store_true", help="every arm once at k = 2, 4, 8, in minutes on a CPU")
-    add(
-        "--device",
-        choices=DEVICES,
-        default="auto",
-        help="auto: a GPU if there is one, else real tensors where they fit, else fake",
-    )
-    add("--expansion", nargs="+", choices=EXPANSIONS, default=[], help="only arms with these expansions")
-    add("--arm", nargs="+", metavar="NAME", default=[], choices=sorted({arm.name for arm in ARMS}), help="only these arms")
-    add("--k", nargs="+", type=int, default=[], help="only these group sizes of 2, 4, 8 (and no larger ones)")
+    devices = "auto: a GPU if there is one, else real tensors where they fit, else fake"
+    add("--device", choices=(AUTO, CPU, FAKE, CUDA), default=AUTO, help=devices)
+    add("--expansion", nargs="+", choices=EXPANSIONS, default=EXPANSIONS, help="only arms with these expansions")
+    add("--arm", nargs="+", metavar="NAME", default=names, choices=names, help="only these arms")
+    add("--k", nargs="+", type=int, help="only these group sizes of 2, 4, 8 (and no larger ones)")
     add("--repeats", type=int, help="processes for each cell (default: 3, with --quick 1)")
     add("--seed", type=int, default=0, help="seed of ids, weights and order (default: %(default)s)")
     add("--device-limit-gb", type=float, help="limit of the device's memory, as memory.device_limit_gb (default: none)")
-    add(
-        "--cpu-limit-gb",
-        type=float,
-        help="largest arm that runs with real tensors on a CPU (default: 20, or half of what is free)",
-    )
+    most = f"largest arm with real tensors on a CPU (default: {MOST_CPU_GIB:g}, or half of what is free)"
+    add("--cpu-limit-gb", type=float, help=most)
     add("--time-limit", type=float, default=600.0, help="seconds of a cell (default: %(default)s)")
     add("--jobs", type=int, default=1, help="cells at the same time; 1 on a GPU (default: %(default)s)")
-    add("--period", type=float, default=PERIOD_SECONDS, help="seconds between readings of a GPU (default: %(default)s)")
     add("--documents", type=Path, help="GovReport (.jsonl) or a text file, for the prompt (default: random words, made locally)")
     add("--measure", default=MEASURE, help=argparse.SUPPRESS)
-
-
-def run(options: argparse.Namespace) -> set[str]:
-    """Measure the arms, print a line for each cell, and return the outcomes."""
-    arms = chosen_arms(options)
-    has_gpu = device_count(CUDA) > 0
-    if options.device == CUDA and not has_gpu:
-        raise UserError("--device cuda: no GPU is visible to this process. Use --device auto or fake.")
-    refuse_too_large(options, arms)
-    on_gpu = has_gpu and options.device in ("auto", CUDA)
-    preload = (PRELOAD,) if options.measure == MEASURE and not has_gpu else ()
-    how = How(options.out, options.measure, options.time_limit, 1 if on_gpu else options.jobs, options.period)
-    how = dataclasses.replace(how, preload=preload, documents=documents_of(options))
-    _say_sampler(on_gpu)
-    limit = None if options.device_limit_gb is None else int(options.device_limit_gb * GIB)
-    devices = device_chooser(options.device, has_gpu, cpu_bytes(options), SHAPE)
-    repeats = options.repeats or (1 if options.quick else 3)
-    outcomes, planned = set[str](), list[Cell]()
-    results = run_study(arms, repeats, options.seed, devices, limit, how, not (options.quick or options.k), planned)
-    for number, result in enumerate(results, start=1):
-        if counts(result, limit):
-            outcomes.add(result.outcome)
-        sys.stdout.write(f"{number} of {len(planned)}  {cell_line(result)}\n")
-        sys.stdout.flush()
-    return outcomes
-
-
-def counts(result: CellResult, limit_bytes: int | None) -> bool:
-    """Return whether a result decides the study's exit code: what a simulation needs beyond the limit does not."""
-    return result.cell.limit_bytes == limit_bytes
 
 
 def chosen_arms(options: argparse.Namespace) -> list[Arm]:
@@ -124,60 +78,86 @@ def chosen_arms(options: argparse.Namespace) -> list[Arm]:
     Raises:
         UserError: There is none.
     """
-    arms = select(quick_arms() if options.quick else ARMS, options.expansion, options.arm, options.k)
+    arms = [arm for arm in ARMS if arm.expansion in options.expansion and arm.name in options.arm]
+    arms = [arm for arm in arms if not options.k or arm.k in options.k]
     if not arms:
         raise UserError("no arm has this expansion, name and group size together. Leave one of --expansion, --arm, --k out.")
     return arms
 
 
-def refuse_too_large(options: argparse.Namespace, arms: Sequence[Arm]) -> None:
-    """Refuse real tensors on a CPU for arms that need more than the limit for them.
+def run(options: argparse.Namespace) -> set[str]:
+    """Measure the arms, print a line for each cell, and return the outcomes."""
+    arms, has_gpu = chosen_arms(options), device_count(CUDA) > 0
+    cpu_bytes = _cpu_bytes(options)
+    _refuse(options, arms, has_gpu, cpu_bytes)
+    on_gpu = has_gpu and options.device in (AUTO, CUDA)
+    _say_sampler(on_gpu)
+    limit = None if options.device_limit_gb is None else int(options.device_limit_gb * GIB)
+    documents = None if options.documents is None else str(options.documents.resolve())
+    repeats = options.repeats or (1 if options.quick else 3)
 
-    Raises:
-        UserError: There is such an arm.
-    """
-    needs = {arm.cell: needed_bytes(arm, *SHAPE) for arm in arms} if options.device == CPU else {}
-    largest = max(needs, key=lambda cell: needs[cell], default="")
-    if largest and needs[largest] > cpu_bytes(options):
-        raise UserError(
-            f"--device cpu: {largest} needs about {needs[largest] / GIB:.0f} GiB of real tensors, and the limit is "
-            f"{cpu_bytes(options) / GIB:.0f}. Raise --cpu-limit-gb if this machine has as much, or use --device auto."
-        )
+    def cells_of(arm: Arm) -> list[Cell]:
+        device = choose_device(arm, options.device, has_gpu, cpu_bytes)
+        return [Cell(arm, repeat, options.seed, device, limit, documents=documents) for repeat in range(repeats)]
+
+    preload = PRELOAD if options.measure == MEASURE and not has_gpu else ""
+    how = How(options.out, options.measure, options.time_limit, 1 if on_gpu else options.jobs, preload)
+    outcomes, planned = set[str](), list[Cell]()
+    results = run_study(arms, cells_of, options.seed, how, not (options.quick or options.k), planned)
+    for number, result in enumerate(results, start=1):
+        # What a simulation needs beyond the limit says nothing about whether the study went well.
+        if result.cell.limit_bytes == limit:
+            outcomes.add(result.outcome)
+        sys.stdout.write(f"{number} of {len(planned)}  {_cell_line(result)}\n")
+        sys.stdout.flush()
+    return outcomes
 
 
-def documents_of(options: argparse.Namespace) -> str | None:
-    """Return where the documents are, as an absolute path, or None.
-
-    Raises:
-        UserError: There is nothing.
-    """
-    if options.documents is None:
-        return None
-    if not options.documents.exists():
-        raise UserError(f"--documents {options.documents}: no such file or folder.")
-    return str(options.documents.resolve())
-
-
-def cpu_bytes(options: argparse.Namespace) -> int:
+def _cpu_bytes(options: argparse.Namespace) -> int:
     """Return the largest need of an arm that runs with real tensors on a CPU."""
     if options.cpu_limit_gb is not None:
         return int(options.cpu_limit_gb * GIB)
-    return min(QUICK_CPU_BYTES if options.quick else MOST_CPU_BYTES, psutil.virtual_memory().available // 2)
+    return min(int((QUICK_CPU_GIB if options.quick else MOST_CPU_GIB) * GIB), psutil.virtual_memory().available // 2)
+
+
+def _refuse(options: argparse.Namespace, arms: Sequence[Arm], has_gpu: bool, cpu_bytes: int) -> None:
+    """Refuse what cannot work before anything runs.
+
+    Raises:
+        UserError: There is such a setting.
+    """
+    if options.device == CUDA and not has_gpu:
+        raise UserError("--device cuda: no GPU is visible to this process. Use --device auto or fake.")
+    largest = max(arms, key=needed_bytes)
+    if options.device == CPU and needed_bytes(largest) > cpu_bytes:
+        raise UserError(
+            f"--device cpu: {largest.cell} needs about {needed_bytes(largest) / GIB:.0f} GiB of real tensors, and the limit is "
+            f"{cpu_bytes / GIB:.0f}. Raise --cpu-limit-gb if this machine has as much, or use --device auto."
+        )
+    if options.documents is not None and not options.documents.exists():
+        raise UserError(f"--documents {options.documents}: no such file or folder.")
 
 
 def _say_sampler(on_gpu: bool) -> None:
-    """Say once whether the device is sampled through NVML."""
     if not on_gpu:
         sys.stdout.write("no GPU: bytes are counted, not sampled; the columns of the device sampler stay empty\n")
         return
     try:
-        open_device(0)
+        open_device()
     except NoNvmlError as error:
         sys.stdout.write(f"the device is not sampled: {error}\n")
 
 
+def _cell_line(result: CellResult) -> str:
+    head = f"{result.cell.name:58} {result.cell.device:5} {result.outcome:9} {result.seconds:6.1f} s"
+    if result.failure is not None:
+        return f"{head}  {result.failure.message[:120]}"
+    peak = max((record.allocated_peak for record in result.records), default=0)
+    return f"{head}  {peak / MIB:10,.1f} MiB live"
+
+
 def combine_results(options: argparse.Namespace) -> set[str]:
-    """Write combined.csv and summary.json, print the report, and return the outcomes."""
+    """Write combined.csv and summary.json, print the tables, and return the outcomes."""
     summary = combine(options.out)
     sys.stdout.write(report(summary) + "\n")
     return set(summary["outcomes"])

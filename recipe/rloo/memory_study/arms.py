@@ -1,4 +1,4 @@
-"""The arms of the study: which expansion, which prompt and which update, at which group size."""
+"""What the study runs and where, what was published, and the formula that predicts it."""
 
 from __future__ import annotations
 
@@ -6,63 +6,53 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-EXPANSIONS = ("token", "lazy", "repeat_sampler", "string")
-"""Ways to give a prompt k rows, as in ``algorithm.expansion``."""
+MIB, GIB = 2**20, 2**30
+
+LABELS = {"token": "Basic", "lazy": "Lazy generation", "repeat_sampler": "RepeatSampler", "string": "String-level"}
+"""Ways to give a prompt k rows, as in ``algorithm.expansion``, with their published names."""
+EXPANSIONS = tuple(LABELS)
 FULL, TRUNCATED = "full", "truncated"
+PROMPT, RESPONSE, VOCAB = 3015, 100, 151_669
 TRUNCATED_TOKENS = 1024
 """Tokens that a truncated prompt keeps: the first ones, as the published tokenizer call did."""
 
-LEGACY = "legacy"
-SAVINGS = ("no_retention", "response_only", "chunked", "shared_prompt", "shared_prompt_checkpointing")
+LEGACY, WHOLE_RUN = "legacy", "whole_run"
+"""The published trainer, and a whole step of this project, which samples its own answers."""
+NO_RETENTION, RESPONSE_ONLY, CHUNKED = "no_retention", "response_only", "chunked"
+SHARED, SHARED_CHECKPOINTING = "shared_prompt", "shared_prompt_checkpointing"
+OWN_UPDATES = (CHUNKED, SHARED, SHARED_CHECKPOINTING)
+"""This project's own pass. The two before it mend the published trainer."""
+SAVINGS = (NO_RETENTION, RESPONSE_ONLY, *OWN_UPDATES)
 """Updates that save memory with the whole prompt and the same loss, each on top of the one before."""
-WHOLE_RUN = "whole_run"
-"""A whole step of this project: rollout, log-probs, update, weight sync. It samples its own answers."""
-UPDATES = (LEGACY, *SAVINGS, WHOLE_RUN)
 
-KS = (2, 4, 8)
-"""The published group sizes."""
-MORE_KS = (16, 32)
-"""Further group sizes. One is run where the next smaller one completed."""
-MOST_KS = (*MORE_KS, 64)
-"""The same for this project's default update, with and without checkpointing."""
+KS, MORE_KS = (2, 4, 8), (16, 32, 64)
+"""The published group sizes, and further ones. One of those is run where half of it completed; 64 only with a shared prompt."""
 FIXED_ROWS = 2
 """Rows of one forward in the main table, whatever the group size."""
+COUPLED = "_coupled"
+"""Ending of the names of the published runs: micro-batch = k."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One program to measure, at one group size."""
+    """One program to measure, at one group size. Name and ``k`` together are unique."""
 
     name: str
-    """Names the program. Together with ``k`` it is unique."""
     expansion: str
-    """One of EXPANSIONS."""
     prompt: str
-    """``full``, or ``truncated`` to TRUNCATED_TOKENS. Each dropped token is counted."""
     update: str
-    """One of UPDATES."""
     k: int
     """Answers to a prompt."""
     micro_batch: int
-    """Rows of one forward; it divides ``k``. Gradients accumulate over ``k / micro_batch`` forwards. The published coupling is
-    ``micro_batch = k``. A shared prompt takes its ``micro_batch`` answers together, in as many packed forwards as the project's
-    default token budget makes of them."""
+    """Rows of one forward; it divides ``k``. A shared prompt takes the token budget of the project's defaults instead."""
 
     @property
     def cell(self) -> str:
-        """A name for files, unique in the study."""
         return f"{self.name}_k{self.k}"
 
     @property
     def coupled(self) -> bool:
-        """Whether the rows of a forward grow with the group, as in the published runs."""
         return self.name.endswith(COUPLED)
-
-
-COUPLED = "_coupled"
-"""Ending of the names of the published runs: micro-batch = k."""
-ONE_ROW = "_one_row"
-"""Ending of the name of the chunked update with one row in a forward."""
 
 
 def main_arms(ks: Iterable[int] = KS) -> list[Arm]:
@@ -75,9 +65,9 @@ def main_arms(ks: Iterable[int] = KS) -> list[Arm]:
     ]
 
 
-def coupled_arms(ks: Iterable[int] = KS) -> list[Arm]:
+def coupled_arms() -> list[Arm]:
     """Return the same with the published coupling: all k rows in one forward."""
-    return [dataclasses.replace(arm, name=arm.name + COUPLED, micro_batch=arm.k) for arm in main_arms(ks)]
+    return [dataclasses.replace(arm, name=arm.name + COUPLED, micro_batch=arm.k) for arm in main_arms()]
 
 
 def saving_arms(ks: Iterable[int] = KS) -> list[Arm]:
@@ -86,46 +76,84 @@ def saving_arms(ks: Iterable[int] = KS) -> list[Arm]:
     for k in ks:
         for update in SAVINGS:
             arms.append(Arm(f"token_{FULL}_{update}", "token", FULL, update, k, k))
-            if update == "chunked":
-                arms.append(Arm(f"token_{FULL}_{update}{ONE_ROW}", "token", FULL, update, k, 1))
+            if update == CHUNKED:
+                arms.append(Arm(f"token_{FULL}_{update}_one_row", "token", FULL, update, k, 1))
     return arms
 
 
-def whole_run_arms() -> list[Arm]:
-    """Return the whole step of this project at the largest published group size."""
-    return [Arm(f"token_{FULL}_{WHOLE_RUN}", "token", FULL, WHOLE_RUN, KS[-1], KS[-1])]
-
-
-ARMS: tuple[Arm, ...] = (*main_arms(), *coupled_arms(), *saving_arms(), *whole_run_arms())
-"""What the study runs at the published group sizes. The larger ones follow from it: see ``larger``."""
+WHOLE_RUN_ARM = Arm(f"token_{FULL}_{WHOLE_RUN}", "token", FULL, WHOLE_RUN, KS[-1], KS[-1])
+ARMS = (*main_arms(), *coupled_arms(), *saving_arms(), WHOLE_RUN_ARM)
+LARGER = [
+    arm
+    for arm in (*main_arms(MORE_KS), *saving_arms(MORE_KS))
+    if arm.prompt == FULL and (arm.k < MORE_KS[-1] or arm.update in (SHARED, SHARED_CHECKPOINTING))
+]
 
 
 def larger(completed: Iterable[Arm]) -> list[Arm]:
-    """Return the arms to try next: those that completed at their largest group size, at the one that follows it.
+    """Return the arms to try next: those that completed at half the group size."""
+    done = {(arm.name, arm.k) for arm in completed}
+    return [arm for arm in LARGER if (arm.name, arm.k // 2) in done and (arm.name, arm.k) not in done]
 
-    The published coupling ends at the published sizes, and so do arms with a truncated prompt: nothing new is seen there.
+
+AUTO, CPU, FAKE, CUDA = "auto", "cpu", "fake", "cuda"
+ROW_BYTES = {NO_RETENTION: 2_800 * MIB, RESPONSE_ONLY: 320 * MIB, CHUNKED: 90 * MIB} | dict.fromkeys(
+    (SHARED, SHARED_CHECKPOINTING, WHOLE_RUN), 20 * MIB
+)
+"""About what a row of one forward takes. It only decides where an arm runs."""
+
+
+def needed_bytes(arm: Arm) -> int:
+    if arm.update in ROW_BYTES:
+        return arm.micro_batch * ROW_BYTES[arm.update]
+    return predicted_bytes(arm.micro_batch, PROMPT, RESPONSE, VOCAB)
+
+
+def choose_device(arm: Arm, asked: str, has_gpu: bool, cpu_bytes: int) -> str:
+    """Return the device of an arm.
+
+    Without a GPU, ``auto`` simulates the published update, so that all prompts are measured in the same way, and takes real
+    tensors for the others where they need at most ``cpu_bytes``.
     """
-    largest: dict[str, int] = {}
-    for arm in completed:
-        if not arm.coupled and arm.prompt == FULL:
-            largest[arm.name] = max(arm.k, largest.get(arm.name, 0))
-    sizes = (KS[-1], *MOST_KS)
-    following = dict(zip(sizes, MOST_KS, strict=False))
-    next_k = {name: following.get(k) for name, k in largest.items()}
-    arms = [arm for k in MOST_KS for arm in (*main_arms([k]), *saving_arms([k])) if next_k.get(arm.name) == k]
-    return [arm for arm in arms if arm.k in MORE_KS or arm.update.startswith("shared_prompt")]
+    if asked == FAKE and arm.update == WHOLE_RUN:
+        return CPU  # a worker samples and reads values
+    if asked != AUTO:
+        return asked
+    if has_gpu:
+        return CUDA
+    return CPU if arm.update in ROW_BYTES and needed_bytes(arm) <= cpu_bytes else FAKE
 
 
-def quick_arms() -> tuple[Arm, ...]:
-    """Return what ``--quick`` runs: every method at every published group size, once, and none of the larger sizes."""
-    return ARMS
+# What the published experiment reports. Nothing from here on was measured by this study.
+
+PEAKS_GIB: dict[tuple[str, int], float | None] = {
+    ("token", 2): 14.38, ("token", 4): 26.99, ("token", 8): None,
+    ("lazy", 2): 14.49, ("lazy", 4): 27.22, ("lazy", 8): None,
+    ("repeat_sampler", 2): 14.48, ("repeat_sampler", 4): 27.22, ("repeat_sampler", 8): None,
+    ("string", 2): 6.40, ("string", 4): 11.01, ("string", 8): 20.25,
+}  # fmt: skip
+"""Peak use of the whole device by (expansion, k). None = out of memory. One run a cell on one RTX 5090, desktop included. The
+string-level runs had prompts of 1,024 tokens, the others of about 3,015."""
+LAST_GIB = {("token", 8): 23.87}
+"""What the publication gives for a run that ran out of memory: the highest reading before the error, as "Completed"."""
+CARD_GIB = 32_607 / 1024
+IDLE_BYTES = 641 * MIB
+"""Level of the process before its first update: the CUDA context, the libraries and the models. A given constant."""
+DESKTOP_BYTES = int(1109.9 * MIB)
+"""What the desktop of the machine held. The published peaks contain it."""
+PLATEAUS = (4.0, 6.2, 8.0, 12.0, 14.2)
+"""Plateaus of the samples in bytes per logit: above the level between updates, divided by B T V."""
 
 
-def select(arms: Iterable[Arm], expansions: Iterable[str] = (), names: Iterable[str] = (), ks: Iterable[int] = ()) -> list[Arm]:
-    """Return the arms with one of the given expansions, names and group sizes. No values = all."""
-    expansions, names, ks = set(expansions), set(names), set(ks)
-    return [
-        arm
-        for arm in arms
-        if (not expansions or arm.expansion in expansions) and (not names or arm.name in names) and (not ks or arm.k in ks)
-    ]
+def predicted_bytes(rows: int, prompt: int, response: int, vocab: int) -> int:
+    """Return the peak above the desktop, ``641 MiB + B V (14 T + 8 R)``.
+
+    14 bytes for every position, T = P + R: three fp32 tensors and the cached bf16 block of the head's output. 8 for those of the
+    response: the fp32 scores of the generation, which are kept, and a gradient of the same size.
+    """
+    return IDLE_BYTES + rows * vocab * (14 * (prompt + response) + 8 * response)
+
+
+def card_bytes(held: float) -> float:
+    """Return the used memory of the whole published card while a process's allocator holds some bytes."""
+    return IDLE_BYTES + DESKTOP_BYTES + held

@@ -31,11 +31,9 @@ class NoCompilerError(ConfigError):
 
 
 def call_in_fake_process(function: str, *args: Any) -> Any:
-    """Call a function where there is a fake CUDA device, and return its result.
+    """Call a function, ``module:name``, where there is a fake CUDA device. Its arguments and its result are pickled.
 
-    Args:
-        function: ``module:name``. In a process that has the guard, it is called there.
-        *args: Its arguments. They are pickled, and so is the result.
+    In a process that has the guard, it is called there.
 
     Raises:
         NoCompilerError: There is no C++ compiler.
@@ -57,11 +55,7 @@ def call_in_fake_process(function: str, *args: Any) -> Any:
 
 
 def compiled_guard() -> Path:
-    """Return the library of the guard. It is compiled once for each installation of torch and version of its source.
-
-    Raises:
-        NoCompilerError: There is no C++ compiler, or the source does not compile.
-    """
+    """Return the library of the guard. It is compiled once for each installation of torch and version of its source."""
     torch_folder = _torch_folder()
     version = (torch_folder / "version.py").read_bytes()
     # The library finds torch by its path.
@@ -103,20 +97,18 @@ def _call(function: str, args: tuple[Any, ...]) -> Any:
     return getattr(importlib.import_module(module), name)(*args)
 
 
-def serve(library: str, request: str, answer: str) -> None:
-    """Load the guard in a fresh process, run a request, and write its answer.
-
-    Args:
-        library: The compiled guard.
-        request: File with the pickled function and its arguments.
-        answer: File to write the pickled result to.
-    """
+def load(library: str) -> None:
     global _loaded
+    ctypes.CDLL(library)
+    _loaded = True
+
+
+def serve(library: str, request: str, answer: str) -> None:
+    """In a fresh process load the guard, run the pickled request, and write the pickled answer."""
     assert "torch" not in sys.modules, "torch was imported before the guard"
     of_cuda = _torch_folder() / "lib" / "libtorch_cuda.so"
     if of_cuda.exists():
         ctypes.CDLL(str(of_cuda))  # a CUDA build registers its own guard when it is loaded, and the last one counts
-    ctypes.CDLL(library)
-    _loaded = True
+    load(library)
     function, args = pickle.loads(Path(request).read_bytes())
     Path(answer).write_bytes(pickle.dumps(_call(function, args)))

@@ -3,25 +3,15 @@
 The guard must be loaded before torch. A machine with a GPU has a real one and must not import this file.
 """
 
-from __future__ import annotations
-
-import ctypes
 import importlib
 from contextlib import suppress
 
 from recipe.rloo.memory_study import fake_guard
 
-MODULES = (
-    "transformers.models.auto.tokenization_auto",
-    "transformers.models.qwen3.modeling_qwen3",
-    "recipe.rloo.memory_study.measure_cell",
-)
-"""What every cell imports, once for all of them."""
-
 # Without a compiler there is no guard. Then a cell that needs it fails with this error, and says so.
 with suppress(fake_guard.NoCompilerError):
-    ctypes.CDLL(str(fake_guard.compiled_guard()))
-    fake_guard._loaded = True
+    fake_guard.load(str(fake_guard.compiled_guard()))
 
-for module in MODULES:
+for module in ("transformers.models.auto.tokenization_auto", "transformers.models.qwen3.modeling_qwen3"):
     importlib.import_module(module)
+importlib.import_module("recipe.rloo.memory_study.measure")

@@ -1,4 +1,4 @@
 #!/usr/bin/env bash
-# The published baseline, its Basic method: run_basic.sh under its other name. visualize_results.sh draws what is there.
-set -euo pipefail
-exec "$(dirname "${BASH_SOURCE[0]}")/run_basic.sh" "$@"
+# The published baseline, which is its Basic method.
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+one_method token "$@"

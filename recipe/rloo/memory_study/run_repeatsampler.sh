@@ -1,5 +1,4 @@
 #!/usr/bin/env bash
-# The runs of one published method, here algorithm.expansion=repeat_sampler. Variables: common.sh; KS="2 4" picks group sizes.
-set -euo pipefail
+# The published method RepeatSampler: algorithm.expansion=repeat_sampler. Variables: common.sh.
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-exec "$PYTHON" -m recipe.rloo.memory_study run --out "$OUT" "${options[@]}" --expansion repeat_sampler --k ${KS:-2 4 8} "$@"
+one_method repeat_sampler "$@"

@@ -1,26 +1,30 @@
-"""Run cells: each in a process of its own, with a time limit, its outcome on file, and in shuffled order."""
+"""Runs cells: each in a process of its own, with a time limit and its outcome on file, and a GPU sampled beside it."""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import datetime
 import importlib
 import multiprocessing
 import os
 import platform
 import random
 import resource
-import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
-from recipe.rloo.memory_study.arms import Arm, larger
-from recipe.rloo.memory_study.monitor import PERIOD_SECONDS, sampling
+import psutil
+
+from recipe.rloo.memory_study.arms import CUDA, FAKE, MIB, Arm, larger
 from recipe.rloo.memory_study.records import (
     COMPLETED,
     EXIT_CODES,
@@ -38,12 +42,10 @@ from recipe.rloo.memory_study.records import (
 )
 from verl_memopt.errors import ConfigError
 
-MEASURE = "recipe.rloo.memory_study.measure_cell:measure_cell"
-"""Module and name of the function that measures a cell."""
-PACKAGES = ("torch", "transformers", "verl-memopt")
+MEASURE = "recipe.rloo.memory_study.measure:measure_cell"
+PRELOAD = "recipe.rloo.memory_study.preload"
 CELLS, SAMPLES = "cells", "samples"
 """Folders of the results: one JSON and one log for each cell, and the device's samples."""
-
 Measure = Callable[[Cell], Sequence[UpdateRecord]]
 
 
@@ -52,73 +54,57 @@ class How:
     """How the cells are run."""
 
     out: Path
-    """Folder of the results."""
     measure: str = MEASURE
     """Module and name of the function that measures a cell."""
     time_limit: float = 600.0
-    """Seconds after which a cell is ended."""
     jobs: int = 1
     """Cells that run at the same time. One on a GPU, whose memory they would share."""
-    period: float = PERIOD_SECONDS
-    """Seconds between two readings of the device."""
-    documents: str | None = None
-    """A file or folder with documents for the prompts. None = a document that is made locally."""
-    preload: tuple[str, ...] = ()
-    """Modules that the server imports from which the processes are forked. Empty = that of ``measure``."""
+    preload: str = ""
+    """The module that the server imports from which the processes are forked. Empty = that of ``measure``."""
 
-
-def shuffled(cells: Sequence[Cell], seed: int) -> list[Cell]:
-    """Return the cells in an order that only the seed decides, so that no arm always runs first."""
-    order = list(cells)
-    random.Random(seed).shuffle(order)
-    return order
+    def path(self, cell: Cell) -> Path:
+        return self.out / CELLS / f"{cell.name}.json"
 
 
 def run_study(
-    arms: Sequence[Arm], repeats: int, seed: int, device_of: Callable[[Arm], str], limit_bytes: int | None, how: How,
-    more_ks: bool = True, planned: list[Cell] | None = None,
-) -> Iterator[CellResult]:  # fmt: skip
+    arms: Sequence[Arm], cells_of: Callable[[Arm], list[Cell]], seed: int, how: How, more_ks: bool, planned: list[Cell]
+) -> Iterator[CellResult]:
     """Run the arms, then the larger group sizes of those that completed, and yield each result as it comes.
 
-    A simulated cell that does not fit below the limit runs once more without one. That shows what it would have needed. It has a
-    file of its own, and enters no bar.
-
-    Args:
-        arms: The arms at the published group sizes.
-        repeats: Processes for each arm.
-        seed: Seed of ids and weights, and of the order.
-        device_of: Returns the device of an arm: ``cpu``, ``fake`` or ``cuda``.
-        limit_bytes: Largest number of bytes on the device. None = no limit.
-        how: How the cells are run.
-        more_ks: Whether the larger group sizes run too.
-        planned: Gets the cells as they are decided on: the larger ones only when the smaller ones have ended.
+    A simulated cell that does not fit below its limit runs once more without one. That shows what it would have needed. It has a
+    file of its own, and enters no bar. ``planned`` gets the cells as they are decided on.
     """
     wave, ran, completed = list(arms), set[Arm](), set[Arm]()
     while wave:
-        cells = [
-            Cell(arm, repeat, seed, device_of(arm), limit_bytes, documents=how.documents)
-            for arm in wave
-            for repeat in range(repeats)
-        ]
-        _forget(cells, how.out)
-        planned = [] if planned is None else planned
+        cells = [cell for arm in wave for cell in cells_of(arm)]
+        # A table of runs with and without a limit would compare different runs.
+        for cell in cells:
+            for limit_bytes in (None, 1):
+                how.path(dataclasses.replace(cell, limit_bytes=limit_bytes)).unlink(missing_ok=True)
         planned += cells
         results = list[CellResult]()
         for result in run_cells(shuffled(cells, seed), how):
             results.append(result)
             yield result
-        too_large = [result.cell for result in results if result.outcome == OOM and result.cell.device == "fake"]
+        too_large = [result.cell for result in results if result.outcome == OOM and result.cell.device == FAKE]
         without_limit = [dataclasses.replace(cell, limit_bytes=None) for cell in too_large if cell.repeat == 0]
         planned += without_limit
         yield from run_cells(without_limit, how)
-        bad = {result.cell.arm for result in results if result.outcome != COMPLETED}
-        completed |= {arm for arm in wave if arm not in bad}
+        completed |= set(wave) - {result.cell.arm for result in results if result.outcome != COMPLETED}
         ran |= set(wave)
         wave = [arm for arm in larger(completed) if arm not in ran] if more_ks else []
 
 
+def shuffled(cells: Sequence[Cell], seed: int) -> list[Cell]:
+    """Return the cells in an order that only the seed decides, so that no arm always runs first."""
+    return random.Random(seed).sample(cells, len(cells))
+
+
 def run_cells(cells: Sequence[Cell], how: How) -> Iterator[CellResult]:
-    """Run cells, each in a fresh process, and yield their results as they end."""
+    """Run cells, each in a fresh process, and yield their results as they end.
+
+    One thread starts and waits, because each ``Process.start`` polls every child.
+    """
     (how.out / CELLS).mkdir(parents=True, exist_ok=True)
     waiting, running = list(cells), list[_Running]()
     try:
@@ -127,7 +113,7 @@ def run_cells(cells: Sequence[Cell], how: How) -> Iterator[CellResult]:
                 running.append(_Running(waiting.pop(0), how))
             nearest = min(each.deadline for each in running)
             wait([each.process.sentinel for each in running], max(0.0, nearest - time.monotonic()))
-            for each in [each for each in running if each.has_ended() or each.is_late()]:
+            for each in [each for each in running if not each.process.is_alive() or time.monotonic() >= each.deadline]:
                 running.remove(each)
                 yield each.result()
     finally:
@@ -135,42 +121,20 @@ def run_cells(cells: Sequence[Cell], how: How) -> Iterator[CellResult]:
             each.end()
 
 
-def result_path(out: Path, cell: Cell) -> Path:
-    """Return the file of a cell's result."""
-    return out / CELLS / f"{cell.name}.json"
-
-
-def _forget(cells: Sequence[Cell], out: Path) -> None:
-    """Remove earlier results of cells, with and without a limit: a table of both would compare different runs."""
-    for cell in cells:
-        for limit_bytes in (None, 1):
-            result_path(out, dataclasses.replace(cell, limit_bytes=limit_bytes)).unlink(missing_ok=True)
-
-
 class _Running:
     """A cell in a process of its own, forked from a server which has only imported modules; on a GPU with its sampler."""
 
     def __init__(self, cell: Cell, how: How) -> None:
-        self.cell, self.how, self.path = cell, how, result_path(how.out, cell)
+        self.cell, self.how, self.path = cell, how, how.path(cell)
         self.path.unlink(missing_ok=True)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(how.preload) or [how.measure.partition(":")[0]])
+        context.set_forkserver_preload([how.preload or how.measure.partition(":")[0]])
         self.process = context.Process(target=_cell_main, args=(cell, how), name=cell.name)
         self.started, self.deadline = time.time(), time.monotonic() + how.time_limit
-        self.sampling = ExitStack()
-        sampler = None
-        if cell.device == "cuda":
-            (how.out / SAMPLES).mkdir(exist_ok=True)
-            sampler = self.sampling.enter_context(sampling(how.out / SAMPLES / f"{cell.name}.csv", how.period))
+        self.sampler = Sampler(how.out / SAMPLES / f"{cell.name}.csv") if cell.device == CUDA else None
         self.process.start()
-        if sampler is not None and self.process.pid is not None:
-            sampler.watch(self.process.pid)
-
-    def has_ended(self) -> bool:
-        return not self.process.is_alive()
-
-    def is_late(self) -> bool:
-        return time.monotonic() >= self.deadline
+        if self.sampler is not None:
+            self.sampler.pid = self.process.pid
 
     def end(self) -> None:
         """End the process and its sampler, by force where it must be."""
@@ -178,64 +142,45 @@ class _Running:
             if self.process.is_alive():
                 signal()
                 self.process.join(5)
-        self.sampling.close()
+        if self.sampler is not None:
+            self.sampler.close()
 
     def result(self) -> CellResult:
         """Return what became of the cell, and write it where the process could not."""
-        late = not self.has_ended()
+        late = self.process.is_alive()
         self.end()
         if self.path.exists() and not late:
-            result = read_result(self.path)
-            assert self.process.exitcode == result.exit_code, (self.cell.name, self.process.exitcode, result.outcome)
-            return result
+            return read_result(self.path)
+        code = self.process.exitcode or 0
+        died = f"killed by signal {-code}" if code < 0 else f"ended with code {code} and left no result"
+        failure = Failure("ProcessDied", died + (", as a host does that has no memory left" if code == -9 else ""))
         if late:
             failure = Failure("Timeout", f"ended after {self.how.time_limit:g} seconds")
-        else:
-            failure = Failure("ProcessDied", _death(self.process.exitcode))
         seconds = time.time() - self.started
         result = CellResult(self.cell, TIMEOUT if late else FAILED, (), failure, self.started, seconds, None, _versions())
         write_result(self.path, result)
         return result
 
 
-def _death(code: int | None) -> str:
-    if code == -9:
-        return "killed by signal 9, as a host does that has no memory left"
-    return f"killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code} and left no result"
-
-
 def _cell_main(cell: Cell, how: How) -> None:
     """Run a cell in this process, its output in a log, and end with the exit code of its outcome."""
-    log = os.open(result_path(how.out, cell).with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    log = os.open(how.path(cell).with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
     module, _, name = how.measure.partition(":")
-    try:
-        measure_and_record(cell, getattr(importlib.import_module(module), name), result_path(how.out, cell))
-    except Exception as error:
-        traceback.print_exc()
-        sys.stderr.flush()
-        raise SystemExit(EXIT_CODES[outcome_of(error)]) from error
+    result = measured(cell, lambda cell: getattr(importlib.import_module(module), name)(cell))
+    write_result(how.path(cell), result)
+    raise SystemExit(EXIT_CODES[result.outcome])
 
 
-def measure_and_record(cell: Cell, measure: Measure, path: Path) -> CellResult:
-    """Measure a cell and write its result.
-
-    Raises:
-        Exception: Whatever ``measure`` raised, once its outcome is on file.
-    """
-    started = time.time()
+def measured(cell: Cell, measure: Measure) -> CellResult:
+    """Measure a cell, and return its records or how it failed. The traceback of an error is printed."""
+    started, records, failure, outcome = time.time(), tuple[UpdateRecord, ...](), None, COMPLETED
     try:
         records = tuple(measure(cell))
-    except Exception as error:
-        write_result(path, _result(cell, outcome_of(error), (), failure_of(error), started))
-        raise
-    result = _result(cell, COMPLETED, records, None, started)
-    write_result(path, result)
-    return result
-
-
-def _result(cell: Cell, outcome: str, records: tuple[UpdateRecord, ...], failure: Failure | None, started: float) -> CellResult:
+    except Exception as error:  # noqa: BLE001 - the record keeps what became of the cell
+        traceback.print_exc()
+        outcome, failure = outcome_of(error), failure_of(error)
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return CellResult(cell, outcome, records, failure, started, time.time() - started, largest, _versions())
 
@@ -269,9 +214,94 @@ def failure_of(error: Exception) -> Failure:
 
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package in ("torch", "transformers", "verl-memopt"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
     return versions
+
+
+# The sampler of a GPU. It runs in a thread of this process, which is not the one that is measured and only waits.
+
+PUBLISHED_COLUMNS = (
+    "timestamp", "datetime", "gpu_memory_allocated_mb", "gpu_memory_reserved_mb", "gpu_memory_free_mb", "gpu_memory_total_mb",
+    "gpu_utilization_percent", "cpu_memory_used_mb", "cpu_memory_percent", "cpu_usage_percent",
+)  # fmt: skip
+"""Columns of the published CSV. ``gpu_memory_allocated_mb`` is the memory of the whole device in use, as it was there.
+``gpu_memory_reserved_mb`` stays empty: NVML cannot tell live tensors from cached blocks. The published files have 0."""
+SAMPLE_COLUMNS = (*PUBLISHED_COLUMNS, "device_used", "process_used", "idle_used")
+"""The published columns, and in bytes: the whole device, the measured process alone, the device before the cell began."""
+PERIOD_SECONDS = 0.02
+
+
+class NoNvmlError(Exception):
+    """NVML is not to be had on this machine. The message says why."""
+
+
+def open_device(index: int = 0) -> tuple[Any, Any]:
+    """Return NVML and the handle of a device.
+
+    Raises:
+        NoNvmlError: nvidia-ml-py is not installed, or it finds no driver or no such device.
+    """
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError as error:
+        raise NoNvmlError("nvidia-ml-py is not installed (pip install nvidia-ml-py)") from error
+    try:
+        nvml.nvmlInit()
+        return nvml, nvml.nvmlDeviceGetHandleByIndex(index)
+    except nvml.NVMLError as error:
+        raise NoNvmlError(f"NVML: {error}") from error
+
+
+class Sampler:
+    """Writes a reading of the device into a CSV file every 20 ms until it is closed. Without NVML it writes nothing."""
+
+    def __init__(self, path: Path, period: float = PERIOD_SECONDS) -> None:
+        self.path, self.period, self.ended = path, period, threading.Event()
+        self.pid: int | None = None
+        """The measured process, whose own memory is read too."""
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        with suppress(NoNvmlError):
+            self.nvml, self.handle = open_device()
+            self.idle_used = self.nvml.nvmlDeviceGetMemoryInfo(self.handle).used
+            path.parent.mkdir(exist_ok=True)
+            self.thread.start()
+
+    def close(self) -> None:
+        self.ended.set()
+        if self.thread.ident is not None:
+            self.thread.join()
+
+    def _run(self) -> None:
+        with self.path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, SAMPLE_COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            due = time.monotonic()
+            # A reading that takes longer than a period delays the next one. Its true time is in the row.
+            while not self.ended.wait(max(0.0, due - time.monotonic())):
+                writer.writerow(self._row(time.time()))
+                due = max(due + self.period, time.monotonic())
+
+    def _row(self, now: float) -> dict[str, Any]:
+        nvml, handle, host = self.nvml, self.handle, psutil.virtual_memory()
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle) if self.pid is not None else ()
+        return {
+            "timestamp": round(now, 6),
+            "datetime": datetime.datetime.fromtimestamp(now, tz=datetime.UTC).isoformat(),
+            "gpu_memory_allocated_mb": round(memory.used / MIB, 3),
+            "gpu_memory_reserved_mb": "",
+            "gpu_memory_free_mb": round(memory.free / MIB, 3),
+            "gpu_memory_total_mb": round(memory.total / MIB, 3),
+            "gpu_utilization_percent": nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+            "cpu_memory_used_mb": round(host.used / MIB, 3),
+            "cpu_memory_percent": host.percent,
+            # Since the last call, so that it takes no time.
+            "cpu_usage_percent": psutil.cpu_percent(interval=None),
+            "device_used": memory.used,
+            "process_used": next((each.usedGpuMemory for each in processes if each.pid == self.pid), ""),
+            "idle_used": self.idle_used,
+        }

@@ -2,8 +2,8 @@
 
 import torch
 
-from recipe.rloo.memory_study.allocator import MIB
-from recipe.rloo.memory_study.fake_device import NoRoomForTensor, fake_device
+from recipe.rloo.memory_study.arms import MIB
+from recipe.rloo.memory_study.fake_device import NoRoom, fake_device
 
 
 def linear_backward():
@@ -22,7 +22,7 @@ def linear_backward():
 
 def autocast_dtypes():
     """Return the dtypes of a product under bf16 autocast and of its gradient."""
-    from recipe.rloo.memory_study.legacy import autocast
+    from recipe.rloo.memory_study.updates import autocast
 
     with fake_device():
         weight = torch.zeros(8, 8, device="cuda", requires_grad=True)
@@ -51,32 +51,32 @@ def refused():
         with fake_device(limit_bytes=99 * MIB):
             kept.append(torch.zeros(20, 1024, 1024, device="cuda"))
             kept.append(torch.zeros(10, 1024, 1024, dtype=torch.bfloat16, device="cuda"))
-    except NoRoomForTensor as error:
+    except NoRoom as error:
         return error.requested_bytes, error.held_bytes, error.shape
     return None
 
 
 def legacy_runs(cases, folder):
-    """Return the run of the published update for each (k, prompt, micro-batch, rounds), at the published shapes."""
+    """Return the phases of the published update for each (k, prompt, micro-batch), at the published shapes."""
     from recipe.rloo.memory_study.arms import Arm
-    from recipe.rloo.memory_study.legacy import Options
     from recipe.rloo.memory_study.measure import run_arm
     from recipe.rloo.memory_study.shapes import PUBLISHED
+    from recipe.rloo.memory_study.updates import Options
 
     return {
-        (k, prompt, rows, rounds): run_arm(
-            Arm("legacy", "token", prompt, "legacy", k, rows), PUBLISHED, "fake", None, 0, folder, Options(rows), rounds
-        )
-        for k, prompt, rows, rounds in cases
+        (k, prompt, rows): run_arm(
+            Arm("legacy", "token", prompt, "legacy", k, rows), PUBLISHED, "fake", None, 0, folder, Options(rows)
+        )[0]
+        for k, prompt, rows in cases
     }
 
 
 def without_room(arm, limit_bytes, folder):
     """Return what is told of an arm that does not fit at the small shapes."""
-    from recipe.rloo.memory_study.legacy import Options
     from recipe.rloo.memory_study.measure import run_arm
     from recipe.rloo.memory_study.records import OutOfMemory
     from recipe.rloo.memory_study.shapes import SMALL
+    from recipe.rloo.memory_study.updates import Options
 
     try:
         run_arm(arm, SMALL, "fake", limit_bytes, 0, folder, Options(arm.micro_batch))
@@ -85,10 +85,9 @@ def without_room(arm, limit_bytes, folder):
     return None
 
 
-def quick(cases, arm, shapes, limit_bytes, folder):
+def quick(cases, cell, shapes, limit_bytes, folder):
     """Return all that one process finds: the cases above by name, the published runs, an arm's records, and its refusal."""
-    from recipe.rloo.memory_study.measure import measure_arm
+    from recipe.rloo.memory_study.measure import measure
 
     of_device = {case.__name__: case() for case in (linear_backward, autocast_dtypes, views_and_host_tensors, refused)}
-    records = measure_arm(arm, shapes, "fake", None, 0)
-    return of_device, legacy_runs(cases, folder), records, without_room(arm, limit_bytes, folder)
+    return of_device, legacy_runs(cases, folder), measure(cell, shapes), without_room(cell.arm, limit_bytes, folder)

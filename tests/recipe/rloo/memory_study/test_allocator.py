@@ -2,7 +2,8 @@ import random
 
 import pytest
 
-from recipe.rloo.memory_study.allocator import MIB, CachingAllocator, NoRoom
+from recipe.rloo.memory_study.arms import MIB
+from recipe.rloo.memory_study.fake_device import CachingAllocator, NoRoom
 
 
 def test_a_size_is_rounded_up_to_512_bytes():
@@ -78,9 +79,9 @@ def test_emptying_the_cache_returns_segments_from_the_smallest_on():
         allocator.allocate(key, size * MIB)
     for key in "abc":
         allocator.free(key)
-    allocator.history.clear()
+    allocator.changes.clear()
     allocator.empty_cache()
-    assert [held // MIB for _, held in allocator.history] == [600, 400, 0]
+    assert [held // MIB for _, _, held in allocator.changes] == [600, 400, 0]
 
 
 def test_the_cache_is_returned_before_a_request_fails():

@@ -3,28 +3,19 @@ import dataclasses
 import pytest
 from matplotlib.figure import Figure
 
-from recipe.rloo.memory_study.arms import EXPANSIONS, saving_arms, whole_run_arms
-from recipe.rloo.memory_study.charts import draw_peaks
-from recipe.rloo.memory_study.charts_methods import draw_methods
-from recipe.rloo.memory_study.charts_savings import draw_savings
-from recipe.rloo.memory_study.charts_timeline import draw_timeline
-from recipe.rloo.memory_study.combine import summarize
-from recipe.rloo.memory_study.controls import check
-from recipe.rloo.memory_study.findings import (
-    differs,
-    expansion_rows,
+from recipe.rloo.memory_study.arms import EXPANSIONS, WHOLE_RUN_ARM, card_bytes, saving_arms
+from recipe.rloo.memory_study.charts import draw_methods, draw_peaks, draw_savings, draw_timeline
+from recipe.rloo.memory_study.results import (
+    cause_table,
+    check,
     findings,
-    formula_rows,
     held_bytes,
-    process_bytes,
-    published_saving,
+    methods_table,
     rows_of,
-    saving_rows,
-    spread,
-    truncation_rows,
+    savings_table,
+    summarize,
 )
-from recipe.rloo.memory_study.page import cause_table, methods_table, savings_table
-from tests.recipe.rloo.memory_study.hand_made import GIB, MIB, completed, out_of_memory, published, record
+from tests.recipe.rloo.memory_study.hand_made import GIB, MIB, completed, out_of_memory, published
 
 PNG = b"\x89PNG"
 LIMIT = 32 * GIB
@@ -118,7 +109,7 @@ def test_a_run_without_room_is_a_status_with_its_need():
 ARM = published()
 
 
-def test_a_row_has_the_median_over_repeats_without_the_warm_up():
+def test_a_row_has_the_median_over_repeats():
     results = [completed(ARM, live, 2 * live, repeat) for repeat, live in enumerate((300, 100, 104))]
     (row,) = rows_of(results)
     assert row["peak"] == {"median": 104, "min": 100, "max": 300}
@@ -126,9 +117,6 @@ def test_a_row_has_the_median_over_repeats_without_the_warm_up():
     assert (row["outcome"], row["repeats"], row["peak_phase"]) == ("completed", 3, "backward")
     assert (row["tokens_per_row"], row["dropped_tokens_per_row"]) == (3115, 0)
     assert row["seconds"]["median"] == 2.0
-    records = [record(ARM, 900, update=-1), record(ARM, 100)]
-    (row,) = rows_of([completed(ARM, 0, records=records)])
-    assert row["peak"]["median"] == 100
 
 
 def test_a_run_without_room_has_no_peak_and_says_what_it_would_need():
@@ -154,17 +142,10 @@ def test_an_arm_has_a_row_for_its_limit_and_one_failed_repeat_is_its_outcome():
     assert "peak" not in row
 
 
-def test_a_difference_counts_beyond_2_mib_and_three_times_the_scatter():
-    assert not differs(spread([10 * MIB]), spread([12 * MIB]))
-    assert differs(spread([10 * MIB]), spread([12 * MIB + 1]))
-    assert not differs(spread([10 * MIB, 14 * MIB]), spread([20 * MIB]))
-    assert differs(spread([10 * MIB, 14 * MIB]), spread([25 * MIB]))
-
-
 def test_the_formula_stands_beside_the_runs_of_the_published_coupling():
     held = 2 * 151_669 * (14 * 3115 + 8 * 100)
     rows = rows_of([completed(published(), 1, int(held * 1.01)), completed(published(coupled=False), 1, held)])
-    (compared,) = formula_rows(rows)
+    (compared,) = findings(rows)["formula"]
     assert compared["formula_bytes"] == 641 * MIB + held
     assert compared["error"] == pytest.approx(0.01 * held / (641 * MIB + held), rel=1e-3)
 
@@ -176,12 +157,11 @@ def test_truncation_alone_gives_the_published_saving():
         for prompt, tokens in (("full", 3115), ("truncated", 1124)):
             held = k * 151_669 * (14 * tokens + 8 * 100)
             results.append(completed(published("string", prompt, k), 1, held))
-    first, second = truncation_rows(rows_of(results))
+    first, second = findings(rows_of(results))["truncation"]
     assert first["saving"] == pytest.approx(0.552, abs=5e-4)
     assert second["saving"] == pytest.approx(0.588, abs=5e-4)
     assert first["published_saving"] == pytest.approx(0.555, abs=5e-4)
     assert second["published_saving"] == pytest.approx(0.592, abs=5e-4)
-    assert published_saving(8) is None
 
 
 def test_expansions_are_compared_with_the_same_prompts():
@@ -190,9 +170,8 @@ def test_expansions_are_compared_with_the_same_prompts():
         completed(published("lazy"), 1, 10 * GIB + 12 * MIB),
         completed(published("string", "truncated"), 1, 4 * GIB),
     ]
-    (compared,) = expansion_rows(rows_of(results))
-    base = process_bytes(10 * GIB) + 1109.9 * MIB
-    assert compared["apart"] == pytest.approx(12 * MIB / base, rel=1e-6)
+    (compared,) = findings(rows_of(results))["expansion"]
+    assert compared["apart"] == pytest.approx(12 * MIB / card_bytes(10 * GIB), rel=1e-6)
     assert compared["ids_equal"] is True
     assert compared["ids_bytes_saved_by_waiting"] == 3015 * 8
 
@@ -201,15 +180,14 @@ def test_a_saving_is_counted_against_the_published_trainer_even_where_that_has_n
     (arm,) = (arm for arm in saving_arms([8]) if arm.update == "shared_prompt")
     base = published(k=8)
     rows = rows_of([out_of_memory(base), completed(base, 45 * GIB, 50 * GIB), completed(arm, 90 * MIB, limit=32 * GIB)])
-    (saving,) = saving_rows(rows)
+    (saving,) = findings(rows)["savings"]
     assert saving["times_smaller"] == 512
     assert saving["saving"] == 1 - 1 / 512
-    (alone,) = saving_rows(rows_of([completed(arm, 90 * MIB)]))
+    (alone,) = findings(rows_of([completed(arm, 90 * MIB)]))["savings"]
     assert alone["times_smaller"] is None
 
 
 def test_a_whole_step_is_a_finding_of_its_own_and_no_saving():
-    (arm,) = whole_run_arms()
-    found = findings(rows_of([completed(published(k=8), GIB, GIB), completed(arm, 300 * MIB)]))
+    found = findings(rows_of([completed(published(k=8), GIB, GIB), completed(WHOLE_RUN_ARM, 300 * MIB)]))
     assert found["savings"] == []
     assert [(row["k"], row["peak"]["median"], row["peak_phase"]) for row in found["whole_run"]] == [(8, 300 * MIB, "backward")]

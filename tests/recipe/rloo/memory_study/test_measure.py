@@ -6,17 +6,24 @@ import sys
 import pytest
 import torch
 
-from recipe.rloo.memory_study import formula
-from recipe.rloo.memory_study.allocator import MIB
-from recipe.rloo.memory_study.arms import FULL, LEGACY, TRUNCATED, Arm, saving_arms, whole_run_arms
+from recipe.rloo.memory_study.arms import (
+    DESKTOP_BYTES,
+    FULL,
+    IDLE_BYTES,
+    LEGACY,
+    MIB,
+    PLATEAUS,
+    TRUNCATED,
+    WHOLE_RUN_ARM,
+    Arm,
+    predicted_bytes,
+    saving_arms,
+)
 from recipe.rloo.memory_study.fake_guard import NoCompilerError, call_in_fake_process, compiled_guard
-from recipe.rloo.memory_study.formula import DESKTOP_BYTES, IDLE_BYTES
-from recipe.rloo.memory_study.legacy import Options, sequence_loss, token_log_probs
-from recipe.rloo.memory_study.measure import measure_arm, run_arm
-from recipe.rloo.memory_study.measure_cell import measure_cell
+from recipe.rloo.memory_study.measure import measure, measure_cell, run_arm
 from recipe.rloo.memory_study.records import BYTE_TRACKER, SIMULATED_ALLOCATOR, Cell, OutOfMemory
 from recipe.rloo.memory_study.shapes import PUBLISHED, SMALL, make_model
-from recipe.rloo.memory_study.whole_run import measure_whole_run
+from recipe.rloo.memory_study.updates import Options, sequence_loss, token_log_probs
 from tests.forked import call_on_fake_gpu
 from verl_memopt.errors import ConfigError
 
@@ -26,21 +33,27 @@ STEP = ("forward", "backward", "optimizer")
 FEWER = dataclasses.replace(SMALL, model=dataclasses.replace(SMALL.model, vocab_size=24_001))
 """The small shapes with fewer logits, beside which the other tensors are small still."""
 CASES = "tests.recipe.rloo.memory_study.fake_cases"
-QUICK = [(2, "full", 2, 1), (2, "truncated", 2, 1)]
-LARGER = [(k, prompt, k, 1) for k in (4, 8) for prompt in ("full", "truncated")]
+QUICK = [(2, "full", 2), (2, "truncated", 2)]
+LARGER = [(k, prompt, k) for k in (4, 8) for prompt in ("full", "truncated")]
 PUBLISHED_CASES = pytest.mark.parametrize(
     "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in LARGER)], ids=str
 )
-"""Group size, prompt handling, rows of a forward, and rounds of generation. The larger groups are proofs."""
-LAZY = (2, "full", 2, 2)
-"""Two rounds of generation, as the published lazy and sampler branches have them."""
-DECOUPLED = (4, "full", 2, 1)
+"""Group size, prompt handling and rows of a forward. The larger groups are proofs."""
+DECOUPLED = (4, "full", 2)
 VOCAB, RESPONSE = PUBLISHED.model.vocab_size, PUBLISHED.response
 PROMPTS = {"full": 3015, "truncated": 1024}
+PUBLISHED_RUNS = [
+    ("full", 2, 13_615), ("full", 4, 26_529), ("truncated", 2, 5_439), ("truncated", 4, 10_169), ("truncated", 8, 19_627),
+]  # fmt: skip
+"""Prompt handling, group size and MiB above the desktop of the published runs that ended: their raw samples, reduced to peaks."""
 
 
 def arm(update=LEGACY, k=2, rows=2, **changes):
     return dataclasses.replace(Arm(f"token_full_{update}", "token", FULL, update, k, rows), **changes)
+
+
+def records_of(arm, device="cpu", limit_bytes=None, shapes=FEWER):
+    return measure(Cell(arm, 0, 0, device, limit_bytes), shapes)
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +64,13 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def on_fake_gpu(folder):
     """What one process with a fake GPU gave: the device's cases, the quick published runs, an arm's records, its refusal."""
-    return call_on_fake_gpu(f"{CASES}:quick", [*QUICK, LAZY], arm(), FEWER, 240 * MIB, folder)
+    return call_on_fake_gpu(f"{CASES}:quick", QUICK, Cell(arm(), 0, 0, "fake", None), FEWER, 240 * MIB, folder)
 
 
 @pytest.fixture(scope="module")
 def records(on_fake_gpu):
     cpu = {LEGACY: arm(), OWN: arm(OWN), "string": arm(expansion="string")}
-    return {(name, "cpu"): measure_arm(each, FEWER, "cpu", None, 0) for name, each in cpu.items()} | {
-        (LEGACY, "fake"): on_fake_gpu[2]
-    }
+    return {(name, "cpu"): records_of(each) for name, each in cpu.items()} | {(LEGACY, "fake"): on_fake_gpu[2]}
 
 
 def test_a_record_says_what_ran_and_what_counted_it(records):
@@ -101,7 +112,7 @@ def test_the_expansion_changes_no_byte(records):
 
 
 def test_truncated_prompts_are_counted():
-    record = measure_arm(arm(prompt=TRUNCATED), FEWER, "cpu", None, 0)[0]
+    record = records_of(arm(prompt=TRUNCATED))[0]
     assert (record.prompt_len, record.dropped_tokens) == (16, 2 * 32)
     assert record.values_from.startswith("float64, real tensors, prompt of 16, answers of 8")
 
@@ -122,22 +133,22 @@ def test_the_published_run_with_eight_answers_does_not_fit_its_card(folder):
 
 def test_the_tracker_stops_at_the_limit_too():
     with pytest.raises(OutOfMemory) as error:
-        measure_arm(arm(), FEWER, "cpu", 25 * MIB, 0)
+        records_of(arm(), limit_bytes=25 * MIB)
     assert error.value.held_bytes <= 25 * MIB < error.value.held_bytes + error.value.requested_bytes
 
 
 def test_an_unknown_device_is_refused():
     with pytest.raises(ConfigError, match="device=tpu: unknown"):
-        measure_arm(arm(), SMALL, "tpu", None, 0)
+        records_of(arm(), "tpu")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("k", "times"), [(4, 250), (8, 400)])
 def test_the_default_update_is_hundreds_of_times_smaller_with_the_whole_prompt(k, times, folder):
-    published = run_arm(arm(k=k, rows=k), PUBLISHED, "fake", None, 0, folder, Options(k)).phases
+    published = run_arm(arm(k=k, rows=k), PUBLISHED, "fake", None, 0, folder, Options(k))[0]
     steady = dataclasses.replace(PUBLISHED, epochs=2)
-    ours = run_arm(arm(OWN, k, k), steady, "cpu", None, 0, folder, Options(k)).phases
-    largest = [max(phase.peak for phase in run if phase.name in STEP) for run in (published, ours)]
+    ours = run_arm(arm(OWN, k, k), steady, "cpu", None, 0, folder, Options(k))[0]
+    largest = [max(phase.allocated_peak for phase in run if phase.phase in STEP) for run in (published, ours)]
     assert largest[0] > times * largest[1]
 
 
@@ -145,9 +156,9 @@ def test_the_default_update_is_hundreds_of_times_smaller_with_the_whole_prompt(k
 @pytest.mark.parametrize("k", [8, 16, 32, 64])
 def test_large_groups_complete_under_two_gigabytes(k, folder):
     shapes = dataclasses.replace(PUBLISHED, epochs=2)
-    phases = run_arm(arm(OWN, k, k), shapes, "cpu", 2 * 10**9, 0, folder, Options(k)).phases
+    phases = run_arm(arm(OWN, k, k), shapes, "cpu", 2 * 10**9, 0, folder, Options(k))[0]
     assert phases[-1].update == 1
-    assert max(phase.peak for phase in phases) < 400 * MIB
+    assert max(phase.allocated_peak for phase in phases) < 400 * MIB
 
 
 SHARED = next(arm for arm in saving_arms([2]) if arm.update == "shared_prompt")
@@ -166,8 +177,7 @@ def test_a_cell_is_measured_at_its_shapes_and_a_documents_file_is_the_prompt(tmp
 
 
 def test_a_whole_step_counts_every_phase_with_every_model_and_has_no_ids_to_compare():
-    (arm,) = whole_run_arms()
-    arm = dataclasses.replace(arm, k=2, micro_batch=2)
+    arm = dataclasses.replace(WHOLE_RUN_ARM, k=2, micro_batch=2)
     records = measure_cell(Cell(arm, 0, 0, "cpu", None, shapes="small"))
     assert [record.phase for record in records] == ["gen", "old_log_prob", "ref", "update_actor", "update_weights"]
     weights = 2 * 151_669 * 8 * 4  # embedding and head, which policy, reference and engine have
@@ -177,9 +187,9 @@ def test_a_whole_step_counts_every_phase_with_every_model_and_has_no_ids_to_comp
 
 @pytest.mark.slow
 def test_a_whole_step_with_eight_answers_stays_under_a_gigabyte():
-    run = measure_whole_run(PUBLISHED, 8)
-    assert run.dropped == 0
-    assert run.peak_bytes < 10**9
+    records = measure_cell(Cell(WHOLE_RUN_ARM, 0, 0, "cpu", None))
+    assert {record.dropped_tokens for record in records} == {0}
+    assert max(record.allocated_peak for record in records) < 10**9
 
 
 # The published update at the published shapes.
@@ -199,100 +209,97 @@ def runs(on_fake_gpu, request):
 
 def process_bytes(run):
     """Return the peak of the process: the published idle level, which holds the models, and what the step adds to the models."""
-    return formula.IDLE_BYTES + max(phase.reserved_peak for phase in run.phases) - models(run)
+    return IDLE_BYTES + max(phase.reserved_peak for phase in run) - models(run)
 
 
 def models(run):
-    return run.phases[0].enter
+    return run[0].allocated_enter
 
 
 def logits(case):
-    _, prompt, rows, _ = case
+    _, prompt, rows = case
     return rows * (PROMPTS[prompt] + RESPONSE) * VOCAB
+
+
+def bytes_per_logit(reserved, between, case):
+    """Return levels of the device memory in the unit of the plateaus: above the level between two updates, per logit."""
+    return [(level - between) / logits(case) for level in reserved]
 
 
 @PUBLISHED_CASES
 def test_the_peak_is_within_two_hundredths_of_the_formula(runs, case):
-    predicted = formula.predicted_bytes(case[0], PROMPTS[case[1]], RESPONSE, VOCAB)
+    predicted = predicted_bytes(case[0], PROMPTS[case[1]], RESPONSE, VOCAB)
     assert abs(process_bytes(runs[case]) / predicted - 1) < 0.02
 
 
 @pytest.mark.parametrize(
     "published",
-    [pytest.param(run, marks=[pytest.mark.slow] * (run.k > 2)) for run in formula.PUBLISHED_RUNS if run.peak_mib],
+    [pytest.param(run, marks=[pytest.mark.slow] * (run[1] > 2)) for run in PUBLISHED_RUNS],
     ids=str,
 )
 def test_the_peak_is_within_a_hundredth_of_the_published_run(runs, published):
-    run = runs[published.k, published.prompt_handling, published.k, 1]
-    assert abs(process_bytes(run) / formula.MIB / published.peak_mib - 1) < 0.01
+    prompt, k, peak_mib = published
+    assert abs(process_bytes(runs[k, prompt, k]) / MIB / peak_mib - 1) < 0.01
 
 
 @pytest.mark.parametrize(("k", "share"), [(2, 55.2), pytest.param(4, 58.8, marks=pytest.mark.slow)])
 def test_truncation_takes_the_published_share_of_the_whole_device(runs, k, share):
-    before, after = (process_bytes(runs[k, prompt, k, 1]) for prompt in ("full", "truncated"))
-    assert abs(100 * formula.reduction(before, after) - share) < 0.6
+    before, after = (DESKTOP_BYTES + process_bytes(runs[k, prompt, k]) for prompt in ("full", "truncated"))
+    assert abs(100 * (1 - after / before) - share) < 0.6
 
 
 @PUBLISHED_CASES
 def test_the_peak_is_in_the_backward(runs, case):
-    assert max(runs[case].phases, key=lambda phase: phase.reserved_peak).name == "backward"
+    assert max(runs[case], key=lambda phase: phase.reserved_peak).phase == "backward"
 
 
 @PUBLISHED_CASES
 def test_every_published_plateau_is_a_level_of_the_run(runs, case):
-    phases = runs[case].phases
-    between = next(phase for phase in phases if (phase.update, phase.name) == (0, "optimizer")).timeline[-1][2]
-    reserved = [held for phase in phases for _, _, held in phase.timeline]
-    levels = formula.nearest_levels(formula.bytes_per_logit(reserved, between, logits(case)))
-    assert all(abs(level / plateau - 1) < 0.03 for plateau, level in levels.items()), levels
+    phases = runs[case]
+    between = next(phase for phase in phases if (phase.update, phase.phase) == (0, "optimizer")).timeline[-1][2]
+    levels = bytes_per_logit([held for phase in phases for _, _, held in phase.timeline], between, case)
+    nearest = {plateau: min(levels, key=lambda level: abs(level - plateau)) for plateau in PLATEAUS}
+    assert all(abs(level / plateau - 1) < 0.03 for plateau, level in nearest.items()), nearest
 
 
 def test_the_highest_plateau_is_that_of_the_published_samples():
     # Bytes per logit: Basic at k = 2 and 4, string-level at k = 2, 4 and 8.
     for sampled in (14.19, 14.19, 14.21, 14.17, 14.18):
-        assert formula.PLATEAUS[-1] == pytest.approx(sampled, abs=0.05)
+        assert PLATEAUS[-1] == pytest.approx(sampled, abs=0.05)
 
 
 @pytest.mark.parametrize("k", [2, *(pytest.param(k, marks=pytest.mark.slow) for k in (4, 8))])
 def test_a_token_more_costs_three_live_fp32_logits_and_two_cached_bytes_beside_them(runs, k):
-    full, cut = (k, "full", k, 1), (k, "truncated", k, 1)
+    full, cut = (k, "full", k), (k, "truncated", k)
     first, second = (
-        next(phase for phase in runs[case].phases if (phase.update, phase.name) == (1, "backward")) for case in (full, cut)
+        next(phase for phase in runs[case] if (phase.update, phase.phase) == (1, "backward")) for case in (full, cut)
     )
     more = logits(full) - logits(cut)
     # Beyond 12 and 14 are the activations, of which a token has the bytes of some thousand logits.
-    assert 12 <= (first.peak - second.peak) / more < 12.25
+    assert 12 <= (first.allocated_peak - second.allocated_peak) / more < 12.25
     assert 14 <= (first.reserved_peak - second.reserved_peak) / more < 14.3
 
 
 def test_emptying_the_cache_gives_the_three_fp32_blocks_back_one_by_one(runs):
-    case = (2, "full", 2, 1)
-    phases = runs[case].phases
-    end = next(phase for phase in phases if (phase.update, phase.name) == (0, "optimizer"))
-    levels = formula.bytes_per_logit([held for _, _, held in end.timeline], end.timeline[-1][2], logits(case))
+    case = (2, "full", 2)
+    end = next(phase for phase in runs[case] if (phase.update, phase.phase) == (0, "optimizer"))
+    levels = bytes_per_logit([held for _, _, held in end.timeline], end.timeline[-1][2], case)
     steps = [before - after for before, after in itertools.pairwise(levels) if before - after > 3]
     assert [round(step, 1) for step in steps] == [4.0, 4.0, 4.0]
 
 
 @PUBLISHED_CASES
 def test_every_epoch_after_the_first_holds_the_same_bytes(runs, case):
-    phases = {(phase.update, phase.name): phase for phase in runs[case].phases}
+    phases = {(phase.update, phase.phase): (phase.allocated_peak, phase.allocated_exit) for phase in runs[case]}
     for name in ("forward", "backward", "optimizer"):
-        assert (phases[1, name].peak, phases[1, name].exit) == (phases[2, name].peak, phases[2, name].exit)
-
-
-def test_rounds_of_generation_keep_one_more_tensor_of_scores(runs):
-    more = process_bytes(runs[LAZY]) - process_bytes(runs[2, "full", 2, 1])
-    scores = 4 * 2 * RESPONSE * VOCAB
-    assert abs(more / scores - 1) < 0.05
-    assert 0.005 < more / formula.device_bytes(process_bytes(runs[2, "full", 2, 1])) < 0.01
+        assert phases[1, name] == phases[2, name]
 
 
 @pytest.mark.slow
 def test_with_fewer_rows_in_a_forward_the_reference_forward_is_the_peak(runs):
-    phases = {(phase.update, phase.name): phase for phase in runs[DECOUPLED].phases}
+    phases = {(phase.update, phase.phase): phase for phase in runs[DECOUPLED]}
     assert phases[0, "reference"].reserved_peak > 4 * 2 * logits(DECOUPLED)  # it scores all four rows at once
-    assert phases[1, "backward"].reserved_peak < process_bytes(runs[4, "full", 4, 1])
+    assert phases[1, "backward"].reserved_peak < process_bytes(runs[4, "full", 4])
 
 
 def test_a_log_prob_is_the_logit_minus_the_log_sum_exp():

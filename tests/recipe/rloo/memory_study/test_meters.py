@@ -1,42 +1,28 @@
 import csv
-import os
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from recipe.rloo.memory_study.meters import Phase, TrackerMeter, merged, requested_bytes
-from recipe.rloo.memory_study.monitor import COLUMNS, MIB, MISSING, NoNvmlError, Reading, open_device, row, sample, sampling
-from recipe.rloo.memory_study.records import OutOfMemory
-from recipe.rloo.memory_study.timeline import TimelineTracker, thinned
-from verl_memopt.observe.byte_tracker import ByteTracker
+from recipe.rloo.memory_study.measure import Meter, TrackerCounter, merged, requested_bytes, thinned
+from recipe.rloo.memory_study.records import OutOfMemory, Phase
+from recipe.rloo.memory_study.runner import SAMPLE_COLUMNS, NoNvmlError, Sampler, open_device
 
 
 def test_a_phase_has_entry_peak_and_exit():
-    with ByteTracker() as tracker:
-        meter = TrackerMeter(tracker)
+    with TrackerCounter() as tracker:
+        meter = Meter(tracker)
         first = torch.zeros(100)
         with meter.phase("forward", 3):
             second = torch.zeros(200)
             del second
             third = torch.zeros(50)
     (phase,) = meter.phases
-    assert (phase.update, phase.name, phase.enter, phase.peak, phase.exit) == (3, "forward", 400, 1200, 600)
+    assert (phase.update, phase.phase) == (3, "forward")
+    assert (phase.allocated_enter, phase.allocated_peak, phase.allocated_exit) == (400, 1200, 600)
     assert phase.reserved_peak is None
     assert first.numel() + third.numel() == 150
-
-
-def test_the_weights_of_a_model_count_once_the_meter_knows_them():
-    model = torch.nn.Linear(10, 10, bias=False)
-    with ByteTracker() as tracker:
-        meter = TrackerMeter(tracker)
-        meter.count_model(model)
-        with meter.phase("rollout"):
-            pass
-    assert meter.phases[0].enter == 400
 
 
 def test_running_out_of_memory_names_the_phase_and_the_bytes():
@@ -45,18 +31,15 @@ def test_running_out_of_memory_names_the_phase_and_the_bytes():
         with meter.phase("backward"):
             return kept, torch.zeros(200)
 
-    with ByteTracker(limit_bytes=1000) as tracker, pytest.raises(OutOfMemory) as error:
-        backward(TrackerMeter(tracker))
+    with TrackerCounter(limit_bytes=1000) as tracker, pytest.raises(OutOfMemory) as error:
+        backward(Meter(tracker))
     assert (error.value.phase, error.value.requested_bytes, error.value.held_bytes) == ("backward", 800, 400)
 
 
-def test_phases_of_one_update_and_name_become_one():
+def test_two_entries_of_a_phase_become_one():
     first = Phase(0, "forward", 1, 10, 2, 20, 0.5, ((0.1, 5, 20),))
-    other = Phase(0, "backward", 2, 11, 3, 21, 0.5)
     second = Phase(0, "forward", 3, 30, 4, 15, 0.25, ((0.2, 6, 15),))
-    together, left = merged([first, other, second])
-    assert together == Phase(0, "forward", 1, 30, 4, 20, 0.75, ((0.1, 5, 20), (0.7, 6, 15)))
-    assert left is other
+    assert merged(first, second) == Phase(0, "forward", 1, 30, 4, 20, 0.75, ((0.1, 5, 20), (0.7, 6, 15)))
 
 
 @pytest.mark.parametrize(
@@ -84,24 +67,20 @@ def test_every_step_of_a_stair_and_the_highest_level_stay():
 
 
 def test_a_tracker_notes_every_level_in_order():
-    with TimelineTracker() as tracker:
+    with TrackerCounter() as tracker:
         first = torch.zeros(1000)
         second = torch.zeros(2000)
         del first
         third = torch.zeros(10)
-    levels = [live for _, live in tracker.changes]
+    levels = [live for _, live, _ in tracker.changes]
     assert levels == [4000, 12_000, 8040]
-    moments = [moment for moment, _ in tracker.changes]
+    moments = [moment for moment, _, _ in tracker.changes]
     assert moments == sorted(moments)
     assert tracker.peaks["device"].bytes == max(levels)
     assert second.numel() + third.numel() == 2010
 
 
-ROOT = Path(__file__).parents[4]
-PUBLISHED = (
-    "timestamp,datetime,gpu_memory_allocated_mb,gpu_memory_reserved_mb,gpu_memory_free_mb,gpu_memory_total_mb,"
-    "gpu_utilization_percent,cpu_memory_used_mb,cpu_memory_percent,cpu_usage_percent"
-)
+MIB = 2**20
 NVML = """
 import itertools
 from types import SimpleNamespace
@@ -132,15 +111,17 @@ def nvmlDeviceGetUtilizationRates(handle):
 """A machine's NVML with one device of 1 GiB, of which every reading finds 1 MiB more in use."""
 
 
+def install_nvml(text, tmp_path, monkeypatch):
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "pynvml.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+
+
 @pytest.fixture
 def nvml(tmp_path, monkeypatch):
-    """A machine with one device. It is on the path of the processes that start from here, too."""
-    folder = tmp_path / "packages"
-    folder.mkdir()
-    (folder / "pynvml.py").write_text(NVML)
-    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{ROOT}")
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    """A machine with one device."""
+    install_nvml(NVML, tmp_path, monkeypatch)
     yield
     sys.modules.pop("pynvml", None)
 
@@ -148,58 +129,35 @@ def nvml(tmp_path, monkeypatch):
 @pytest.fixture
 def no_nvml(tmp_path, monkeypatch):
     """A machine on which nvidia-ml-py cannot be imported."""
-    folder = tmp_path / "packages"
-    folder.mkdir()
-    (folder / "pynvml.py").write_text("raise ImportError('none here')\n")
-    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{ROOT}")
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    install_nvml("raise ImportError('none here')\n", tmp_path, monkeypatch)
 
 
-def rows_of(path):
+def test_a_sampler_reads_a_device_from_before_its_process_until_it_is_closed(nvml, tmp_path):
+    path = tmp_path / "samples.csv"
+    sampler = Sampler(path, period=0.001)
+    sampler.pid = 4242
+    while not path.exists() or path.read_text().count(",7,") < 2:
+        time.sleep(0.01)
+    sampler.close()
     with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_a_row_has_the_units_of_its_columns():
-    cells = row(Reading(3 * MIB, 5 * MIB, 8 * MIB, 40, None), 1.5, MIB)
-    assert tuple(cells) == COLUMNS
-    assert (cells["gpu_memory_allocated_mb"], cells["gpu_memory_free_mb"], cells["gpu_memory_total_mb"]) == (3, 5, 8)
-    assert (cells["device_used"], cells["idle_used"], cells["datetime"]) == (3 * MIB, MIB, "1970-01-01T00:00:01.500000+00:00")
-    assert cells["gpu_memory_reserved_mb"] == cells["process_used"] == ""
-    assert 0 < cells["cpu_memory_percent"] <= 100
-
-
-def test_every_reading_is_a_row_and_the_highest_one_stays(tmp_path):
-    levels = iter([1, 9, 2])
-    ends = iter([False, False, False, True])
-    path = tmp_path / "samples.csv"
-    rows = sample(lambda: Reading(next(levels) * MIB, 0, 10 * MIB, 0, None), path, 0.0, 0, lambda _: next(ends))
-    assert rows == 3
-    assert [float(cells["gpu_memory_allocated_mb"]) for cells in rows_of(path)] == [1, 9, 2]
-
-
-def test_a_sampler_reads_a_device_from_before_its_process_until_after_it(nvml, tmp_path):
-    path = tmp_path / "samples.csv"
-    with sampling(path, period=0.001) as sampler:
-        assert sampler.refusal == ""
-        sampler.watch(4242)
-        while not path.exists() or path.read_text().count(",7,") < 2:
-            time.sleep(0.01)
-    readings = rows_of(path)
+        readings = list(csv.DictReader(file))
+    assert tuple(readings[0]) == SAMPLE_COLUMNS
     assert {cells["idle_used"] for cells in readings} == {str(MIB)}
+    # Every reading is a row, in the units of the columns.
     assert [float(cells["gpu_memory_allocated_mb"]) for cells in readings] == list(range(2, len(readings) + 2))
-    assert readings[-1]["process_used"] == "7"
+    assert [int(cells["device_used"]) for cells in readings[:2]] == [2 * MIB, 3 * MIB]
+    last = readings[-1]
+    assert (last["process_used"], last["gpu_memory_total_mb"], last["gpu_memory_reserved_mb"]) == ("7", "1024.0", "")
+    assert 0 < float(last["cpu_memory_percent"]) <= 100
+    assert last["datetime"].startswith("20")
 
 
 def test_a_machine_without_the_package_says_so_and_writes_nothing(no_nvml, tmp_path):
-    path = tmp_path / "samples.csv"
-    with sampling(path) as sampler:
-        assert sampler.refusal == "nvidia-ml-py is not installed (pip install nvidia-ml-py)"
-        sampler.watch(1)
-    assert not path.exists()
-    command = [sys.executable, "-m", "recipe.rloo.memory_study.monitor", "--out", str(path)]
-    assert subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True).returncode == MISSING
+    with pytest.raises(NoNvmlError, match=r"nvidia-ml-py is not installed \(pip install nvidia-ml-py\)"):
+        open_device()
+    sampler = Sampler(tmp_path / "samples.csv")
+    sampler.close()
+    assert not (tmp_path / "samples.csv").exists()
 
 
 def test_a_device_that_is_not_there_is_named(nvml):

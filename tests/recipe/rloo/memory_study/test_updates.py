@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from recipe.rloo.memory_study.arms import FULL, TRUNCATED, Arm
-from recipe.rloo.memory_study.legacy import Options
 from recipe.rloo.memory_study.measure import run_arm
 from recipe.rloo.memory_study.shapes import SMALL, make_model
-from recipe.rloo.memory_study.updates import own_settings
+from recipe.rloo.memory_study.updates import Options, own_settings
 
 ONE_EPOCH = dataclasses.replace(SMALL, epochs=1)
 LONGER = dataclasses.replace(ONE_EPOCH, name="longer", prompt=240, truncated=80, response=16)
@@ -28,7 +27,7 @@ PUBLISHED_UPDATE = Arm("legacy", "token", FULL, "legacy", 4, 4)
 
 def values(arm, shapes, folder, dtype=torch.float32):
     options = Options(arm.micro_batch, autocast=False, for_values=True, dtype=dtype)
-    return run_arm(arm, shapes, "cpu", None, 0, folder, options).values
+    return run_arm(arm, shapes, "cpu", None, 0, folder, options)[2]
 
 
 @pytest.fixture(scope="module")
