@@ -186,7 +186,7 @@ def _measure_knobs(parsed: argparse.Namespace, parser: argparse.ArgumentParser) 
     from rich.console import Console
 
     from verl_memopt.ladder import command
-    from verl_memopt.ladder.measure import Work
+    from verl_memopt.ladder.measure import UpdateSize
     from verl_memopt.observe.log_setup import setup_logging
 
     if (parsed.model is None) == (parsed.shape is None):
@@ -195,7 +195,7 @@ def _measure_knobs(parsed: argparse.Namespace, parser: argparse.ArgumentParser) 
         parser.error("--measure writes the ladder to a file: --json FILE")
     setup_logging()
     name = parsed.model or f"{parsed.shape}" + (f", {parsed.layers} layers" if parsed.layers else "")
-    work = Work(parsed.rows, parsed.prompt, parsed.response, group=parsed.rows)
+    work = UpdateSize(parsed.rows, parsed.prompt, parsed.response, group=parsed.rows)
     json_path = None if parsed.json is None else Path(parsed.json)
     record = command.LadderRecord(name, work, json_path, parsed.text, parsed.png)
     console = Console(highlight=False, width=max(command.WIDTH, Console().width))

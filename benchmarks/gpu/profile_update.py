@@ -32,7 +32,7 @@ from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.schema import Settings
 from verl_memopt.distributed import device as device_room
-from verl_memopt.ladder.measure import Work, make_batch
+from verl_memopt.ladder.measure import UpdateSize, make_batch
 from verl_memopt.model.tiny import SHAPES, make_tiny_model
 from verl_memopt.trainer.micro_batching import budgets, cut_ranks
 from verl_memopt.worker.group import LocalGroup
@@ -115,10 +115,10 @@ def shape(asked: argparse.Namespace) -> Any:
     return shrunk_shape(SHAPES[asked.shape], asked.layers, asked.shrink)
 
 
-def work(asked: argparse.Namespace) -> Work:
+def work(asked: argparse.Namespace) -> UpdateSize:
     lengths = (max(length // asked.shrink, 2) for length in (asked.prompt, asked.response))
     prompt, response = lengths
-    return Work(rows=asked.groups * asked.group, prompt=prompt, response=response, group=asked.group)
+    return UpdateSize(rows=asked.groups * asked.group, prompt=prompt, response=response, group=asked.group)
 
 
 def heading(asked: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -177,7 +177,9 @@ def settings_of(asked: argparse.Namespace, folder: Path, name: str, compiled: st
 
 
 @contextmanager
-def updates(settings: Settings, folder: Path, device: torch.device, rows: Work) -> Iterator[tuple[Callable[[], Any], int, int]]:
+def updates(
+    settings: Settings, folder: Path, device: torch.device, rows: UpdateSize
+) -> Iterator[tuple[Callable[[], Any], int, int]]:
     """Yields a call that takes one optimizer step, its number of micro-batches, and the model's of layers."""
     group = LocalGroup(functools.partial(Worker, worker_plan(settings, folder, with_reference=False)), device.type)
     try:

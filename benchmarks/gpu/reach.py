@@ -40,7 +40,7 @@ from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Settings
 from verl_memopt.distributed.device import empty_cache, resolve_device
 from verl_memopt.errors import DeviceMemoryError
-from verl_memopt.ladder.measure import Work, make_batch
+from verl_memopt.ladder.measure import UpdateSize, make_batch
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.observe.log_setup import setup_logging
 from verl_memopt.observe.phase import GIB, PhaseMemory
@@ -211,8 +211,8 @@ class Prober:
         gc.collect()
         empty_cache(torch.device(self.device))
 
-    def _work(self, response: int) -> Work:
-        return Work(rows=self.case.rows, prompt=self.case.prompt, response=response, group=self.case.rows)
+    def _work(self, response: int) -> UpdateSize:
+        return UpdateSize(rows=self.case.rows, prompt=self.case.prompt, response=response, group=self.case.rows)
 
     def _update(self, settings: Settings, response: int, phase: list[str]) -> list[PhaseMemory]:
         if self._group is None:

@@ -39,7 +39,7 @@ from verl_memopt.config.loader import load_settings
 from verl_memopt.config.schema import Settings
 from verl_memopt.distributed.device import is_gpu, leave_process_group, local_device, resolve_device
 from verl_memopt.errors import DeviceMemoryError
-from verl_memopt.ladder.measure import Work, make_batch
+from verl_memopt.ladder.measure import UpdateSize, make_batch
 from verl_memopt.memory.fit import Sizes, predict
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.observe.log_setup import setup_logging
@@ -168,7 +168,7 @@ def _steps(
         found: dict[str, Any] = {"init": {"peak": first.peak_allocated_bytes, "seconds": first.seconds}}
         if gpu is None and worker.policy is not None:
             _randomize(worker.policy.model)
-        work = Work(rows=case.groups * case.group, prompt=case.prompt, response=case.response, group=case.group)
+        work = UpdateSize(rows=case.groups * case.group, prompt=case.prompt, response=case.response, group=case.group)
         batch = make_batch(work, roles.actor)
         names = [f"row {row}" for row in range(batch.num_rows)]
         update, scoring, of_reference = (cut_ranks([batch.row_tokens()], [names], each)[0] for each in budgets(roles))

@@ -14,7 +14,7 @@ from benchmarks.gpu_cost.device import Counted, CountingGpu
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.schema import Settings
-from verl_memopt.ladder.measure import Work, make_batch
+from verl_memopt.ladder.measure import UpdateSize, make_batch
 from verl_memopt.memory.fused import recorded_calls
 from verl_memopt.model.tiny import TinyShape
 from verl_memopt.trainer.micro_batching import budgets, cut_ranks
@@ -90,7 +90,7 @@ def step_of(case: Case, settings: Settings, folder: Path, gpu: CountingGpu) -> t
     worker = Worker(worker_plan(settings, folder, with_reference=False), Placement(0, 1, 0, "127.0.0.1", 0, "cuda"))
     try:
         batch = make_batch(
-            Work(rows=case.groups * case.group, prompt=case.prompt, response=case.response, group=case.group), roles.actor
+            UpdateSize(rows=case.groups * case.group, prompt=case.prompt, response=case.response, group=case.group), roles.actor
         )
         batch.old_log_probs = torch.zeros(batch.advantages.shape) if case.off_policy and batch.advantages is not None else None
         row_tokens = batch.row_tokens()

@@ -10,7 +10,7 @@ import yaml
 from verl_memopt.config.keys import flatten, leaf_types, value_at
 from verl_memopt.config.loader import PACKAGED, compose_mapping, load_settings, settings_from_mapping
 from verl_memopt.errors import ConfigError
-from verl_memopt.ladder.measure import Work, measure_row, row_settings
+from verl_memopt.ladder.measure import UpdateSize, measure_row, row_settings
 from verl_memopt.memory import profiles
 from verl_memopt.memory.fit import CARDS, Sizes, predict
 from verl_memopt.memory.formulas import PUBLISHED, ModelSize
@@ -155,8 +155,8 @@ HALF_BUDGETS = (
     f"{AR}.actor.policy_loss.loss_mode=sequence",
     f"{AR}.actor.ppo_max_token_len_per_gpu=256", f"{AR}.rollout.log_prob_max_token_len_per_gpu=512",
 )  # fmt: skip
-WORK = Work(rows=4, prompt=256, response=128, group=2)
-SMALL = Work(rows=2, prompt=128, response=64, group=2)
+WORK = UpdateSize(rows=4, prompt=256, response=128, group=2)
+SMALL = UpdateSize(rows=2, prompt=128, response=64, group=2)
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ import torch
 
 from tests.gpu import machine
 from tests.ladder.test_measure import SHAPE, SMALL, SMALLER, WIDE_WORK
-from verl_memopt.ladder.measure import ABLATION, ALTERNATIVES, Work, run_ablation
+from verl_memopt.ladder.measure import ABLATION, ALTERNATIVES, UpdateSize, run_ablation
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
 WIDE = TinyShape(
     vocab_size=65_536, hidden_size=1024, intermediate_size=3072, num_layers=8, num_heads=16, num_kv_heads=8, head_dim=64,
     max_positions=4096,
 )  # fmt: skip
-WORK = Work(rows=8, prompt=1024, response=512, group=8)
+WORK = UpdateSize(rows=8, prompt=1024, response=512, group=8)
 """12,288 tokens of 0.18 billion parameters: about 20 GiB with every knob off."""
 BOUND = {"cuda": 0.02, "cpu": 0.1}
 """How far a saving may be from its formula, as a share. The CPU's model is tiny, and so are its savings."""

@@ -23,9 +23,9 @@ from verl_memopt.ladder.command import (
     measure_ladder,
     savings_table,
 )
-from verl_memopt.ladder.measure import Row, Saving, Work
+from verl_memopt.ladder.measure import Row, Saving, UpdateSize
 
-WORK = Work(rows=2, prompt=16, response=8, group=2)
+WORK = UpdateSize(rows=2, prompt=16, response=8, group=2)
 ONLY = ("chunked_logprob",)
 NO_ROOM = ("memory.device_limit_gb=0.0001",)
 RAN_OUT = OutOfMemory("update_actor", asked_bytes=2**20, held_bytes=2**24, limit_bytes=2**24)

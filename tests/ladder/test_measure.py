@@ -17,7 +17,7 @@ from verl_memopt.ladder.measure import (
     ABLATION,
     ALTERNATIVES,
     Row,
-    Work,
+    UpdateSize,
     as_json,
     choose_rows,
     make_batch,
@@ -34,8 +34,8 @@ from verl_memopt.memory.knob import knob_named, knobs
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.worker.worker import Worker
 
-WORK = Work(rows=4, prompt=24, response=8, group=4)
-WIDE_WORK = Work(rows=8, prompt=256, response=64, group=8)
+WORK = UpdateSize(rows=4, prompt=24, response=8, group=4)
+WIDE_WORK = UpdateSize(rows=8, prompt=256, response=64, group=8)
 SHAPE = TinyShape(vocab_size=8192, hidden_size=128, intermediate_size=384, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=32)
 SMALLER = (
     "actor_rollout_ref.model.activation_offload_min_bytes=1024", "actor_rollout_ref.actor.optim.bucket_megabytes=0.25",

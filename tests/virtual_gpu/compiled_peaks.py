@@ -28,7 +28,7 @@ from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.schema import Settings
 from verl_memopt.data.batch import Ragged
-from verl_memopt.ladder.measure import Work, make_batch
+from verl_memopt.ladder.measure import UpdateSize, make_batch
 from verl_memopt.memory.critic_rules import has_critic
 from verl_memopt.memory.fit import Sizes, predict
 from verl_memopt.memory.fused import compiled_for_width, recorded_calls
@@ -179,7 +179,7 @@ def student_rows(case: Case) -> StudentRows:
 def phases(worker: Worker, case: Case, settings: Settings, updates_alone: bool) -> dict[str, int]:
     """Run one step, and return the peak of each of its passes. ``updates_alone``: without the passes that need no gradients."""
     roles, found = settings.actor_rollout_ref, dict[str, int]()
-    work = Work(rows=case.groups * case.group, prompt=case.prompt, response=case.response, group=case.group)
+    work = UpdateSize(rows=case.groups * case.group, prompt=case.prompt, response=case.response, group=case.group)
     batch = make_batch(work, roles.actor)
 
     def cut(budget: Any) -> list[list[int]]:

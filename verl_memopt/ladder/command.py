@@ -18,7 +18,7 @@ from verl_memopt.ladder.measure import (
     ALL_OFF,
     OUT_OF_MEMORY,
     Row,
-    Work,
+    UpdateSize,
     as_json,
     choose_rows,
     run_ablation,
@@ -41,7 +41,7 @@ class LadderRecord:
     """The rows measured so far, and the files that hold them; None = no file. Each new row rewrites the files."""
 
     name: str
-    work: Work
+    work: UpdateSize
     json_path: Path | None
     text_path: Path | None
     png_path: Path | None
@@ -99,7 +99,7 @@ class LadderProgress:
 
 
 def measure_ladder(
-    model: Path, work: Work, extra: Sequence[str], only: Sequence[str], record: LadderRecord, console: Console
+    model: Path, work: UpdateSize, extra: Sequence[str], only: Sequence[str], record: LadderRecord, console: Console
 ) -> int:
     """Measure the ladder, print its tables, and return the exit code.
 

@@ -44,7 +44,7 @@ SHORT = 8
 
 def run_ablation(
     model: str,
-    work: Work,
+    work: UpdateSize,
     extra: Sequence[str] = (),
     only: Sequence[str] = (),
     before: Callable[[str], None] = lambda knob: None,
@@ -75,7 +75,7 @@ def run_ablation(
         yield row
 
 
-def measure_row(folder: Path, work: Work, knob: str, overrides: tuple[str, ...], extra: Sequence[str] = ()) -> Row:
+def measure_row(folder: Path, work: UpdateSize, knob: str, overrides: tuple[str, ...], extra: Sequence[str] = ()) -> Row:
     """Run log-probs, update and weight sync with a row's settings, after a short round, and return the bytes they needed.
 
     A row that runs out of device memory is a result too: its ``out_of_memory`` says where, and its memory is freed. Settings are
@@ -112,7 +112,7 @@ def measure_row(folder: Path, work: Work, knob: str, overrides: tuple[str, ...],
 
 
 def _update(
-    settings: Settings, folder: Path, work: Work, device: str, memories: list[PhaseMemory]
+    settings: Settings, folder: Path, work: UpdateSize, device: str, memories: list[PhaseMemory]
 ) -> tuple[float, dict[str, float]]:
     # Run both rounds and return seconds and metrics of the second; its phases are appended to `memories`.
     short = replace(work, prompt=min(SHORT, work.prompt), response=min(SHORT, work.response))
@@ -135,7 +135,7 @@ def _peaks(memories: Sequence[PhaseMemory]) -> dict[str, int]:
     return {memory.name: memory.peak_allocated_bytes or 0 for memory in memories}
 
 
-def make_batch(work: Work, actor: Actor) -> RolloutBatch:
+def make_batch(work: UpdateSize, actor: Actor) -> RolloutBatch:
     """Make rollouts of random tokens with random advantages, one prompt per group. Equal work gives equal rollouts.
 
     ``actor`` says how the passes compute prompts.
@@ -204,7 +204,7 @@ def _round(group: Any, settings: Settings, batch: RolloutBatch, memories: list[P
     return metrics
 
 
-def shapes(folder: Path, work: Work, overrides: Sequence[str]) -> Shapes:
+def shapes(folder: Path, work: UpdateSize, overrides: Sequence[str]) -> Shapes:
     """Return the sizes that the knobs' formulas read, for a model and a row's settings. No weights are loaded."""
     settings = row_settings(str(folder), work, overrides)
     roles = settings.actor_rollout_ref
@@ -232,7 +232,7 @@ ALTERNATIVES = {name: row.on_top_of for _, name, row in ROWS if row.on_top_of}
 
 
 @dataclass(frozen=True)
-class Work:
+class UpdateSize:
     """The update that every row runs: rollouts, tokens of each prompt and response, rollouts per prompt (``group``), seed."""
 
     rows: int = 8
@@ -255,7 +255,7 @@ class RowPlan:
     base: str = ""
 
 
-def row_settings(folder: str, work: Work, overrides: Sequence[str]) -> Settings:
+def row_settings(folder: str, work: UpdateSize, overrides: Sequence[str]) -> Settings:
     """Return the settings of a row: one optimizer step over all rollouts, in this process, with transformers' generation.
 
     With ``algorithm.adv_estimator=gae`` the row has a critic, whose own knobs are set like the policy's. ``overrides`` win over
@@ -282,7 +282,7 @@ def row_settings(folder: str, work: Work, overrides: Sequence[str]) -> Settings:
     return settings_from_mapping({**shared, **{key: yaml.safe_load(text) for key, text in texts.items()}})
 
 
-def plan_rows(work: Work) -> list[RowPlan]:
+def plan_rows(work: UpdateSize) -> list[RowPlan]:
     """Plan every row: all knobs off, then one more on in each row until all are on, then the alternatives."""
     rows = {name: row for _, name, row in ROWS}
     state = {key: text for row in rows.values() for key, text in _pairs(row.off, work)}
@@ -297,7 +297,7 @@ def plan_rows(work: Work) -> list[RowPlan]:
     return plans
 
 
-def choose_rows(work: Work, only: Sequence[str] = ()) -> list[RowPlan]:
+def choose_rows(work: UpdateSize, only: Sequence[str] = ()) -> list[RowPlan]:
     """Return the rows to measure, in order: all, or those of the knobs in ``only`` and the rows they are compared with.
 
     Raises:
@@ -312,7 +312,7 @@ def choose_rows(work: Work, only: Sequence[str] = ()) -> list[RowPlan]:
     return [plan for plan in plans if plan.knob in wanted]
 
 
-def _pairs(overrides: Sequence[str], work: Work) -> Iterator[tuple[str, str]]:
+def _pairs(overrides: Sequence[str], work: UpdateSize) -> Iterator[tuple[str, str]]:
     sizes = {"{pair}": 2 * work.row_tokens, "{all}": work.rows * work.row_tokens}
     for override in overrides:
         key, text = override.split("=", 1)
@@ -387,7 +387,7 @@ def with_savings(row: Row, base: Row, before: Shapes, after: Shapes) -> Row:
     return replace(row, savings=tuple(savings), base=base.knob)
 
 
-def as_json(rows: Sequence[Row], work: Work, model: str) -> dict[str, Any]:
+def as_json(rows: Sequence[Row], work: UpdateSize, model: str) -> dict[str, Any]:
     rungs, branches = ([{"knob": row.knob, "status": row.status, **asdict(row)} for row in part] for part in split(rows))
     return {"schema": 3, "model": model, "work": asdict(work), "rungs": rungs, "branches": branches}
 

@@ -44,8 +44,8 @@ from verl_memopt.memory.optimizer_state_dtype_torch import (
     MOMENTS,
     MOST_BLOCK,
     REMAINDER,
+    BucketScratch,
     Planes,
-    Work,
     join_,
     round_to_bfloat16_,
     split_,
@@ -327,7 +327,7 @@ class Bucketed(Optimizer, ABC):
         return [self.state[member.parameter]["step"] for member in members if "step" in self.state[member.parameter]]
 
     def _update_bucket(
-        self, section: Section, bucket: Sequence[Slice], planes: Planes, work: Work, stopped: Tensor | None
+        self, section: Section, bucket: Sequence[Slice], planes: Planes, work: BucketScratch, stopped: Tensor | None
     ) -> None:
         # Decode, join halves, update, split, encode: every value passes through fp32 once.
         group, sizes = section.group, [part.last - part.first for part in bucket]
@@ -375,7 +375,7 @@ class Bucketed(Optimizer, ABC):
         for name, plane in planes.items():
             torch.where(stopped.bool(), old[name], plane, out=plane)
 
-    def _compared(self, work: Work) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _compared(self, work: BucketScratch) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return room for a bucket's weights before the update (as bits), room for the comparison, and the count so far.
 
         None if weights are not compared.
@@ -420,14 +420,14 @@ class Bucketed(Optimizer, ABC):
         elements = int(SLOTS * self._bucket_bytes / ((room + beside) or SLOTS * 2 * itemsize))
         return max(elements // section.cut, 1) * section.cut
 
-    def _work(self, section: Section, elements: int) -> Work:
+    def _work(self, section: Section, elements: int) -> BucketScratch:
         def rooms(*dtypes: torch.dtype) -> tuple[Tensor, ...]:
             return tuple(torch.empty(elements, dtype=dtype, device=self._device) for dtype in dtypes)
 
         moments = [torch.float32] * len(section.format.names) if section.format.decodes else []
         scratch = [torch.float32] * self._scratch_count(section)
         compared = [] if self.computes_in is None else [self.computes_in, self.computes_in, torch.bool]
-        return Work(rooms(*moments), rooms(*scratch), rooms(*compared))
+        return BucketScratch(rooms(*moments), rooms(*scratch), rooms(*compared))
 
     def _seeded(self, section: Section, first: Slice) -> torch.Generator:
         """Return the generator, seeded by step and place only, so that a resumed run rounds alike.
@@ -533,8 +533,8 @@ class BucketedSGD(Bucketed):
         )
 
 
-def _cut(work: Work, elements: int) -> Work:
-    return Work(*(tuple(room[:elements] for room in rooms) for rooms in work))
+def _cut(work: BucketScratch, elements: int) -> BucketScratch:
+    return BucketScratch(*(tuple(room[:elements] for room in rooms) for rooms in work))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

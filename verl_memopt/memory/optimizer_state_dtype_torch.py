@@ -75,7 +75,7 @@ class Plane:
         return elements // self.per_entry * self.dtype.itemsize
 
 
-class Work(NamedTuple):
+class BucketScratch(NamedTuple):
     """Scratch for one bucket on the device. What is not needed is empty."""
 
     moments: tuple[Tensor, ...] = ()
@@ -109,7 +109,7 @@ class MomentFormat:
         # Whether encoding decoded moments gives the same bytes again. Codes of blocks are drawn anew each time.
         return self.block == 1
 
-    def decode(self, planes: Planes, work: Work) -> tuple[Tensor, ...]:
+    def decode(self, planes: Planes, work: BucketScratch) -> tuple[Tensor, ...]:
         if not self.decodes:
             return tuple(planes[name] for name in self.names)
         for name, values in zip(self.names, work.moments, strict=True):
@@ -119,7 +119,7 @@ class MomentFormat:
                 self._decode_blocks(name, planes, values, work.scratch[0])
         return work.moments
 
-    def encode(self, planes: Planes, work: Work, generator: torch.Generator) -> None:
+    def encode(self, planes: Planes, work: BucketScratch, generator: torch.Generator) -> None:
         """Write the moments in ``work`` to the planes. Moments that were updated in place are there already."""
         if not self.decodes:
             return

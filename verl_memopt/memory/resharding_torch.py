@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from verl_memopt.distributed.device import fsdp_params, fsdp_units
-from verl_memopt.memory.shared_weights_torch import SharedRows
+from verl_memopt.memory.shared_weights_torch import GatheredWeights
 
 Item = TypeVar("Item")
 
@@ -71,7 +71,9 @@ def _free_post_forward_shards(unit: FSDPModule) -> None:
         parameter._sharded_post_forward_param_data = None
 
 
-def synced(micro_batches: Iterable[Item], model: nn.Module, gradient_sync: str, rows: SharedRows | None = None) -> Iterator[Item]:
+def synced(
+    micro_batches: Iterable[Item], model: nn.Module, gradient_sync: str, rows: GatheredWeights | None = None
+) -> Iterator[Item]:
     """Yield the micro-batches of one optimizer step; before each, tell FSDP2 whether its backward reduces gradients.
 
     All ranks must have the same number of micro-batches. ``gradient_sync``: ``every`` or ``last``, as in the settings. ``rows``,

@@ -51,7 +51,7 @@ class _Unit:
     arrived: set[int] = field(default_factory=set)
 
 
-class SharedRows:
+class GatheredWeights:
     """The trained weights of a model that lie whole on every rank. Outside of a pass the model has the rows in their place.
 
     All ranks call the same methods in the same order.

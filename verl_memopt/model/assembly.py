@@ -26,7 +26,7 @@ from verl_memopt.memory.lora import base_rests_as_computed
 from verl_memopt.memory.lora_torch import apply_lora
 from verl_memopt.memory.quantized_frozen_torch import check_quantizable, quantize_blocks
 from verl_memopt.memory.sequence_parallel_torch import sequence_group
-from verl_memopt.memory.shared_weights_torch import SharedRows
+from verl_memopt.memory.shared_weights_torch import GatheredWeights
 from verl_memopt.memory.streamed_params_torch import StreamedParams, allocate_on_host, native_offload
 from verl_memopt.model.attention import choose_attention
 from verl_memopt.model.decoder import Decoder, DecoderBlock, block_options, class_name
@@ -120,7 +120,7 @@ def parallelize(
         # A tied matrix is used at both ends of the forward, so it stays with the root.
         units = [packed.lm.get_input_embeddings(), *units, *([] if own_dtype else [packed.head])]
     if use.replicated:
-        packed.rows = SharedRows(units, mesh, dtypes[2])
+        packed.rows = GatheredWeights(units, mesh, dtypes[2])
         return
     shard_model(packed, units, mesh, precision, offload, fsdp.reshard_after_forward, own_dtype)
     # The gather of the next unit then overlaps the present one's compute.

@@ -25,7 +25,7 @@ from verl_memopt.model.rotary import Rotary, apply_rotary_to_both, rotary_argume
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class KernelCall:
     """Sequences that a kernel takes at once.
 
     Attributes:
@@ -60,7 +60,7 @@ class Call:
         return query_starts, key_starts, sequence, place
 
 
-def calls(layout: PrefixLayout, rows: int) -> tuple[list[Call], list[Call]]:
+def calls(layout: PrefixLayout, rows: int) -> tuple[list[KernelCall], list[KernelCall]]:
     """Return the calls of the segment pass (causal) and of the prefix pass, cached in the layout.
 
     A call takes neighbouring sequences as long as all of them, padded to the longest, have ``rows`` rows at most. Neighbouring
@@ -73,15 +73,15 @@ def calls(layout: PrefixLayout, rows: int) -> tuple[list[Call], list[Call]]:
     return layout.plans[rows]
 
 
-def _segment_calls(layout: PrefixLayout, rows: int) -> Iterator[Call]:
+def _segment_calls(layout: PrefixLayout, rows: int) -> Iterator[KernelCall]:
     for some in _cut([(run.count, run.length) for run in layout.runs], rows):
         runs = layout.runs[some]
         place = slice(runs[0].start, runs[-1].start + runs[-1].count * runs[-1].length)
         lengths = tuple(run.length for run in runs for _ in range(run.count))
-        yield Call(place, place, lengths, lengths, True, layout.cu_seqlens.device)
+        yield KernelCall(place, place, lengths, lengths, True, layout.cu_seqlens.device)
 
 
-def _prefix_calls(layout: PrefixLayout, rows: int) -> Iterator[Call]:
+def _prefix_calls(layout: PrefixLayout, rows: int) -> Iterator[KernelCall]:
     pairs = [(span.queries, span.keys) for span in layout.prefix_spans]
     ends = [np.cumsum([0, *(run.length for run in side)]) for side in zip(*pairs, strict=True)]
     for some in _cut([(1, max(run.length for run in pair)) for pair in pairs], rows):
@@ -93,7 +93,7 @@ def _prefix_calls(layout: PrefixLayout, rows: int) -> Iterator[Call]:
             for side, index, end in zip(sides, indices, ends, strict=True)
         )
         query_lengths, key_lengths = (tuple(run.length for run in side) for side in sides)
-        yield Call(at_q, at_k, query_lengths, key_lengths, False, layout.cu_seqlens.device)
+        yield KernelCall(at_q, at_k, query_lengths, key_lengths, False, layout.cu_seqlens.device)
 
 
 def _cut(parts: Sequence[tuple[int, int]], rows: int) -> Iterator[slice]:
@@ -110,7 +110,7 @@ def _cut(parts: Sequence[tuple[int, int]], rows: int) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class PackedKernel:
-    """A fused kernel over the sequences of a :class:`Call`: queries are [rows, heads, D], keys and values [rows, kv heads, D].
+    """A fused kernel over the sequences of a :class:`KernelCall`. Queries [rows, heads, D], keys and values [rows, kv heads, D].
 
     Attributes:
         forward: (q, k, v, call, scale) -> output, like q, and log-sum-exp, fp32 [rows, heads].
@@ -146,18 +146,20 @@ def _of_key_heads(parts: list[Tensor], key: Tensor) -> Parts:
     return dq, dk, dv
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = CPU_FLASH.forward(*_rectangles(q, k, v, call), call.causal, scale)
     return _rows(out), _rows(lse)
 
 
-def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, scale: float) -> Parts:
+def _cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: KernelCall, scale: float
+) -> Parts:
     grad, out, lse = (_rectangle(tensor, call.query_lengths) for tensor in (grad, out, lse))
     given = grad, *_rectangles(q, k, v, call), out, lse
     return _of_key_heads([_rows(part) for part in CPU_FLASH.backward(*given, call.causal, scale)], k)
 
 
-def _rectangles(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Parts:
+def _rectangles(q: Tensor, k: Tensor, v: Tensor, call: KernelCall) -> Parts:
     keys = (_rectangle(_repeated(tensor, q), call.key_lengths) for tensor in (k, v))
     return _rectangle(q, call.query_lengths), next(keys), next(keys)
 
@@ -171,7 +173,7 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).flatten(0, 1)
 
 
-def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:
     query_starts, key_starts, sequence, place = call.on_device
     out, lse, *_ = torch.ops.aten._efficient_attention_forward(
         q[None], _repeated(k, q)[None], _repeated(v, q)[None], None, query_starts, key_starts, max(call.query_lengths),
@@ -181,7 +183,7 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float
 
 
 def _efficient_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: KernelCall, scale: float
 ) -> Parts:
     query_starts, key_starts, sequence, place = call.on_device
     longest = max(call.query_lengths)
@@ -332,14 +334,14 @@ class _Passes:
             into[0].copy_(out)
         return out, lse
 
-    def _call(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _call(self, call: KernelCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return self.kernel.forward(q[call.queries], k[call.keys], v[call.keys], call, self.scale)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Parts:
         """Gradients of queries [Q, heads, D], and of keys and values [T, kv heads, D]."""
         segments, prefixes = calls(self.layout, self.rows)
 
-        def of_call(call: Call, keys: Tensor, values: Tensor) -> Parts:
+        def of_call(call: KernelCall, keys: Tensor, values: Tensor) -> Parts:
             at = call.queries
             return self.kernel.backward(grad[at], q[at], keys[call.keys], values[call.keys], out[at], lse[at], call, self.scale)
 
@@ -359,7 +361,7 @@ class _Passes:
         return dq, dk, dv
 
 
-def _collect(collect: Callable[[Tensor, Tensor], Tensor], targets: Parts, call: Call, parts: Parts) -> None:
+def _collect(collect: Callable[[Tensor, Tensor], Tensor], targets: Parts, call: KernelCall, parts: Parts) -> None:
     for target, place, part in zip(targets, (call.queries, call.keys, call.keys), parts, strict=True):
         if isinstance(place, slice):
             collect(target[place], part)

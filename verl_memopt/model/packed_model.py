@@ -20,7 +20,7 @@ from verl_memopt.memory.embedding_gradient import TrainedEmbedding, gathered_for
 from verl_memopt.memory.logit_tiles import Head, TokenStatistics
 from verl_memopt.memory.resharding_torch import reshard_units
 from verl_memopt.memory.sequence_parallel_torch import SequenceGroup, of_all_ranks
-from verl_memopt.memory.shared_weights_torch import SharedRows
+from verl_memopt.memory.shared_weights_torch import GatheredWeights
 from verl_memopt.memory.streamed_params_torch import StreamedParams
 from verl_memopt.model.attention import KERNELS, REGISTERED, Attend, AttentionArgs
 from verl_memopt.model.decoder import BlockOptions, Decoder, Prefix, PrefixKV, PrefixRecorder, of_llama_family
@@ -50,7 +50,7 @@ class PackedModel(nn.Module):
     streams = False
     stream: StreamedParams | None = None
     sequence: SequenceGroup | None = None
-    rows: SharedRows | None = None
+    rows: GatheredWeights | None = None
     masters = compute = torch.float32
 
     def __init__(self, lm: PreTrainedModel, blocks: Sequence[BlockOptions] | None = None, key: str = POLICY_KEY) -> None:

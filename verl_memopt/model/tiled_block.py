@@ -33,7 +33,7 @@ SWIGLU = SwiGLU()
 
 
 @dataclass(frozen=True)
-class Call:
+class TileCall:
     """One attention call: some queries of a tile, and the keys that each of them sees, causally or whole."""
 
     queries: slice
@@ -46,7 +46,7 @@ class Tile:
     """Some queries of a pack, and their attention calls. Each query is in one causal call, which comes first."""
 
     queries: slice
-    calls: tuple[Call, ...]
+    calls: tuple[TileCall, ...]
 
 
 def tiles(layout: PrefixLayout, size: int) -> list[Tile]:
@@ -59,23 +59,23 @@ def tiles(layout: PrefixLayout, size: int) -> list[Tile]:
         # Segments that end before this tile are done.
         while pieces and pieces[0].query + pieces[0].count <= start:
             pieces.pop(0)
-        own, earlier, shared = [], [], list[Call]()
+        own, earlier, shared = [], [], list[TileCall]()
         for piece in pieces:
             if piece.query >= stop:
                 break
             low, high = max(start - piece.query, 0), min(stop - piece.query, piece.count)
             queries, key = slice(piece.query + low - start, piece.query + high - start), piece.key + low
-            own.append(Call(queries, slice(key, piece.key + high), causal=True))
+            own.append(TileCall(queries, slice(key, piece.key + high), causal=True))
             # The segment's own keys before this tile: all are visible, so no mask is needed.
             if key > piece.first_key:
-                earlier += [Call(queries, keys, causal=False) for keys in _parts(piece.first_key, key, size)]
+                earlier += [TileCall(queries, keys, causal=False) for keys in _parts(piece.first_key, key, size)]
             if piece.prefix is not None:
                 # Neighbouring suffixes of one group see the same prefix, so they share a call.
                 joins = bool(shared) and shared[-1].keys == piece.prefix and shared[-1].queries.stop == queries.start
                 first = shared.pop().queries.start if joins else queries.start
-                shared.append(Call(slice(first, queries.stop), piece.prefix, causal=False))
+                shared.append(TileCall(slice(first, queries.stop), piece.prefix, causal=False))
         prefix_calls = (
-            Call(shared_call.queries, keys, False)
+            TileCall(shared_call.queries, keys, False)
             for shared_call in shared
             for keys in _parts(shared_call.keys.start, shared_call.keys.stop, size)
         )
@@ -263,7 +263,7 @@ class _Block:
         normal = self.shape.norms[1].compute((hidden,), (self.mlp_norm,))
         return normal, (self.project(4, normal), self.project(5, normal))
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, calls: Sequence[Call]) -> tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, calls: Sequence[TileCall]) -> tuple[Tensor, Tensor]:
         """Attention [t, heads, D] of a tile's queries, and the log-sum-exps of its scores, fp32 [t, heads]."""
         out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
         for of_queries, of_keys in key_heads(query, keys):
@@ -289,7 +289,7 @@ class _Block:
         keys: Tensor,
         values: Tensor,
         sums: Sequence[Tensor],
-        calls: Sequence[Call],
+        calls: Sequence[TileCall],
     ) -> Tensor:
         """Return the gradient of a tile's queries [t, heads, D], and add those of keys and values to ``sums``.
 
@@ -325,7 +325,7 @@ class _Block:
         return _view(self._working(tensor)).expand(-1, query.shape[1], -1, -1)
 
 
-def _sum_like(target: Tensor, calls: Sequence[Call]) -> Tensor:
+def _sum_like(target: Tensor, calls: Sequence[TileCall]) -> Tensor:
     # Where the parts of several calls are merged: fp32, rounded once, or `target` itself if no parts overlap.
     apart = target.dtype == torch.float32 or all(call.causal for call in calls)
     return target if apart else torch.empty_like(target, dtype=torch.float32)

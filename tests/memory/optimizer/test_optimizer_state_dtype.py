@@ -4,7 +4,15 @@ import torch
 from tests.memory.optimizers import bucketed, counting, parameters, two_linears, weights_after
 from tests.memory.sharded import fake_ranks
 from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
-from verl_memopt.memory.optimizer_state_dtype_torch import LEVELS, MOMENTS, Work, _pack, _unpack, block_size, moment_format
+from verl_memopt.memory.optimizer_state_dtype_torch import (
+    LEVELS,
+    MOMENTS,
+    BucketScratch,
+    _pack,
+    _unpack,
+    block_size,
+    moment_format,
+)
 
 QUANTISED = ("int8", "int4")
 
@@ -15,7 +23,7 @@ def encoded(state_dtype, moments, seed=0):
     kind = moment_format(state_dtype, 256)
     planes = {plane.name: torch.zeros(elements // plane.per_entry, dtype=plane.dtype) for plane in kind.planes}
     scratch = tuple(torch.empty(elements) for _ in range(2))
-    work = Work((moments["exp_avg"].clone(), moments["exp_avg_sq"].clone()), scratch)
+    work = BucketScratch((moments["exp_avg"].clone(), moments["exp_avg_sq"].clone()), scratch)
     kind.encode(planes, work, torch.Generator().manual_seed(seed))
     return dict(zip(MOMENTS, (moment.clone() for moment in kind.decode(planes, work)), strict=True)), planes
 
