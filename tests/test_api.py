@@ -814,6 +814,8 @@ WRONG_REWARDS = [
     (lambda answer: float("inf"), r"train-\w+\.jsonl:\d+: "),
     (raises, r"(?s)train-\w+\.jsonl:\d+: .*no such column"),
 ]
+CYCLE = []
+CYCLE.append(CYCLE)
 WRONG_ARGUMENTS = [
     ({"learning_rte": 1}, "learning_rte: no such key. Did you mean learning_rate"),
     ({"model": "/no/such/folder"}, "/no/such/folder"),
@@ -824,7 +826,16 @@ WRONG_ARGUMENTS = [
     ({"reward_weights": [1.0, 2.0]}, "reward_weights: there are 2 weights for 1 functions"),
     ({"reward_weights": 3}, "reward_weights=3: expected a list of numbers, and got a int"),
     ({"resume": 1.5}, "resume=1.5: expected True, False, or the folder"),
-    ({"lora_rank": object()}, "is no value of a setting"),
+    ({"resume_from_checkpoint": torch.zeros(2)}, r"resume_from_checkpoint=tensor\(.*: expected True, False, or the folder"),
+    ({"lora_rank": object()}, r"^actor_rollout_ref\.model\.lora_rank=<object.*>: expected a whole number, got object"),
+    (
+        {"actor_rollout_ref": {"actor": {"optim": {"lr": len}}}},
+        r"^actor_rollout_ref\.actor\.optim\.lr=<built-in function len>: expected a number, got",
+    ),
+    ({"learning_rate": len}, r"^actor_rollout_ref\.actor\.optim\.lr=.*: expected a number, got"),
+    ({"config": {"trainer": {"logger": len}}}, r"^config\.trainer\.logger: no such key. Did you mean trainer\.logger\?"),
+    ({"trainer.logger": ["console", len]}, r"^trainer\.logger\[1\]=.*: expected a number, a text, a list or a dict, got"),
+    ({"data.apply_chat_template_kwargs": {"a": CYCLE}}, r"^data\.apply_chat_template_kwargs=.*: it is too deep"),
     ({"memory.device_limit_gb": 0.0005, "trainer.track_memory_every_steps": 1}, "init: .*Together these make room: "),
     ({"rewards": hangs, "custom_reward_function.timeout_seconds": 0.5}, "took longer than .*timeout_seconds=0.5"),
 ]

@@ -19,7 +19,7 @@ from verl_memopt.config.aliases import MINI_BATCH, PROMPTS
 from verl_memopt.config.secrets import without_secrets_of
 from verl_memopt.config.spelling import ESTIMATOR
 from verl_memopt.config.trl_names import BATCH_NAMES
-from verl_memopt.config.values_of_python import as_override, plain_value
+from verl_memopt.config.values_of_python import as_override
 from verl_memopt.errors import ConfigError
 from verl_memopt.observe.own_files import private_files
 from verl_memopt.observe.run_folder import COMMAND, FINAL_MODEL, INPUTS
@@ -334,7 +334,9 @@ class Call:
         _check_types(self)
         forget_files()
         given = self._given()
-        resume = _resumed(given.pop(RESUME, None) or self.resume)
+        stated = given.pop(RESUME, None)
+        _check_type("resume", stated, RESUME)
+        resume = _resumed(stated) or _resumed(self.resume)
         folder = _run_folder(given.pop(FOLDER, None) or self.run_dir, self.model, self.algorithm, resume)
         if resume is True:
             _check_resumable(folder)
@@ -349,6 +351,7 @@ class Call:
         from verl_memopt.config.keys import flatten, raise_together
         from verl_memopt.config.loader import MODELS, adapter_settings, compose_mapping, load_settings, log_objective
         from verl_memopt.config.trl_defaults import defaults_beside, log_defaults
+        from verl_memopt.config.values import plain_values
         from verl_memopt.data.python_rows import IN_PYTHON, stream_of, write_rows
 
         trl_values = defaults_beside(self.trl_defaults, given, self.algorithm)
@@ -372,7 +375,7 @@ class Call:
         )
         raise_together(problems)
         injected = {key: value for key, value in (adapter_values | injected).items() if key not in taken}
-        values = {key: plain_value(value) for key, value in (inputs.placed(injected) | trl_values | given).items()}
+        values = plain_values(inputs.placed(injected) | trl_values | given, self._keys_set({**trl_values, **given}))
         profile = [] if self.memory is None else [f"memory={self.memory}"]
         config = CONFIGS.get(self.algorithm, CONFIGS["ppo"])
         entry = ["sft"] if self.algorithm == "sft" else ["train", "--config-name", config]
@@ -470,15 +473,20 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def _check_types(call: Call) -> None:
-    for name, (kinds, what) in _KINDS.items():
-        value = getattr(call, name)
-        if name == "reward_weights" and hasattr(value, "tolist"):
-            value = value.tolist()
-        fits = isinstance(value, kinds) and (not isinstance(value, bool) or bool in kinds)
-        if fits and name == "reward_weights":
-            fits = all(isinstance(weight, int | float) for weight in value)
-        if value is not None and not fits:
-            raise ConfigError(f"{name}={value!r:.100}: expected {what}, and got a {type(value).__name__}. Correct it.")
+    """Refuse an argument of another type than its own, before anything is read."""
+    for name in _KINDS:
+        _check_type(name, getattr(call, name), name)
+
+
+def _check_type(name: str, value: Any, shown: str) -> None:
+    kinds, what = _KINDS[name]
+    if name == "reward_weights" and hasattr(value, "tolist"):
+        value = value.tolist()
+    fits = isinstance(value, kinds) and (not isinstance(value, bool) or bool in kinds)
+    if fits and name == "reward_weights":
+        fits = all(isinstance(weight, int | float) for weight in value)
+    if value is not None and not fits:
+        raise ConfigError(f"{shown}={value!r:.100}: expected {what}, and got a {type(value).__name__}. Correct it.")
 
 
 def _resumed(resume: Any) -> bool | Path:

@@ -1,4 +1,5 @@
 import asyncio
+import functools
 import os
 import re
 import signal
@@ -108,16 +109,28 @@ def test_code_that_would_end_the_process_is_one_error_with_its_place(said):
         ENDS[said]()
 
 
-def test_a_keyboard_interrupt_is_the_codes_own_unless_it_comes_from_a_signal():
-    def interrupted(number, frame):
-        raise KeyboardInterrupt
+def interrupted(number, frame):
+    raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, interrupted)
+
+def exits_when_interrupted():
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        sys.exit(3)
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler, interrupted, functools.partial(interrupted)])
+def test_a_keyboard_interrupt_is_the_codes_own_unless_it_comes_from_a_signal(handler):
+    before = signal.signal(signal.SIGINT, handler)
     try:
         with pytest.raises(DataError, match="mine raised KeyboardInterrupt"), users_code("mine", DataError):
             raise KeyboardInterrupt
         with pytest.raises(KeyboardInterrupt), users_code("mine", DataError):
             signal.raise_signal(signal.SIGINT)
+        with pytest.raises(SystemExit), users_code("mine", DataError):
+            exits_when_interrupted()
+        assert signal.getsignal(signal.SIGINT) is handler
     finally:
         signal.signal(signal.SIGINT, before)
 

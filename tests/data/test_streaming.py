@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import re
 
 import pyarrow
 import pytest
@@ -320,6 +321,34 @@ def test_rows_that_are_read_whole_have_an_end(tmp_path, monkeypatch):
         assert with_length(lambda: map(made, itertools.count()), "eval_dataset", 3) == [made(n) for n in range(3)]
     with pytest.raises(DataError, match=r"dataset: __len__ of this Claims is 5, but its iterator goes on.*streaming=True"):
         write_rows(Claims(5, map(made, itertools.count())), tmp_path / "rows.jsonl", "dataset")
+
+
+class Ends(Claims):
+    """Ends the program instead of giving its length or its fourth row."""
+
+    def __len__(self):
+        return super().__len__() if isinstance(self.length, int) else ends(self.length)
+
+    def __iter__(self):
+        yield from map(made, range(3))
+        ends(self.rows)
+
+
+def ends(how):
+    raise how
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, type("Mine", (SystemExit,), {}), GeneratorExit, OSError, ValueError])
+def test_rows_that_end_the_program_or_fail_are_one_error_with_their_number(kind, tmp_path):
+    place = rf"{kind.__name__}: mine in {re.escape(__file__)}:\d+\. Correct it\.$"
+    with pytest.raises(DataError, match=rf"^dataset: row 4 raised {place}"):
+        write_rows(Ends(9, kind("mine")), tmp_path / "rows.jsonl", "dataset")
+    for streams in (None, True):
+        given_rows = Ends(9, kind("mine"))
+        with pytest.raises(DataError, match=rf"^dataset: row 4 raised {place}"):
+            list(stream_of(given_rows.__iter__, streams)[1].rows(0))
+    with pytest.raises(DataError, match=rf"^dataset: __len__ raised {place}"):
+        stream_of(Ends(kind("mine"), None), None)
 
 
 def test_a_reading_that_takes_long_says_so(monkeypatch, caplog):

@@ -104,6 +104,8 @@ SETTINGS = (
     "actor_rollout_ref.model.override_config",
     "debug",
     "custom_reward_function.reward_kwargs",
+    "actor_rollout_ref",
+    "trainer",
 )
 
 
@@ -116,7 +118,7 @@ def python(name, folder, chance):
         "rewards": len,
         "steps": 1,
         "run_dir": folder,
-        what: VALUES[name],
+        what: {"actor": {"optim": {"lr": VALUES[name]}}} if what == "actor_rollout_ref" else VALUES[name],
     }
     own = {key: given.pop(key) for key in SETTINGS if key in given}
     call = api.Call(settings={"worker_group": "local", **own}, **given)
@@ -163,7 +165,10 @@ def ways_out(value):
 def user_code(name, folder, chance):
     """A user's function that does what it should not."""
     raises = chance.choice(
-        [SystemExit(VALUES[name]), GeneratorExit(), StopIteration(), RecursionError(), Exception(VALUES[name])]
+        [
+            *(SystemExit(VALUES[name]), type("Mine", (SystemExit,), {})(VALUES[name]), KeyboardInterrupt(VALUES[name])),
+            *(GeneratorExit(), StopIteration(), RecursionError(), Exception(VALUES[name])),
+        ]
     )
     with users_code("the function", DataError):
         chance.choice(ways_out(raises))()

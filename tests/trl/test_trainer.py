@@ -180,3 +180,13 @@ def test_tokenizers_of_rewards_are_as_many_as_rewards():
 def test_a_callback_that_is_none_is_refused():
     with pytest.raises(ConfigError, match=r"^callbacks: int is no TrainerCallback"):
         trl.GRPOTrainer("m", right, train_dataset=ROWS, callbacks=[3])
+
+
+class Interrupts(TrainerCallback):
+    def __init__(self):
+        raise KeyboardInterrupt
+
+
+def test_a_callback_that_cannot_be_made_is_one_error():
+    with pytest.raises(ConfigError, match=r"^callbacks raised KeyboardInterrupt: *in .*test_trainer\.py:\d+"):
+        trl.GRPOTrainer("m", right, train_dataset=ROWS, callbacks=[Interrupts])

@@ -11,11 +11,23 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
 from verl_memopt.config.debug_modes import DATA_KEYS, REPLAYING, WITHOUT_DATA
-from verl_memopt.config.keys import MAIN, Problem, all_keys, leaf_types, leaf_values, problem, section_keys, shown, walk
+from verl_memopt.config.keys import (
+    MAIN,
+    Problem,
+    all_keys,
+    leaf_types,
+    leaf_values,
+    problem,
+    raise_together,
+    section_keys,
+    shown,
+    walk,
+)
 from verl_memopt.config.schema import REQUIRED, Settings
 from verl_memopt.config.spelling import ESTIMATORS
 from verl_memopt.config.trl_names import SPELLINGS
 from verl_memopt.config.unused_keys import NO_EQUAL
+from verl_memopt.config.values_of_python import PLAIN, NoValueError, plain_value
 from verl_memopt.memory.knob import Range, Words, knobs
 from verl_memopt.recipes import RECIPES
 
@@ -250,6 +262,40 @@ def build(overrides: Mapping[str, Any]) -> tuple[Settings, dict[str, Any], list[
         section, _, name = key.rpartition(".")
         fields.setdefault(section, {})[name] = values[key] if key in types_of_keys else kind(**fields[key])
     return Settings(**fields[""]), values, problems
+
+
+def plain_values(given: Mapping[str, Any], keys: Mapping[str, Iterable[str]]) -> dict[str, Any]:
+    """Return settings of Python as the settings hold them: name -> plain value.
+
+    ``keys``: the keys that a name sets; a name that is not there is a key itself.
+
+    Raises:
+        ConfigError: Values are of a kind that no setting has. It lists all of them.
+    """
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for name, value in given.items():
+        try:
+            values[name] = plain_value(value)
+        except NoValueError as error:
+            problems += [_no_value(key, error) for key in sorted(keys.get(name) or {name})]
+        except RecursionError:  # a list that holds itself
+            problems.append(problem({name: f"{value!r:.100}"}, "it is too deep", f"Give {PLAIN}."))
+    raise_together(problems)
+    return values
+
+
+def _no_value(key: str, error: NoValueError) -> Problem:
+    whole, shown_value = key + error.place, f"{error.value!r:.100}"
+    if whole not in (known := leaf_types()) and key not in known:
+        return _no_such_key(whole, shown_value)
+    expected = PLAIN
+    if whole in known:
+        try:
+            convert(error.value, known[whole])
+        except MismatchError as mismatch:
+            expected = str(mismatch)
+    return problem({whole: shown_value}, f"expected {expected}, got {_kind(error.value)}", "Give it such a value.")
 
 
 def convert(value: Any, kind: Any) -> Any:

@@ -11,14 +11,25 @@ from typing import Any
 from verl_memopt.errors import ConfigError
 
 
-def plain_value(value: Any) -> Any:
+class NoValueError(ConfigError):
+    """An object is no value of a setting. ``place`` says where it lies in the value that was given, as ``.name`` or ``[3]``."""
+
+    def __init__(self, value: Any, place: str = "") -> None:
+        super().__init__(f"{value!r:.100} of type {type(value).__name__} is no value of a setting. Give {PLAIN}.")
+        self.value, self.place = value, place
+
+
+PLAIN = "a number, a text, a list or a dict"
+
+
+def plain_value(value: Any, place: str = "") -> Any:
     """Return a value as the settings hold it: a number, a text, null, a list or a dict.
 
     Raises:
-        ConfigError: It is none of these.
+        NoValueError: It is none of these, or holds something that is none.
     """
     if isinstance(value, Enum):
-        return plain_value(value.value)
+        return plain_value(value.value, place)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Path):
@@ -28,12 +39,10 @@ def plain_value(value: Any) -> Any:
     if hasattr(value, "to_dict"):  # a configuration of transformers
         value = {name: each for name, each in value.to_dict().items() if not name.startswith("_")}
     if isinstance(value, Mapping):
-        return {str(key): plain_value(item) for key, item in value.items()}
+        return {str(key): plain_value(item, f"{place}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain_value(each) for each in value]
-    raise ConfigError(
-        f"{value!r:.100} of type {type(value).__name__} is no value of a setting. Give a number, a text, a list or a dict."
-    )
+        return [plain_value(each, f"{place}[{number}]") for number, each in enumerate(value)]
+    raise NoValueError(value, place)
 
 
 def as_override(value: Any) -> str:

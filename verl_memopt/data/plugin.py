@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from verl_memopt.errors import DataError, UserError
@@ -95,29 +96,29 @@ class EndsProcessError(Exception):
 def contained(what: str, environment: bool = True) -> Iterator[None]:
     """Run a user's code so that it can neither end nor fork this process, and undo what it changes for the whole process.
 
-    ``what``: names the code in warnings. A signal that the user sends still ends the body with KeyboardInterrupt.
-    ``environment``:
-    warn of a changed environment too.
+    ``what``: names the code in warnings. What a handler of a signal raises still ends the body: Ctrl-C is no fault of the code.
+    ``environment``: warn of a changed environment too.
 
     Raises:
         EndsProcessError: The code tried to end the process.
     """
-    pid, shared, outer = os.getpid(), _shared(environment), getattr(_inside, "pid", None)
-    vars(os)["_exit"] = _exit
-    _inside.pid = pid
-    try:
-        yield
-    except BaseException as problem:
-        if isinstance(problem, Exception) or os.getpid() != pid or _is_signal(problem):
-            raise
-        text = str(problem) if isinstance(problem, _ExitError) else f"{type(problem).__name__}: {problem}"
-        raise EndsProcessError(text) from problem
-    finally:
-        _inside.pid = outer
-        if os.getpid() != pid:  # a child that the code has forked must not go on as a second run
-            os.write(2, f"{what} has forked this process, and the child came back from it: the child ends here.\n".encode())
-            _EXIT(0)
-        _put_back(shared, _shared(environment), what.partition("(")[0])
+    with _noted_signals() as by_signals:
+        pid, shared, outer = os.getpid(), _shared(environment), getattr(_inside, "pid", None)
+        vars(os)["_exit"] = _exit
+        _inside.pid = pid
+        try:
+            yield
+        except BaseException as problem:
+            if isinstance(problem, Exception) or os.getpid() != pid or by_signals:
+                raise
+            text = str(problem) if isinstance(problem, _ExitError) else f"{type(problem).__name__}: {problem}"
+            raise EndsProcessError(text) from problem
+        finally:
+            _inside.pid = outer
+            if os.getpid() != pid:  # a child that the code has forked must not go on as a second run
+                os.write(2, f"{what} has forked this process, and the child came back from it: the child ends here.\n".encode())
+                _EXIT(0)
+            _put_back(shared, _shared(environment), what.partition("(")[0])
 
 
 class _ExitError(BaseException):
@@ -135,13 +136,36 @@ def _exit(status: int) -> NoReturn:
     _EXIT(status)
 
 
-def _is_signal(problem: BaseException) -> bool:
-    # Whether an exception comes from a signal handler rather than from the code itself.
-    if not isinstance(problem, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
-        return False
-    handler = signal.getsignal(signal.SIGINT)
-    *_, (last, _) = traceback.walk_tb(problem.__traceback__)
-    return handler is signal.default_int_handler or last.f_code is getattr(handler, "__code__", None)
+@contextmanager
+def _noted_signals() -> Iterator[list[BaseException]]:
+    """Yield what handlers of signals raise in the body. A KeyboardInterrupt does not say by itself who raised it.
+
+    Python's own handler of Ctrl-C, which is there in a notebook and in Ray's workers, leaves no frame in the traceback.
+    """
+    raised_by_handlers: list[BaseException] = []
+    before: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    if threading.current_thread() is threading.main_thread():
+        found = {number: signal.getsignal(number) for number in SIGNALS}
+        before = {number: handler for number, handler in found.items() if callable(handler)}
+
+    def noted(number: int, frame: FrameType | None) -> None:
+        try:
+            before[number](number, frame)
+        except BaseException as error:
+            raised_by_handlers.append(error)
+            raise
+
+    for number in before:
+        signal.signal(number, noted)
+    try:
+        yield raised_by_handlers
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a process to end."""
 
 
 Shared = dict[str, tuple[Any, Callable[[Any], object] | None]]
@@ -155,7 +179,7 @@ def _shared(environment: bool) -> Shared:
     found: Shared = {"the environment": (dict(os.environ), None)} if environment else {}
     with suppress(OSError):  # it may have been removed
         found["the working directory"] = (os.getcwd(), os.chdir)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in SIGNALS:
         found[f"the handler of {number.name}"] = (signal.getsignal(number), partial(signal.signal, number))
     if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "get_default_dtype"):
         found["whether gradients are computed"] = (torch.is_grad_enabled(), torch.set_grad_enabled)

@@ -11,9 +11,9 @@ from typing import Any
 
 from verl_memopt.config.schema import Data
 from verl_memopt.data.dataset import VALIDATION_SET
-from verl_memopt.data.plugin import users_code
+from verl_memopt.data.plugin import EndsProcessError, contained, raised, users_code
 from verl_memopt.data.sources import HUB, read_source, still_reading
-from verl_memopt.errors import DataError
+from verl_memopt.errors import DataError, UserError
 from verl_memopt.observe.own_files import is_there
 
 IN_PYTHON = "python:dataset"
@@ -37,7 +37,7 @@ def stream_of(dataset: Any, streams: Any) -> tuple[Any, PythonRows | None]:
     Returns:
         The rows to read whole and None, or None and the rows to read as steps need them.
     """
-    if not _yields_rows(dataset) or streams is False or (streams is None and length_of(dataset) is not None):
+    if not _yields_rows(dataset) or streams is False or (streams is None and length_of(dataset, "dataset") is not None):
         return dataset, None
     rows = PythonRows(dataset, "dataset")
     if streams is None:
@@ -59,11 +59,12 @@ def _is_frame(dataset: Any) -> bool:
     return hasattr(dataset, "to_dict") and hasattr(dataset, "columns")
 
 
-def length_of(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except TypeError:  # it has no __len__, or one that is refused, as in loaders of what has none
-        return None
+def length_of(dataset: Any, name: str) -> int | None:
+    with users_code(f"{name}: __len__", DataError):
+        try:
+            return len(dataset)
+        except TypeError:  # it has no __len__, or one that is refused, as in loaders of what has none
+            return None
 
 
 def with_length(dataset: Any, name: str, limit: int | None = None) -> Any:
@@ -77,7 +78,7 @@ def with_length(dataset: Any, name: str, limit: int | None = None) -> Any:
     Raises:
         DataError: It has more than :data:`MOST_WITHOUT_LENGTH` rows.
     """
-    if not _yields_rows(dataset) or length_of(dataset) is not None:
+    if not _yields_rows(dataset) or length_of(dataset, name) is not None:
         return dataset
     rows = PythonRows(dataset, name)
     num_wanted = MOST_WITHOUT_LENGTH + 1 if limit is None or limit < 0 else limit
@@ -118,18 +119,35 @@ def write_rows(dataset: Any, path: Path, name: str) -> tuple[int | None, Any]:
             f"{name}: {type(dataset).__name__} is no dataset. Give a list of dicts, a Dataset, a DataFrame or a file."
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    length, number = len(dataset), 0
+    length, number = length_of(dataset, name), 0
+    assert length is not None, "what has none was read into a list"
     with path.open("w", encoding="utf-8") as file, still_reading(name, lambda: number, "They are written to a file"):
-        for number, row in enumerate(dataset, start=1):
-            if number > length:
-                raise DataError(
-                    f"{name}: __len__ of this {type(dataset).__name__} is {length}, but its iterator goes on. Correct it, or set "
-                    "streaming=True for training rows without an end."
-                )
-            file.write(json_row(f"{name}: row {number}", row) + "\n")
+        try:
+            with contained(name):  # once around all rows: around each it would take ten times as long as the writing
+                for number, row in enumerate(_named_faults(dataset, name), start=1):
+                    if number > length:
+                        raise DataError(
+                            f"{name}: __len__ of this {type(dataset).__name__} is {length}, but its iterator goes on. Correct "
+                            "it, or set streaming=True for training rows without an end."
+                        )
+                    file.write(json_row(f"{name}: row {number}", row) + "\n")
+        except EndsProcessError as problem:
+            raise DataError(f"{name}: row {number + 1} raised {raised(problem)}. Correct it.") from problem
     if number == 0:
         raise DataError(f"{name}: there are no rows. Give at least one.")
     return number, str(path)
+
+
+def _named_faults(dataset: Any, name: str) -> Iterator[Any]:
+    """Yield the rows of an object. What it raises becomes one line, and an error of the disk that writes them does not."""
+    number = 0
+    try:
+        for number, row in enumerate(dataset, start=1):  # noqa: B007 - the error says it
+            yield row
+    except UserError:
+        raise
+    except Exception as problem:
+        raise DataError(f"{name}: row {number + 1} raised {raised(problem)}. Correct it.") from problem
 
 
 def held_out_files(dataset: Any, inputs: Path, limit: int | None = None) -> Any:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from verl_memopt.data.plugin import users_code
 from verl_memopt.errors import ConfigError
 from verl_memopt.trainer.listener import Listener, Progress
 from verl_memopt.trl.logs import RewardNames, answer_log, evaluation_log, scored_rows, training_log
@@ -60,7 +61,8 @@ class Callbacks:
         """
         from transformers import TrainerCallback
 
-        added = callback() if isinstance(callback, type) else callback
+        with users_code("callbacks", ConfigError):
+            added = callback() if isinstance(callback, type) else callback
         if not isinstance(added, TrainerCallback):
             raise ConfigError(f"callbacks: {type(added).__name__} is no TrainerCallback of transformers. Derive it from that.")
         never_called = [name for name in NEVER if getattr(type(added), name) is not getattr(TrainerCallback, name)]
