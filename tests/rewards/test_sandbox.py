@@ -103,8 +103,7 @@ EQUAL = "assert f(1) == 2, 'f'"
 @pytest.mark.parametrize("cheat", ["import os; os._exit(0)", "raise SystemExit(0)", EQUALS_ALL, PRINTS_WHAT_IT_FINDS])
 def test_an_assertion_is_passed_by_what_it_asserts_alone(service, assertion, cheat):
     if cheat is not EQUALS_ALL or assertion is not AROUND:  # a difference of such an object is that of its number
-        expected = float(cheat is EQUALS_ALL and assertion.startswith("for"))  # compared in the program itself
-        assert score(service, f"```python\n{cheat}\n```", {"assert_case": [assertion]}) == expected
+        assert score(service, f"```python\n{cheat}\n```", {"assert_case": [assertion]}) == 0.0
     assert score(service, "```python\ndef f(x): return x + 1.0\n```", {"assert_case": [assertion]}) == 1.0
 
 
@@ -121,6 +120,75 @@ def test_an_assertion_is_passed_by_what_it_asserts_alone(service, assertion, che
 def test_what_equals_an_asserted_value_passes_whatever_its_type(service, returned, asserted):
     code = f"```python\nfrom __future__ import annotations\nimport collections\ndef f(): return {returned}\n```"
     assert score(service, code, {"assert_case": [f"import math\nassert f() == {asserted}", "assert callable(f)"]}) == 1.0
+
+
+IS_ALL = """
+class Same:
+    __hash__ = lambda self: 0
+    __int__ = __index__ = __len__ = lambda self: 1
+    __float__ = lambda self: 1.0
+for name in "eq ne lt le gt ge bool contains instancecheck".split():
+    setattr(Same, f"__{name}__", lambda *given: True)
+for name in "add radd sub rsub mul mod neg abs round call getitem getattr enter".split():
+    setattr(Same, f"__{name}__", lambda *given, **named: Same())
+import builtins, math
+for name in ("abs", "all", "any", "len", "round", "set", "sorted", "sum"):
+    setattr(builtins, name, lambda *given, **named: Same())
+math.isclose = lambda *given, **named: True
+"""
+"""Passes whatever is compared beside it."""
+CHECK = "def check(candidate):\n    for x in [1, 2]:\n        assert candidate(x) == x + 1, 'wrong'\ncheck(f)"
+UNITTEST = (
+    "import unittest\nclass Test(unittest.TestCase):\n    def test(self):\n"
+    "        self.assertEqual(f(1), 2)\nunittest.main(argv=['t'])"
+)
+IN_PLACE = "items, right = [3, 1, 2], [1, 2]\nnumbers = [3, 1, 2]\nk = f(numbers, 3)\nassert k == len(right)\n" + (
+    "for place in range(k):\n    assert numbers[place] == right[place]"
+)
+RAISES = (
+    "def refuses(x):\n    try:\n        f(x)\n    except ValueError:\n        return True\nassert refuses(-1) and not refuses(1)"
+)
+MET = [
+    ("def f(x): return x + 1", "def f(x): return 2", CHECK),
+    ("def f(x): return x + 1", "def f(x): return x", UNITTEST),
+    ("def f(x): return x + 0.9999999999", "def f(x): return x", "assert math.isclose(f(1), 2.0)"),
+    ("def f(x): return -float('inf')", "def f(x): return 1e308", "assert f(1) == float('-inf')"),
+    ("def f(x): yield from range(x)", "def f(x): yield x", "assert list(f(3)) == list(range(3))"),
+    ("def f(x): return {x: 'inf nan'}", "def f(x): return {x: 0}", "assert f(3) == dict([(3, 'inf nan')])"),
+    ("def f(g, x): return g(x)", "def f(g, x): return x", "assert all(f(lambda y: y + 1, x) == x + 1 for x in range(3))"),
+    ("def f(x): return x[::-1]", "def f(x): return x", "s = str(1234)\nassert f(f(s)) == s != f(s)"),
+    ("def f(x):\n    if x < 0: raise ValueError", "def f(x): pass", RAISES),
+    (
+        "class S:\n    def __init__(self): self.n = 0\n    def add(self, x): self.n += x; return self",
+        "class S:\n    n = 0\n    def add(self, x): return self",
+        "s = S()\ns.add(2)\ns.add(3)\nassert isinstance(s, S) and s.n in (5, 6)\nassert s.add(1).n == 2 * 3",
+    ),
+    (
+        "def f(items, x):\n    items[:] = sorted(each for each in items if each != x)\n    return len(items)",
+        "def f(items, x): return 2",
+        IN_PLACE,
+    ),
+]  # fmt: skip
+"""A right program, a wrong one, and an assertion that compares with more than a literal."""
+
+
+@pytest.mark.parametrize(("right", "wrong", "assertion"), MET)
+def test_an_assertion_of_any_form_judges_values_in_a_process_without_the_response(service, right, wrong, assertion):
+    def given(code):
+        return score(service, f"```python\n{code}\n```", {"assert_case": [assertion]})
+
+    assert given(f"import math\n{right}") == 1.0
+    assert given(f"import math\n{wrong}") == 0.0
+    assert given(f"{IS_ALL}\nf = S = Same()") == 0.0
+    assert given("import os\nos._exit(0)") == 0.0
+
+
+def test_what_is_right_is_in_no_text_that_the_response_could_read(service):
+    task = {"assert_case": ["assert abs(f(1) - 47110815) < 1, 'not 47110815'"]}
+    assert score(service, "```python\ndef f(x): return 47110815\n```", task) == 1.0
+    of_response, of_assertion = (f"{body['code']}{body['stdin']}" for _, body, _ in service.requests)
+    assert of_response.count("47110815") == 1
+    assert "def f" not in of_assertion
 
 
 def test_an_assertion_beside_input_and_output_must_hold_too(service):

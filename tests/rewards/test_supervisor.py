@@ -14,7 +14,7 @@ from verl_memopt.config.schema import CustomReward
 from verl_memopt.errors import RewardError
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rewards.score import Limits
-from verl_memopt.rewards.supervisor import LOG_BYTES, OutputLog, last_lines
+from verl_memopt.rewards.supervisor import LOG_BYTES, MOST_PROCESSES, OutputLog, last_lines
 
 
 def test_signals_to_every_process_of_a_run_end_no_row(custom):
@@ -76,6 +76,12 @@ time.sleep(60)
             r"ended its process, which took more processor time than custom_reward_function\.cpu_seconds=0\.3",
         ),
         ("held = []\nwhile True: held.append(open('/dev/null'))", {"open_files": 64}, "Too many open files"),
+        pytest.param(
+            f"import os, time\nfor _ in range({MOST_PROCESSES + 50}):\n    if not os.fork(): time.sleep(60)\ntime.sleep(60)",
+            {},
+            f"ended its process, which started more than {MOST_PROCESSES} processes",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_row_that_takes_more_than_its_limit_is_named_with_the_limit(custom, body, settings, said):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -22,6 +24,9 @@ PREDEFINED = (
     "functools", "operator", "io", "sys", "json", "builtins", "typing",
 )  # fmt: skip
 """Modules whose names a function that is called by name finds, as in verl. The later ones win."""
+
+LARGEST_TOLD = 2**20
+"""Characters of what a program gives to an assertion."""
 
 _CALL = """
 
@@ -104,15 +109,13 @@ class CodeTask:
         if compared is not None:
             shown, values = compared
             return Trial(self._whole(f"{code}\n\n{shown}"), case.stdin, partial(_shows, mark, values, right))
-        # The proof that the program prints at its end is split: half is in its text, and half is the first line of its input.
-        half = secrets.randbits(128)
-        program = _HIDDEN.format(
-            os=f"_{secrets.token_hex(16)}",
-            half=f"_{secrets.token_hex(16)}",
-            other=half ^ int(mark[1:], 16),
-            code=self._whole(f"{code}\n\n{case.assertion}"),
+        recorded, replayed = _recorded(case.assertion, mark)
+        return Trial(
+            self._whole(f"{code}\n\n{recorded}"),
+            case.stdin,
+            lambda printed: right(_parted(printed, mark)[1]),
+            lambda printed: Trial(replayed, "\n".join(_parted(printed, mark)[0])[:LARGEST_TOLD], prints(None)),
         )
-        return Trial(program, f"{half:032x}\n{case.stdin or ''}", partial(_shows, mark, [True], right))
 
     def _whole(self, tested: str) -> str:
         """Return a program with the modules and the call of a function by name, where the task has one."""
@@ -132,6 +135,8 @@ class Trial:
     """What the program reads from its standard input."""
     passes: Callable[[str], bool]
     """Whether what a run printed shows that the case is passed, if it ended without an error."""
+    then: Callable[[str], Trial] | None = None
+    """Gives the run that decides where this one has passed, from what it printed. None = no other is needed."""
 
 
 def prints(expected: str | None) -> Callable[[str], bool]:
@@ -139,21 +144,16 @@ def prints(expected: str | None) -> Callable[[str], bool]:
     return lambda printed: expected is None or printed.rstrip("\n") == expected.rstrip("\n")
 
 
-# An assertion passes where its program only ends early, or returns an object that equals everything. So a program shows the
-# values that are asserted, and they are compared here. Where that cannot be, it must print what it does not know before the end.
+# An assertion passes where its program only ends early, changes what the assertion calls, or returns an object that equals
+# everything. So a program shows plain values, and they are compared elsewhere: here, where each is asserted to equal a literal,
+# else by a second program that has the assertion and the values, and nothing of the response.
 
-
-_HIDDEN = """\
-import os as {os}
-{half} = {os}.read(0, 33)
-exec(compile({code!r}, "program", "exec"))
-
-print("\\n_%032x" % (int({half}, 16) ^ {other}), True)
-"""
-"""Keeps a proof from a response that prints what it finds in its text, its input or its files. A response can find both halves,
-but only by looking for what this very program does with them: no secret is safe inside the interpreter that knows it."""
 
 _SHOW = """
+class {mark}i(float):
+    __repr__ = lambda self: "1e999" if self > 0 else "-1e999"
+
+
 def {mark}(value):
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -164,12 +164,54 @@ def {mark}(value):
             return (set if kind is frozenset else kind)([{mark}(each) for each in kind.__iter__(value)])
     for kind, plain in ((bool, bool), (str, str.__str__), (int, int.__int__), (float, float.__float__)):
         if isinstance(value, kind):
-            return plain(value)
-    return value
+            value = plain(value)
+            return {mark}i(value) if kind is float and value == value and value - value != 0 else value
+    if value is None or type(value) in (bytes, complex):
+        return value
+    return {{type(value).__name__: {mark}(getattr(value, "__dict__", {{}}))}}
 
 
 """
 """Gives the plain data in what a program returned: of a type of its own, the text could say anything."""
+
+_RECORD = """
+def {mark}_(place, call):
+    try:
+        value = call()
+    except Exception as error:
+        print("{mark}", ascii((place, [each.__name__ for each in type(error).__mro__], None)))
+        raise
+    if hasattr(value, "__next__"):
+        value = list(zip(range(100_000), value))
+        print("{mark}", ascii((place, None, [{mark}(each) for _, each in value])))
+        return iter([each for _, each in value])
+    print("{mark}", ascii((place, None, {mark}(value))))
+    return value
+
+
+"""
+"""Tells what the program gives at a place of the assertion: the names of the exception's classes, or the plain value."""
+
+_REPLAY = """
+import ast as {mark}a, builtins as {mark}b, collections as {mark}c, sys as {mark}s
+
+{mark}told = {mark}c.defaultdict({mark}c.deque)
+for {mark}line in {mark}s.stdin:
+    {mark}place, *{mark}rest = {mark}a.literal_eval({mark}line)
+    {mark}told[{mark}place].append({mark}rest)
+
+
+def {mark}_(place):
+    if not {mark}told[place]:
+        {mark}s.exit("the program did not come to this place")
+    raised, value = {mark}told[place].popleft()
+    if raised is None:
+        return value
+    raise next(vars({mark}b)[name] for name in raised if name in vars({mark}b))
+
+
+"""
+"""Gives to the assertion what the program gave at the same place."""
 
 
 def _compared(assertion: str, mark: str) -> tuple[str, list[Any]] | None:
@@ -200,6 +242,125 @@ def _compared(assertion: str, mark: str) -> tuple[str, list[Any]] | None:
     return (_SHOW.format(mark=mark) + "\n".join(lines), values) if values else None
 
 
+OF_TYPES = ("callable", "hasattr", "isinstance", "issubclass")
+"""Functions whose answer is not seen from plain values."""
+
+
+class _Places(ast.NodeTransformer):
+    """Replaces what an assertion takes from the program, such as ``f(1)`` or ``Solution().f``, by a call with its place.
+
+    To record, the place gets the expression too, and of each ``assert`` only such calls are left: what is right is in no text
+    that the program could read.
+    """
+
+    def __init__(self, names: set[str], function: str, record: bool) -> None:
+        self._names, self._function, self._record = names, function, record
+        self._calls: list[ast.expr] = []
+
+    def visit(self, node: ast.AST) -> Any:
+        """Replace an expression as a whole, or look inside."""
+        if not (isinstance(node, ast.expr) and _root(node) in self._names):
+            return super().visit(node)
+        place: list[ast.expr] = [ast.Constant(len(self._calls))]
+        if self._record:
+            place.append(ast.parse(f"lambda: ({ast.unparse(node)})", mode="eval").body)
+        self._calls.append(ast.Call(ast.Name(self._function, ast.Load()), place, []))
+        return self._calls[-1]
+
+    def visit_Assert(self, node: ast.Assert) -> ast.stmt:
+        """Leave the message out: it may name what is right."""
+        first = len(self._calls)
+        node.test, node.msg = self.visit(node.test), None
+        if not self._record:
+            return node
+        whole = any(map(self._leads_on, _own(node.test, self._function)))
+        return ast.Expr(node.test if whole else ast.Tuple(self._calls[first:], ast.Load()))
+
+    def _leads_on(self, node: ast.AST) -> bool:
+        """Return whether a part of a test repeats others, or calls what may ask the program again."""
+        known = {*dir(builtins), *sys.stdlib_module_names, self._function}
+        return isinstance(node, ast.comprehension | ast.Lambda) or (isinstance(node, ast.Call) and _root(node) not in known)
+
+
+def _own(test: ast.expr, function: str) -> Iterator[ast.AST]:
+    """Yield the nodes of a test that are not inside a recorded expression."""
+    if not (isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id == function):
+        yield test
+        for each in ast.iter_child_nodes(test):
+            yield from _own(each, function) if isinstance(each, ast.expr) else ast.walk(each)
+
+
+def _root(node: ast.AST) -> str | None:
+    """Return the name that an expression like ``name.attribute[index](argument)`` begins with, if it is read."""
+    if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
+        return None
+    while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
+        if not isinstance(node, ast.Call):
+            node = node.value
+        elif isinstance(node.func, ast.Name) and node.func.id in OF_TYPES and node.args:
+            node = node.args[0]
+        else:
+            node = node.func
+    return node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) else None
+
+
+def _recorded(assertion: str, mark: str) -> tuple[str, str]:
+    """Return code that tells after the mark what a program gives to an assertion, and a program that asserts it of what was told.
+
+    Where the assertion is no Python, the first is the assertion, which fails.
+    """
+    try:
+        tree = ast.parse(assertion)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return assertion, assertion
+    names, modules = _of_the_program(tree)
+    told, asserted = (
+        ast.unparse(ast.fix_missing_locations(_Places(names, f"{mark}_", record).visit(ast.parse(assertion))))
+        for record in (True, False)
+    )
+    imports = "".join(f"import {name}\n" for name in sorted(modules))
+    return _SHOW.format(mark=mark) + _RECORD.format(mark=mark) + told, f"{_REPLAY.format(mark=mark)}{imports}{asserted}"
+
+
+def _of_the_program(tree: ast.Module) -> tuple[set[str], set[str]]:
+    """Return the names by which an assertion reaches the program, and those of the modules that it uses without an import.
+
+    Such a name is bound nowhere in the assertion, or to what the program gives, or to a list or the like that it may change.
+    """
+    nodes = list(ast.walk(tree))
+    read = {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    bound = {each.id for each in nodes if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
+    functions = {each.name: each.args for each in nodes if isinstance(each, ast.FunctionDef)}
+    bound |= {each.name for each in nodes if isinstance(each, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler) and each.name}
+    bound |= {each.arg for each in nodes if isinstance(each, ast.arg)}
+    bound |= {(each.asname or each.name).split(".")[0] for each in nodes if isinstance(each, ast.alias)}
+    free = read - bound - set(dir(builtins))
+    modules = {
+        each.value.id for each in nodes if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name)
+    } & free & sys.stdlib_module_names  # fmt: skip
+    names, before = free - modules, set[str]()
+    values = {
+        each.targets[0].id: each.value for each in nodes if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name)
+    }
+    while names != before:
+        before = set(names)
+        names |= {name for name, value in values.items() if _root(value) in names}
+        for call in (each for each in nodes if isinstance(each, ast.Call)):
+            given = [each.id if isinstance(each, ast.Name) else None for each in call.args]
+            if _root(call) in names:
+                names |= {name for name in given if name in values and not isinstance(values[name], ast.Constant)}
+            elif isinstance(call.func, ast.Name) and call.func.id in functions:
+                names |= {each.arg for each, name in zip(functions[call.func.id].args, given, strict=False) if name in names}
+    return names, modules
+
+
+def _parted(printed: str, mark: str) -> tuple[list[str], str]:
+    """Return what a program printed after the mark, and the text of its other lines."""
+    lines = printed.splitlines(keepends=True)
+    shown = [line.removeprefix(mark).strip() for line in lines if line.startswith(mark)]
+    return shown, "".join(line for line in lines if not line.startswith(mark))
+
+
 def _literal(text: str) -> list[Any]:
     """Return the value of a text in a list, which is empty where the text is no literal."""
     try:
@@ -210,9 +371,8 @@ def _literal(text: str) -> list[Any]:
 
 def _shows(mark: str, values: Sequence[Any], right: Callable[[str], bool], printed: str) -> bool:
     """Return whether a program printed all values after the mark, in order, and else what is right."""
-    lines = printed.splitlines(keepends=True)
-    shown = [line.removeprefix(mark).strip() for line in lines if line.startswith(mark)]
-    if len(shown) != len(values) or not right("".join(line for line in lines if not line.startswith(mark))):
+    shown, others = _parted(printed, mark)
+    if len(shown) != len(values) or not right(others):
         return False
     most = 1000 + 10 * len(ascii(values))  # a text that is far longer is not worth reading
     return all(len(text) <= most and _literal(text) == [value] for text, value in zip(shown, values, strict=True))

@@ -136,6 +136,8 @@ class Grader:
                 return Verdict.FAILED
             except RewardError as problem:
                 raise RewardError(f"{URL}={self._sandbox.url}: {problem}") from problem
+            if verdict is Verdict.PASSED and trial.then is not None:
+                return self.run(trial.then(str(answer["run_result"].get("stdout") or "")))
             if verdict is not Verdict.UNKNOWN:
                 return verdict
         reason = " ".join(str(answer.get("message") or "without a reason").split())[:200]

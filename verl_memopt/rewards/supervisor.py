@@ -43,6 +43,9 @@ VERDICT = struct.Struct("?H")
 VERDICT_AT = 256
 """Position of the verdict in the shared file, after the scorer's record."""
 
+MOST_PROCESSES = 1000
+"""More below one reward process are a mistake, which would take those of the whole machine."""
+
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -196,6 +199,8 @@ class _Watch:
     def _passed_limit(self) -> str:
         """Return what limit the processes have passed, in words; empty for none."""
         tree, limits = descendants(os.getpid()), self._limits
+        if len(tree) > MOST_PROCESSES:
+            return f"started more than {MOST_PROCESSES} processes"
         # The sum of resident memory counts shared pages several times but is cheap. The exact sum is asked only beyond the
         # limit.
         if resident_bytes(tree) > limits.memory_bytes and proportional_bytes(tree) > limits.memory_bytes:
