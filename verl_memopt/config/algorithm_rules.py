@@ -174,7 +174,7 @@ _ONLY: dict[str, tuple[tuple[str, Any], ...]] = {
         ("algorithm.reward_clip_range", None),
     ),
 }  # fmt: skip
-"""Why a key has but one value that makes sense -> each such key with its value."""
+"""Why only one value of a key makes sense -> each such key with this value."""
 _MODES = ("rollout_only", "score_only", "train_only", "sync_check")
 _READ = ("temperature", "n", "skip_rollout", "name", "mode", "seed", "do_sample")
 """Keys of ``rollout`` that a supervised run reads, or refuses."""
@@ -230,7 +230,7 @@ REJECTIONS = (
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
     "seq_max_k2", "seq_max_k3",
 )  # fmt: skip
-"""Values of ``rollout_rs``, of which several may stand in one setting."""
+"""Values of ``rollout_rs``. One setting may have several."""
 
 
 def importance_bounds(threshold: float | str) -> tuple[float | None, float]:

@@ -78,7 +78,7 @@ RENAMED = {
     "reward.reward_manager.source": "reward_manager.source",
     "reward_manager.name": "reward_model.reward_manager",
 }
-"""One spelling, one key, the same value."""
+"""Spelling -> key, with the same value."""
 
 RENAMED_SECTIONS = {
     "critic.fsdp.": "critic.model.fsdp_config.",
@@ -88,7 +88,7 @@ RENAMED_SECTIONS = {
     "reward.sandbox_fusion.": "reward_model.sandbox_fusion.",
     "sandbox_fusion.": "reward_model.sandbox_fusion.",
 }
-"""Every key below the one section stands for the same key below the other."""
+"""Section -> section: a key below the first means the same key below the second."""
 
 GLOBAL_MICRO_BATCHES = {
     f"{_AR}.actor.ppo_micro_batch_size": f"{_AR}.actor.ppo_micro_batch_size_per_gpu",
@@ -113,7 +113,7 @@ MET_BY_CHUNKING = frozenset(
         "actor.sum_pi_squared_checkpointing",
     )
 )
-"""Switches whose purpose ``model.logprob_chunk_tokens`` serves already."""
+"""Switches that ``model.logprob_chunk_tokens`` makes unnecessary."""
 
 REMOVE_PREVIOUS = "trainer.remove_previous_ckpt_in_save"
 PROMPTS, MINI_BATCH = "data.train_batch_size", f"{_AR}.actor.ppo_mini_batch_size"
@@ -207,7 +207,7 @@ def _our_words(key: str, value: Any) -> Any:
 
 
 _Meaning = tuple[str, Any, list[Problem]]
-"""Our key, our value (None where nothing is asked for), and what is wrong with the value of the spelling."""
+"""Our key, our value (None = not set), and the problems of the given value."""
 
 
 def _met_by_chunking(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:

@@ -41,7 +41,7 @@ _ROLLOUT = f"{_AR}.rollout"
 _ENGINE_ARGUMENTS = f"{_ROLLOUT}.engine_kwargs.vllm"
 
 COLDEST, HOTTEST = 0.01, 2
-"""Temperatures that vLLM takes beside 0. It refuses higher ones, and raises lower ones without an error."""
+"""Lowest and highest temperature of vLLM besides 0. It refuses higher ones, and silently raises lower ones."""
 
 ENGINE_NAMES = {
     "model": f"{_AR}.model.path",

@@ -55,7 +55,7 @@ def section_keys() -> frozenset[str]:
 
 
 MAIN = ("actor_rollout_ref.model.", "actor_rollout_ref.actor.", "data.", "trainer.")
-"""Sections that the last part of a key means if one key of theirs alone ends so."""
+"""Sections that win if the last part of a key is ambiguous, unless several of their own keys end in it."""
 
 
 def leaf_values(settings: Settings) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def raise_together(problems: Iterable[Problem]) -> None:
 # Rules as rows of a table: each key that a rule shows, with the value that takes part in it.
 
 Ask = Callable[[Any], bool]
-"""A question about the value of one key."""
+"""A predicate of the value of one key."""
 
 
 def other_than(*values: Any) -> Ask:

@@ -53,9 +53,9 @@ logger = logging.getLogger(__name__)
 
 PACKAGED = Path(__file__).parent / "yaml"
 VERLS_OWN = Path("config")
-"""What verl's scripts give as ``--config-path`` for verl's packaged configs."""
+"""The ``--config-path`` in verl's scripts, which means verl's packaged configs."""
 LAST = frozenset({"memory", "model"})
-"""Groups of presets: they win over a recipe's keys, and the command line over theirs."""
+"""Groups of presets: they win over a recipe's keys, and the command line wins over them."""
 _COMPOSE_ERRORS = (
     *(HydraException, OmegaConfBaseException, yaml.YAMLError),
     *(OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError),  # of files that hold something else
@@ -431,7 +431,7 @@ BUDGETS = {
     "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": "actor_rollout_ref.actor.fsdp_config",
     "critic.ppo_max_token_len_per_gpu": "critic.model.fsdp_config",
 }
-"""Tokens of a micro-batch for each device, as profiles set them -> the section that says how many devices share one."""
+"""Token budget per device, as profiles set it -> the section that says how many devices share a micro-batch."""
 
 
 def with_room_for_samples(values: Mapping[str, Any], preset_keys: Set[str]) -> dict[str, Any]:
@@ -458,7 +458,7 @@ def with_room_for_samples(values: Mapping[str, Any], preset_keys: Set[str]) -> d
 MODELS = ("actor_rollout_ref.model", "critic.model")
 """Sections of the models that may have adapters."""
 _SNAPSHOT = frozenset({"snapshots"})
-"""Folder of the hub's cache whose folders are named by commits, and not by models."""
+"""Folder of the hub's cache whose subfolders are named by commits instead of models."""
 
 
 def adapter_settings(model: str, user_values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:

@@ -291,4 +291,4 @@ SANDBOX_UNUSED: tuple[UnusedKey, ...] = (
     ),
     *idle(URL, None, MAX_CONCURRENT, f"{SANDBOX}.memory_limit_mb"),
 )
-"""When giving a key of the rules or of the service has no effect, for :mod:`verl_memopt.config.checks`."""
+"""When a key of the rules or of the service has no effect, for :mod:`verl_memopt.config.checks`."""

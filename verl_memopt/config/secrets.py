@@ -16,16 +16,15 @@ OPEN_KEYS = (
     *("custom_reward_function.reward_kwargs", "ray_kwargs.ray_init", "actor_rollout_ref.rollout.engine_kwargs.vllm"),
     "data.apply_chat_template_kwargs",
 )
-"""Keys whose entries the user names, among them secrets of a service."""
+"""Keys whose entries the user names. Some entries are secrets of a service."""
 
 _WORDS = (
     r"passw(?:or)?d?s?|pwd|passphrases?|passcode|secrets?|credentials?|cookies?|bearer|auth|authorization|"
     r"(?:api|access|private|secret|signing|encryption|account|subscription|ssh|session)[_-]?keys?|apikeys?"
 )
-_TEXT_NAMES = r"tokens?|keys?"
-"""Words that name a secret where the value is a text: as a number they count, or are an index."""
 _BEFORE = r"(?:[\w-]*[_.-])?"
 _NAME = re.compile(rf"{_BEFORE}(?:{_WORDS})(?:[_-](?:value|text|string|header|id))?", re.I)
+# Names of a secret if the value is a text. A number under such a name is a count or an index.
 _NAME_OF_TEXT = re.compile(rf"(?:{_BEFORE}tokens?|keys?)", re.I)
 _NO_SECRET = re.compile(r"(?:bos|eos|pad|unk|sep|cls|mask|stop|image|video|audio|end|start|special|max|min|num)_tokens?", re.I)
 

@@ -17,9 +17,9 @@ ESTIMATORS = (*RLOO, *GRPO)
 TrlSettings = Mapping[str, Any]
 """Name of TRL -> value, of all names that the user wrote."""
 Values = Mapping[str, Any]
-"""Our key -> value, of what is set so far."""
+"""Our key -> value, for all keys that are set so far."""
 Convert = Callable[[str, TrlSettings, Values], dict[str, Any]]
-"""Return our keys and values for one name of TRL, from the name, all names of TRL and our values so far."""
+"""(name of TRL, all names of TRL, our values so far) -> our keys and values for this name."""
 
 
 class NotConvertibleError(Exception):
@@ -72,15 +72,15 @@ class Spelling:
     """One setting of TRL."""
 
     names: tuple[str, ...]
-    """Its names, the newest first. Two of them at once are refused."""
+    """Names of the setting, the newest first. Two of them at once are refused."""
     keys: tuple[str, ...]
-    """The keys of ours that it can set. One of them beside it is refused."""
+    """Our keys that it can set. Giving one of them as well is refused."""
     convert: Convert
     """Return keys and values of ours."""
     note: str = ""
-    """What is not the same, as a sentence without a full stop."""
+    """What differs from TRL, as a sentence without a full stop."""
     estimators: tuple[str, ...] = ESTIMATORS
-    """Estimators under which it means something."""
+    """Estimators that have the setting."""
 
 
 def same(name: str, key: str, *older: str, note: str = "") -> Spelling:

@@ -83,14 +83,14 @@ DEFAULTS = {"grpo": _COMMON | _GRPO, "rloo": _COMMON | _RLOO}
 """Algorithm -> field of TRL's config -> its default."""
 
 _SAY_NOTHING = frozenset({"max_steps", "use_cpu", "adam_epsilon", "report_to"})
-"""Names that are read, and whose default asks for what happens here anyway."""
+"""Names that are read, and whose default changes nothing here."""
 _OFF = frozenset({"delta"})
 """Names whose default null switches something off that is on here."""
 _COUNT_WITH = {
     "vllm_": "use_vllm", "ref_model_": "sync_ref_model", "entropy_coef_": "use_adaptive_entropy",
     "entropy_target": "use_adaptive_entropy",
 }  # fmt: skip
-"""Beginning of some names -> the switch without which they mean nothing."""
+"""Prefix of names -> the switch without which they have no effect."""
 
 
 def defaults_beside(defaults: Mapping[str, Any], given: Mapping[str, Any], algorithm: str) -> dict[str, Any]:

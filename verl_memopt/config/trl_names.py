@@ -242,7 +242,7 @@ def head_in_fp32(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
 
 
 _LOADS_ANYWAY = ("device_map", "low_cpu_mem_usage", "use_cache", "use_safetensors", "cache_dir", "token", "local_files_only")
-"""Arguments of ``from_pretrained`` that ask for nothing here: where weights lie, and how they come there."""
+"""Arguments of ``from_pretrained`` without effect here: where weights are loaded, and how."""
 _KERNELS = ("flash_attention_2", "sdpa", "eager")
 _PRECISIONS = {"float32": "fp32", "fp32": "fp32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
 
@@ -270,7 +270,7 @@ def model_arguments(name: str, trl: TrlSettings, values: Values) -> dict[str, An
 
 
 BNB_4BIT = "fp4"
-"""What a configuration of bitsandbytes means by 4 bits if it does not say."""
+"""The kind of 4 bits that bitsandbytes takes by default."""
 
 
 def _quantized(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -443,7 +443,7 @@ ONE_SETTING: tuple[tuple[str, ...], ...] = (
     ("normalize_advantages", "normalize_advantage", "normalize_reward"),
     *(spelling.names for spelling in SPELLINGS),
 )
-"""Names for one setting, of which a user can give one."""
+"""Groups of names for one setting. A user can give only one of each group."""
 
 NAMES = frozenset(name for spelling in SPELLINGS for name in spelling.names) | NO_EQUAL.keys()
 """All names of TRL that are known here."""

@@ -252,7 +252,7 @@ DRAWING: tuple[Spelling, ...] = (
         "its names win over TRL's own",
     ),
 )  # fmt: skip
-"""Sampling, read after the other names of it."""
+"""Further names of sampling, read after the others."""
 
 WEIGHING: tuple[Spelling, ...] = (
     *(

@@ -302,7 +302,7 @@ REFERENCE_UNUSED: tuple[UnusedKey, ...] = (
         f"{_AR}.ref.adapter", lambda settings: not _starts_from_adapters(settings), "no KL to trained adapters is asked for"
     ),
 )
-"""When giving one of its keys asks for something that does not happen."""
+"""When a key of a following reference has no effect."""
 
 
 # Keys that have no effect under other keys: giving one earns a warning, since it asks for something that does not happen.
@@ -311,7 +311,7 @@ _AGG_MODE, _LOSS_MODE = f"{_AR}.actor.loss_agg_mode", f"{_AR}.actor.policy_loss.
 _FILTER, _KL, _CTRL = "algorithm.filter_groups", "algorithm.kl_ctrl", f"{_AR}.actor.entropy_ctrl"
 _REWARD, _OVERLONG = "custom_reward_function", "reward_model.reward_kwargs.overlong_buffer_cfg"
 _NAMED_ON_SIGHT = "algorithm.norm_adv_by_std_in_grpo"
-"""Its default looks like a wish for normalisation, so giving even the default earns the warning."""
+"""Its default looks like a request for normalisation, so even giving the default causes the warning."""
 
 
 def _estimator(settings: Settings) -> str:
@@ -417,7 +417,7 @@ UNUSED_KEYS = {
         *idle("critic.enable_resource_pool", False, *pool_keys("critic")), *unused_keys(),
     )
 }  # fmt: skip
-"""Key -> when giving it asks for something that does not happen, and why."""
+"""Key -> when it has no effect, and why."""
 
 
 def warn_unused(unused: UnusedKey, value: Any, if_not_given: Any) -> None:

@@ -384,7 +384,7 @@ def _keys_of_trl_names() -> dict[str, str]:
 
 
 READ = _keys_of_trl_names()
-"""The names of TRL that are read as our keys where they stand alone and the estimator is RLOO's or GRPO's."""
+"""Names of TRL that are read as our keys, if they stand outside of all sections and the estimator is RLOO or GRPO."""
 
 FOREIGN = {
     **READ,
@@ -394,7 +394,7 @@ FOREIGN = {
 """Key of TRL or of a recipe -> what to set here."""
 
 _ALIKE = 0.6
-"""Share of letters in common, of the last part of a key, from which a key counts as near."""
+"""A key is suggested if the last parts have at least this share of letters in common."""
 
 
 def hint(key: str) -> str:

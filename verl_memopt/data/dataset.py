@@ -31,7 +31,7 @@ MANY_COLUMNS = 8
 MOST_ROWS = 10_000_000
 """Most rows of a class of the user's own, all of which are read at the start."""
 DEFAULT_SOURCE = "dataset"
-"""``data_source`` of a row that has none, where a function of the user's own scores."""
+"""``data_source`` of a row without one, if the user's own function scores."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class PromptRow:
     plain: Spans = ()
     """Spans of ``text`` whose special tokens are encoded as plain text. Elsewhere they become tokens."""
     is_text: bool = False
-    """The prompt is a text of the file and no conversation: the tokenizer adds what it adds to any text, such as BOS."""
+    """The prompt is a text rather than a conversation: the tokenizer adds what it adds to any text, such as BOS."""
     messages: Messages | None = None
     """The messages of the prompt, where it is a conversation, as :func:`read_messages` gives them. A reward model renders them
     with its own template."""
     ids: tuple[int, ...] | None = None
-    """The prompt as the file has it, where it is a list of token ids. They are used as they are."""
+    """The prompt's token ids, if the file has ids instead of text. They are used as they are."""
     response: tuple[int, ...] = ()
-    """Token ids of the response, with the end of the turn, where a supervised run learns it."""
+    """Token ids of the response that a supervised run learns, with the end of the turn."""
 
 
 class PromptRows(Protocol):

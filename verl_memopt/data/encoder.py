@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 RENDER_ERRORS = (TemplateError, ValueError, TypeError, ArithmeticError, RecursionError, LookupError, AttributeError)
-"""What a chat template raises that cannot render a conversation."""
+"""What a chat template raises if it cannot render a conversation."""
 
 TRUNCATIONS: dict[str, Callable[[list[int], int], list[int]] | None] = {
     "error": None,
@@ -216,7 +216,7 @@ class SpecialTokens:
         self._kind = type(tokenizer).__name__
         self._blind: Any = None
         self._ids: dict[int, int] = {}
-        """Id of a stand-in -> id of its special token, where the copy of the tokenizer gave it another."""
+        """Id of a stand-in -> id of its special token, if the copy of the tokenizer gave it another id."""
         self._merges = False
 
     def find(self, text: str) -> Spans:

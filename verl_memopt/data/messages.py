@@ -21,7 +21,7 @@ SINGLE_TURN = "single_turn_agent"
 """verl's name for what this project does: one prompt, one answer."""
 
 _READS_NULL = re.compile(r"content['\"\]]*\s*(==|!=|is not|is)\s+none")
-"""Finds a chat template that tells a message without content from one whose content is empty."""
+"""Finds chat templates that distinguish a message without content from one with empty content."""
 
 
 def read_messages(value: Any, address: str) -> Messages | None:

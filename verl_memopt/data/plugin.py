@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _MODULES = "verl_memopt_plugin_"
 _NOT_THEIRS = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
-"""Where no user's code lies: this package, Python's own library, and what is installed."""
+"""Folders without code of the user's: this package, Python's own library, and installed packages."""
 
 
 def load_from_file(path: str, name: str | None, *, key: str, error: type[UserError]) -> Any:
@@ -169,7 +169,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 Shared = dict[str, tuple[Any, Callable[[Any], object] | None]]
-"""Name -> value, and what sets it; None: a change is only named."""
+"""Name -> value, and the function that restores it. None = a change is only reported."""
 
 
 def _shared(environment: bool) -> Shared:

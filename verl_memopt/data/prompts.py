@@ -19,11 +19,11 @@ from verl_memopt.data.streaming import StreamLoader
 from verl_memopt.errors import DataError
 
 END: Any = object()
-"""What follows the last index of a sampler."""
+"""Marks the end of a sampler's indices."""
 Sampler = Callable[[int, int, int], Iterable[int]]
 """(num_rows, seed, epoch) -> row indices of that epoch."""
 LOOKAHEAD = 1_000_000
-"""Most indices of a sampler that are read ahead, unless there are more rows. An epoch that has more counts as endless."""
+"""Most indices of a sampler that are read ahead, unless there are more rows. A longer epoch counts as endless."""
 
 
 def load_sampler(settings: schema.CustomSampler) -> Sampler | None:
@@ -75,7 +75,7 @@ class StepLoader:
     def __post_init__(self) -> None:
         self.epoch = self._position = 0
         self.steps_per_epoch: int | None = None
-        """None where the first epoch has more than :data:`LOOKAHEAD` indices."""
+        """None if the first epoch has more than :data:`LOOKAHEAD` indices."""
         self._order, length = self._order_of(0)
         if length is not None:
             self.steps_per_epoch = length // self.batch_size
@@ -255,7 +255,7 @@ EXPANSIONS: dict[str, Callable[[Sequence[PromptRow], int, PromptEncoder], list[l
     "repeat_sampler": _repeat_sampler,
     "string": _string,
 }
-"""``algorithm.expansion`` by name: gives the ids of each row, from the record of each row and n."""
+"""Value of ``algorithm.expansion`` -> the function that returns the ids of each row."""
 
 
 def expand(dataset: PromptRows, indices: Sequence[int], n: int, method: str, encoder: PromptEncoder) -> StepPrompts:

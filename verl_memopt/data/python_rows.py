@@ -19,7 +19,7 @@ from verl_memopt.observe.own_files import is_there
 IN_PYTHON = "python:dataset"
 """``data.train_files`` of a run whose rows come from an object of the Python program that started it."""
 MOST_WITHOUT_LENGTH = 1_000_000
-"""Most rows that are read whole of an object that does not say how many it has, because it may have no end."""
+"""Most rows that are read whole from an object without a length, which may have no end."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?")
 
 Item = tuple[str, Any]
@@ -180,7 +180,7 @@ class PythonRows:
         self._given, self._take = given, take or plain_columns
         self._held: list[Item] = []
         self._ahead: Iterator[Item] | None = None
-        """The first pass, if it was begun by :meth:`hold`. It goes on after the rows that are held."""
+        """The first pass, if :meth:`hold` began it. It continues after the rows that are held."""
         self._is_spent = False
 
     def hold(self, count: int) -> list[Item]:

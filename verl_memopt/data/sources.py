@@ -23,7 +23,7 @@ RawRow = tuple[str, dict[str, Any]]
 PARQUET_ROWS = 1024
 """Rows of a parquet file that are decoded at once."""
 READING_SECONDS = 10.0
-"""Time between two lines of the log that say that rows are still being read."""
+"""Time between two warnings that rows are still being read."""
 
 
 def read_rows(files: Any, key: str) -> list[RawRow]:
@@ -261,7 +261,7 @@ def hub_files(source: str, split: str, key: str) -> list[Path]:
 
 
 STARTS = ("", "*/")
-"""Where the files of a dataset may lie: in its folder, or in one folder inside it."""
+"""Where the files of a dataset may be: in its folder, or in a subfolder."""
 
 
 def files_of_split(folder: Path, names: Sequence[str], source: str, starts: Sequence[str] = STARTS) -> list[Path]:

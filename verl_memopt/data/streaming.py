@@ -29,7 +29,7 @@ from verl_memopt.errors import ConfigError, DataError, StreamEndedError
 logger = logging.getLogger(__name__)
 
 MOST_DROPPED = 10_000
-"""How many rows in a row may be dropped, such as those over ``data.max_prompt_length``."""
+"""How many consecutive rows may be dropped, such as those over ``data.max_prompt_length``."""
 
 
 @dataclass(frozen=True)

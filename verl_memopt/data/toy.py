@@ -118,7 +118,7 @@ def made_whole(
 
 
 _FILES = "files"
-"""Entry of a record: the files of the folder, which go with it when it is made anew."""
+"""Entry of a record: the files of the folder, which are replaced when it is made again."""
 
 
 def _record_of(record: Path) -> dict[str, Any] | None:

@@ -65,7 +65,7 @@ STEP_FIGURES = (
 """The figures of a step in their order. Throughput is per device, as in its metric."""
 
 COUNTED = "bytes counted"
-"""What marks a step whose live bytes were counted tensor by tensor, which slows it down."""
+"""Marks a step whose live bytes were counted tensor by tensor, which slows it down."""
 
 
 def _counts_bytes(metrics: Metrics) -> bool:

@@ -58,7 +58,7 @@ def setup_logging(rank: int | None = None, level: int = logging.INFO) -> None:
 
 
 MOST_WAITING = 10_000
-"""Lines that are kept of a start which has no folder yet."""
+"""Lines that are kept until the run has a folder."""
 CONTROL = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|[@-Z\\-_])")
 """A sequence that moves the cursor or sets a colour."""
 

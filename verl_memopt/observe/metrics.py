@@ -67,7 +67,7 @@ def throughput_metrics(num_tokens: int, step_seconds: float, num_devices: int) -
 
 
 NO_METRICS = ("score", "pred")
-"""Entries of a reward function that are no metric: the score has its own, and an answer has no mean."""
+"""Entries of a reward function that are not metrics: the score has its own, and an answer has no mean."""
 
 
 def reward_metrics(entries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -234,7 +234,7 @@ def _expected_worst(numbers: Sequence[float], k: int) -> float:
 
 
 VOTES = 200
-"""Choices of a prompt's samples that vote, at most."""
+"""Most choices of a prompt's samples over which the majority is averaged."""
 
 
 def _expected_majority(group: Sequence[tuple[float, Any]], k: int) -> float:

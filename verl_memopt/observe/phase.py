@@ -41,25 +41,25 @@ class PhaseMemory:
     host_rss_bytes: int
     """Resident memory of the process at the end of the phase. A rough host figure, not for ratios or tests."""
     kinds: dict[str, int] = field(default_factory=dict)
-    """Bytes by kind at the peak, where the tracker ran."""
+    """Bytes by kind at the peak, if the tracker ran."""
     kind_peaks: dict[str, int] = field(default_factory=dict)
-    """Peak bytes of each kind in the phase, where the tracker ran. Kinds peak at different moments."""
+    """Peak bytes of each kind in the phase, if the tracker ran. Kinds peak at different moments."""
     host_buffer_bytes: int = 0
     """Peak bytes in host buffers, which hold data moved off the device."""
     entered_bytes: int | None = None
     """Live tensors at the start of the phase, without a sleeping engine's."""
     compiles: int | None = None
-    """Graphs that were compiled for the trainer's functions. None where the process compiles none."""
+    """Graphs that were compiled for the trainer's functions. None if the process compiles none."""
     compile_fallbacks: int | None = None
     """Calls of such functions that ran uncompiled."""
     mean_peak_bytes: int | None = None
-    """Mean of the processes' peaks of live tensors. None for one process alone, or where none is measured."""
+    """Mean of the processes' peaks of live tensors. None for a single process, or if none is measured."""
     worst_rank: int | None = None
-    """The process with the highest peak. None where there is no mean."""
+    """The process with the highest peak. None if there is no mean."""
 
 
 DEVICE_FIGURES = ("peak_allocated_bytes", "allocated_bytes", "peak_reserved_bytes", "device_used_bytes")
-"""Figures of a device, of which one that is not measured is None."""
+"""Figures of a device. One that is not measured is None."""
 COMPILE_FIGURES = ("compiles", "compile_fallbacks")
 
 

@@ -46,14 +46,14 @@ RUN_FILES = (
     *(*RECORD, FINAL_MODEL, BEST_MODEL, f"{FINAL_MODEL}.old{HALF}", f"{BEST_MODEL}.old{HALF}"),
     *("global_step_*[0-9]", "latest_checkpointed_iteration.txt"),
 )
-"""Names of what a run leaves in its folder."""
+"""Names of the files and folders that a run leaves in its folder."""
 BESIDE = (INPUTS, "reward_logs", "console.log")
-"""What a run leaves besides, and what this start may have written already. Alone it is no earlier run."""
+"""Further files of a run, which this start may have written already. On their own they are no sign of an earlier run."""
 IN_PASSING = (
     *("engine_config", "rollouts", ".stop", f"global_step_*{HALF}", f"{FINAL_MODEL}{HALF}", f"{BEST_MODEL}{HALF}"),
     *("out_of_memory_rank*.json", ".*.json.partial", ".*.yaml.partial", ".*.png.partial"),
 )
-"""Further names of what runs write, replace or remove in their folder."""
+"""Further names that runs write, replace or remove in their folder."""
 
 
 def refuse_what_is_not_ours(folder: Path) -> None:
@@ -316,10 +316,10 @@ ENDED = "ended"
 """Entry of the summary of a run that has ended, and so has a record of checksums."""
 
 NOT_SEALED = (".", "mlflow.db", "console.log")
-"""How the names of files begin that go on changing: looking at MLflow's record changes it."""
+"""Prefixes of files that keep changing: looking at MLflow's record changes it."""
 
 TEXTS = ("run_id", "warning")
-"""Entries of metrics and warnings that are no numbers."""
+"""Entries of metrics and warnings that are texts."""
 
 
 def _step(row: Mapping[str, Any], path: Path) -> int:

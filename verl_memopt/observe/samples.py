@@ -38,7 +38,7 @@ class Sample:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further entries that the reward function returned, each a key of the row."""
     finish_reason: str = "stop"
-    """``stop``, or ``length`` where the response reached its limit."""
+    """``stop``, or ``length`` if the response reached its limit."""
     rollout_log_probs: Sequence[float] | None = None
     """The engine's log-prob of each response token. None = it returned none."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ def sample_row(step: int, sample: Sample) -> dict[str, Any]:
 
 
 FIELDS = tuple(field.name for field in fields(Sample) if field.name not in ("extra", "address"))
-"""What a dump row has of its sample, under the same names."""
+"""Fields of a sample that a dump row has under the same names."""
 
 FILE_KEYS = ("tokenizer", "row", "rows")
 """Keys of a dump row that belong to its file: a hash of the tokenizer, the row's number from 1, and the number of rows."""
@@ -106,7 +106,7 @@ def _refuse_other(path: Path, address: str) -> None:
 
 
 LONGEST_LINE = 2**24
-"""Bytes of a line beyond which it is not read to its end."""
+"""Longest line that is read, in bytes."""
 
 
 def dumped_steps(folder: Path) -> list[int]:

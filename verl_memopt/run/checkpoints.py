@@ -354,7 +354,7 @@ def read_checkpoint(folder: Path, key: str = "trainer.resume_from_path=") -> Che
 
 
 GONE = "it is gone"
-"""Why a checkpoint is none: the run has removed it since it was listed."""
+"""Fault of a checkpoint that the run has removed since it was listed."""
 
 
 def _read(folder: Path) -> Checkpoint | str:

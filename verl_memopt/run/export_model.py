@@ -162,7 +162,7 @@ def held_checkpoint(path: Path, step: str | None) -> Iterator[Checkpoint]:
 
 
 LOOKS = 20
-"""How often a checkpoint is looked for that the run beside removes each time."""
+"""How often a checkpoint is looked for, if a run beside this process keeps removing the one that was found."""
 
 
 def find_checkpoint(path: Path, step: str | None) -> Checkpoint:

@@ -30,7 +30,7 @@ LOCK = "run.lock"
 LOCKED_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 RECORD_BYTES = 4096
 RECORD_SECONDS = 1.0
-"""Most time that a process needs to write who it is after it got the lock."""
+"""Longest time between getting the lock and having written who holds it."""
 
 
 class RunLock:

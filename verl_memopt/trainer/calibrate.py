@@ -19,13 +19,13 @@ from verl_memopt.memory.seconds import Rates
 from verl_memopt.records import RecordError, checked, parse_json, read_record
 
 SIDES = (2048, 1024)
-"""Rows and columns of the products that are timed, as large as those of a micro-batch; on a GPU four times as long a side."""
+"""Rows and columns of the timed products, as large as those of a micro-batch; on a GPU four times as many."""
 BLOCK_BYTES = 2**27
-"""Of the copies that are timed; larger than any cache."""
+"""Size of the timed copies, larger than any cache."""
 CALLS = 1000
 """Small operations that are timed."""
 SEQUENCES, VOCABULARY = 16, 16_384
-"""Sequences that decode together in what is timed, and entries of their vocabulary."""
+"""Sequences that the timed sampling decodes at once, and entries of their vocabulary."""
 
 
 def stored() -> Path:

@@ -199,7 +199,7 @@ class MismatchCheck:
     rollout: Rollout
     fsdp: Fsdp
     features: tuple[str, ...] = ()
-    """What is special in the policy's forward, as ``field=value``: what an engine may leave out without an error."""
+    """What is special in the policy's forward, as ``field=value``. An engine may leave it out without an error."""
     compared: list[int] = field(default_factory=list)
     """The steps that have been compared."""
 

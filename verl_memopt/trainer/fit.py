@@ -32,16 +32,6 @@ NVIDIA_SMI_SECONDS = 20
 """Longest time for nvidia-smi to answer."""
 
 _AR = "actor_rollout_ref"
-RESPONSE, SHARE, BUDGET = (
-    "data.max_response_length",
-    f"{_AR}.rollout.gpu_memory_utilization",
-    f"{_AR}.actor.ppo_max_token_len_per_gpu",
-)
-BUDGETS = (
-    BUDGET, f"{_AR}.rollout.log_prob_max_token_len_per_gpu", f"{_AR}.ref.log_prob_max_token_len_per_gpu",
-    "critic.ppo_max_token_len_per_gpu", "critic.forward_max_token_len_per_gpu",
-)  # fmt: skip
-"""Tokens of a micro-batch in each pass."""
 
 
 def phases_of(settings: Settings) -> tuple[str, ...]:

@@ -57,11 +57,11 @@ class Lever:
     """One thing that the search may set."""
 
     levels: tuple[Level, ...]
-    """The run's own state first, then others. Those of a lever that is no choice hold less and less, and take more time."""
+    """The run's own state first, then others. If the lever is not a choice, each level holds less and takes more time."""
     cost: int
-    """How much time it takes beside other levers. Levers that change numbers have the highest."""
+    """How much time it takes, relative to other levers. Levers that change numbers have the highest cost."""
     is_choice: bool = False
-    """No level holds least whatever the others are, so each is tried."""
+    """Which level holds the least depends on other levers, so each is tried."""
 
 
 def levers_of(settings: Settings, size: ModelSize, host_is_bounded: bool) -> tuple[Lever, ...]:

@@ -36,7 +36,7 @@ LONGEST = 2**20
 CANDIDATES = 3
 """Ways to fit that are compared by the seconds that they take."""
 BOUND_BY_SHARE = {"init", "gen", "testing", "KV cache"}
-"""Where the engine's share counts."""
+"""What the engine's share can make fit."""
 
 State = tuple[int, ...]
 """The level of each lever."""
@@ -57,7 +57,7 @@ class Change:
     changes_numbers: bool = False
     saved_bytes: int = 0
     without: str = ""
-    """What is too large without it, in words; "" where it goes with another change."""
+    """What is too large without it, in words; "" if it only comes with another change."""
 
     @property
     def cost(self) -> str:
@@ -73,11 +73,11 @@ class Step:
     is_all: bool = False
     """No larger one was tried."""
     phase: str = ""
-    """The phase in which further sequences take most of a device; "" where they take nothing."""
+    """The phase in which further sequences take the most device memory; "" if they take none."""
     sequence_bytes: float = 0.0
-    """What a further sequence takes there: its tokens wait on the device until their micro-batch is computed."""
+    """Bytes of a further sequence there: its tokens wait on the device until their micro-batch is computed."""
     host_bytes: int = 0
-    """What a sequence takes at least of the host of the driver: its ids, and what each pass adds to them."""
+    """Bytes that a sequence takes at least on the driver's host: its ids, and what each pass adds to them."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Findings:
     changes: tuple[Change, ...] = ()
     """What makes it fit, if it does not and can."""
     after: Verdict | None = None
-    """The verdict with the changes, or with all that help where they are not enough."""
+    """The verdict with the changes, or with everything that helps if they are not enough."""
     response: int = 0
     """Tokens of the longest response that fits, with the changes; 0 = none."""
     most: int = 0

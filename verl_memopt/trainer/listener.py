@@ -31,7 +31,7 @@ class Progress:
     """The last step that is done; at ``step_begin`` the one that begins."""
     total_steps: int
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What is known of the step so far, under its names in ``metrics.jsonl``."""
+    """The step's metrics so far, under their names in ``metrics.jsonl``."""
     result: StepResult | None = None
     """Answers and rewards of the step, at ``step``."""
     validation: Validation | None = None

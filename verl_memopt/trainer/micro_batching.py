@@ -318,7 +318,7 @@ class PolicyUpdate:
     actor: Actor
     store: CheckpointStore
     entropy: EntropyController | None = None
-    """Adapts the weight of the entropy bonus; None where it stays as it is."""
+    """Adapts the weight of the entropy bonus; None = it stays as it is."""
 
     def cut(self, batch: RolloutBatch, names: Sequence[str], step: int) -> list[list[MiniBatch]]:
         """Like :meth:`MiniBatchCutter.cut`, with the tokens that a loss selects and an adapted entropy weight."""

@@ -27,9 +27,9 @@ from verl_memopt.run.environment import Environment
 from verl_memopt.trainer.rollouts import Answers
 
 ROLLOUTS = "rollouts"
-"""Folder inside the run's that holds a dump where no key names one."""
+"""Folder inside the run folder for a dump, if no key names another."""
 SEED = 0
-"""``data.seed`` of the mode ``deterministic`` where it is null."""
+"""``data.seed`` of the mode ``deterministic`` if it is null."""
 VAL_ONLY = "val_only"
 """Folder inside the run's that holds the record of ``trainer.val_only``."""
 

@@ -390,7 +390,7 @@ class Supervised(PolicyTraining):
 
 
 ROLLOUT_METRICS = ("actor/loss", "actor/pg_loss", "actor/ppo_kl")
-"""Metrics of the update that say nothing, or nothing more, where no rollout is learned."""
+"""Metrics of the update that mean nothing, or nothing more, if no rollout is learned."""
 
 
 @dataclass(frozen=True)

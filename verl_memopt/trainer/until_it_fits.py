@@ -119,9 +119,9 @@ class Attempts:
     tiers: int = 0
     """How many of the sets of :func:`everything` were tried."""
     searched: bool = False
-    """The formulas were asked for what is enough."""
+    """The formulas have been searched for settings that are enough."""
     fixed: Keys = field(default_factory=dict)
-    """What was switched off because the host had no room for it, and stays off."""
+    """Settings that were switched off because the host had no room, and stay off."""
 
     def change(self, error: DeviceMemoryError | HostMemoryError, settings: Settings, goes_on: bool) -> None:
         """Change the command after an error, and log what changes and what that costs.

@@ -54,7 +54,7 @@ class RltFormat:
     solution: TagPair
     """Tags of the solution, for both roles."""
     padding: str = "\n\n"
-    """Text after the begin tag of an explanation and of a thought. Neither model has to write it."""
+    """Text after the begin tag of an explanation and of a thought, which neither model has to write."""
     delimiter: str = "\n\n"
     """Text between two sections."""
     think_prefix: str = ""

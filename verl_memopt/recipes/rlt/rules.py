@@ -29,7 +29,7 @@ from verl_memopt.memory.param_offload import STREAM
 from verl_memopt.recipes.rlt.settings import RltReward
 
 _AR, _MODEL, _RLT = "actor_rollout_ref", "reward_model.model", "reward_model.rlt"
-_FSDP, _PATH, _QUANTIZATION = f"{_MODEL}.fsdp_config", f"{_MODEL}.path", f"{_MODEL}.quantization"
+_PATH, _QUANTIZATION = f"{_MODEL}.path", f"{_MODEL}.quantization"
 _REF_OFFLOAD, _RANK = f"{_AR}.ref.fsdp_config.param_offload", f"{_AR}.model.lora_rank"
 _TEACHER = f"{_RLT}.kl_teacher"
 _NO_KL = dict.fromkeys(KL, False)
@@ -136,7 +136,7 @@ _STEP: tuple[tuple[str, Any, str, str], ...] = (
         "Set data.truncation=error, and data.filter_overlong_prompts=true to drop long prompts.",
     ),
 )
-"""What a step of RLT cannot do, since the student scores after the log-probs of the whole rollout."""
+"""Settings that a step of RLT refuses, because the student scores after the log-probs of the whole rollout."""
 
 
 RLT_RULES: tuple[Refusal, ...] = (
@@ -232,7 +232,7 @@ PER_FORWARD: dict[str, NoEffect] = {
     name: NoEffect(ANY, f"forwards are cut by tokens. Use {_AR}.actor.ppo_max_token_len_per_gpu")
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
 }
-"""Names of TRL that say nothing more where ``train_batch_size`` gives the batch."""
+"""Names of TRL that are redundant if ``train_batch_size`` is given."""
 
 NAMES = RecipeNames(RLT_SPELLINGS, RLT_NO_EQUAL, {BATCH: PER_FORWARD})
 """All names of this file, for :mod:`verl_memopt.config.trl_names`."""

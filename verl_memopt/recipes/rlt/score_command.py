@@ -125,7 +125,7 @@ LEAST = {
 }
 """A run around the settings of the reward, so that the rules of a run check them."""
 LONGEST = 4096
-"""Tokens of a sequence for which an architecture is checked where ``max_student_len`` is null."""
+"""Length in tokens for which an architecture is checked if ``max_student_len`` is null."""
 EPILOG = """\
 Rows have the columns question, solution and explanation. A dump of an RLT run
 (trainer.rollout_data_dir) is read as well: its response tokens are scored as

@@ -50,7 +50,7 @@ from verl_memopt.worker.worker import Worker
 logger = logging.getLogger(__name__)
 
 PREFIX, MEASURED = "rlt/", "perf/student_"
-"""Starts of the names of RLT's metrics: of what a step computed, and of what was measured of it."""
+"""Prefixes of RLT's metrics: what a step computed, and how long it took."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class RltScored:
 # the differences between real explanations. So the check of a quantised student waits for the first explanations of the policy.
 
 ACCEPTED = {"int8": 0.98, "nf4": 0.95}
-"""Least mean in-group Spearman correlation with which a quantised student is taken without a warning."""
+"""Lowest mean in-group Spearman correlation of a quantised student that causes no warning."""
 
 
 @dataclass(frozen=True)

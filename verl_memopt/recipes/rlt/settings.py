@@ -46,7 +46,7 @@ class RltReward:
     not_matched_penalty: Annotated[float, NOT_POSITIVE] = -1.0
     """Added to the reward of an explanation without an end tag."""
     empty_think_kl: NaturalFloat = 1.0
-    """Value of every reduction of ``reduction_kl_fn`` where the explanation is empty."""
+    """Value of every reduction of ``reduction_kl_fn`` if the explanation is empty."""
     unbias_student_log_probs_temp: Annotated[float | None, POSITIVE] = None
     """Temperature of the student's log-probs; null = the temperature of the rollouts."""
     unbias_teacher_log_probs: bool = True

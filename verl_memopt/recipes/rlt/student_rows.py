@@ -25,7 +25,7 @@ from verl_memopt.recipes.rlt.dataset import RltPrompts
 from verl_memopt.recipes.rlt.settings import RltReward
 
 OK = 0
-"""What is special about a scored row is one small number. Where several hold, the largest counts."""
+"""A status is one small number. If several apply to a row, the largest counts."""
 NO_END_TAG = 1
 """The response has no end tag, and all of it is the explanation."""
 EMPTY_THINK = 2
