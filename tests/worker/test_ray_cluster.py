@@ -6,6 +6,7 @@ import socket
 import stat
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,43 @@ def test_an_address_where_nothing_answers_is_refused_at_once(scheme):
     address = f"{scheme}127.0.0.1:{free_port('127.0.0.1')}"
     with pytest.raises(ConfigError, match=f"ray_kwargs.ray_init.address={address}: nothing answers there"):
         Connection({"address": address}, Request(1, 1, gpu=False))
+
+
+OTHERS = {
+    "something else": lambda link: link.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+    "closes": lambda link: link.close(),
+    "timed out": lambda link: None,
+}
+
+
+@pytest.mark.parametrize("answer", OTHERS)
+def test_an_address_of_another_program_or_of_a_stopped_one_is_refused_at_once(answer, monkeypatch):
+    """Ray would try again for a quarter of an hour."""
+    monkeypatch.setattr("verl_memopt.worker.ray_cluster.CONNECT_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
+        links = []
+
+        def serve():
+            link, _ = listener.accept()
+            links.append(link)
+            if answer == "closes":
+                link.recv(1000)
+            OTHERS[answer](link)
+
+        served = pool.submit(serve)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=rf"ray_init.address={address}: nothing answers there \(.*{answer}"):
+            Connection({"address": address}, Request(1, 1, gpu=False))
+        served.result()
+        links[0].close()
+
+
+@pytest.mark.parametrize(("address", "variable"), [("local", "127.0.0.1:6379"), (None, "local"), (None, "")])
+def test_a_cluster_of_this_machine_is_none_that_was_joined_whatever_the_environment_says(address, variable, monkeypatch):
+    """A joined one would have no token, listen on the network and outlive a killed driver."""
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    with pytest.raises(ConfigError, match="a cluster started here has one node"):
+        Connection({"address": address}, Request(2, 1, gpu=False))
 
 
 def test_the_address_in_the_environment_is_told_in_the_same_way(monkeypatch):

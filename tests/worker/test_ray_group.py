@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -185,6 +186,28 @@ def test_a_member_that_a_signal_has_stopped_is_named_and_goes_on_when_it_may(gro
     ]
 
 
+def test_a_member_that_stays_stopped_ends_the_group_and_is_named_with_what_it_did(doomed, monkeypatch):
+    """Only in collectives would its peers give up by themselves."""
+    monkeypatch.setattr("verl_memopt.worker.ray_cluster.LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(doomed._connection, "_patience_seconds", 1)
+    pid = doomed.all("process")[1]
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(WorkerError, match=rf"worker 1 \(pid {pid} on .*\) was stopped by a signal in tell, .*nccl_timeout"):
+        doomed.all("tell")
+
+
+def test_a_stopped_member_is_named_and_not_the_peer_that_gave_up_on_it(doomed):
+    pid = doomed.all("process")[0]
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(WorkerError, match=rf"worker 0 \(pid {pid} on .*\) was stopped by a signal in rank_1_raises"):
+        doomed.all("rank_1_raises", RolloutError("the checkpoint could not be written: timed out"))
+
+
+def test_the_port_where_members_meet_is_held_until_they_do(group):
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", group.all("place")[0].master_port))
+
+
 def test_a_tensor_makes_the_trip_unchanged_and_writable(group):
     import torch
 
@@ -217,7 +240,7 @@ def test_an_error_meant_for_the_user_comes_back_as_it_was_raised(doomed):
 )
 def test_a_death_is_named_by_rank_and_pid_before_the_broken_connection_or_the_endless_wait_it_causes(doomed, method):
     pid = doomed.all("process")[1]
-    with pytest.raises(WorkerError, match=rf"worker 1 \(pid {pid} on .*\) died: Worker exit type: SYSTEM_ERROR"):
+    with pytest.raises(WorkerError, match=rf"worker 1 \(pid {pid} on .*\) died in {method}: Worker exit type: SYSTEM_ERROR"):
         doomed.all(method)
 
 
@@ -284,7 +307,7 @@ def test_a_pool_is_a_group_of_its_own_that_computes_while_the_others_do(pooled, 
 
 
 FAULTS = {
-    "death": (WorkerError, r"critic worker 1 \(pid {pid} on .*\) died: Worker exit type: SYSTEM_ERROR"),
+    "death": (WorkerError, r"critic worker 1 \(pid {pid} on .*\) died in update_critic: Worker exit type: SYSTEM_ERROR"),
     "memory": (DeviceMemoryError, r"critic worker 1 \(pid {pid} on .*\): update_critic: no room"),
 }
 

@@ -435,7 +435,7 @@ class ActorRolloutRef:
     hybrid_engine: bool = True
     """Trainer and engine share devices; only true exists."""
     nccl_timeout: PositiveInt = 600
-    """Timeout of process groups in seconds."""
+    """Seconds for which workers wait for one that does not come to a collective, or that a signal has stopped."""
     model: Model = field(default_factory=Model)
     """The policy's model."""
     actor: Actor = field(default_factory=Actor)

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -261,18 +262,29 @@ def gather_stream(module: nn.Module) -> torch.cuda.Stream | None:
 # Process groups and device meshes of the training ranks.
 
 
-def join_process_group(device: torch.device, rank: int, world_size: int, address: str, port: int, timeout_seconds: float) -> None:
+def join_process_group(
+    device: torch.device,
+    rank: int,
+    world_size: int,
+    address: str,
+    port: int,
+    timeout_seconds: float,
+    listener: int | None = None,
+) -> None:
     """Join the default process group, unless this process is in one, such as the fake group of a planner or a test.
 
     A single process needs neither ``address`` (of rank 0's node) nor ``port`` (free there). ``timeout_seconds`` is the longest
-    wait for a collective.
+    wait for a collective, in groups of some of the ranks too. ``listener``: file descriptor of a socket that listens on rank 0's
+    port already.
     """
     if dist.is_initialized():
         return
     timeout = datetime.timedelta(seconds=timeout_seconds)
     store: dist.Store = dist.HashStore()
     if world_size > 1:
-        store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout)
+        store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=listener)
+        # Torch, and vLLM, would give groups of some ranks (replicas, sequences, tensor parallel) half an hour.
+        c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
     dist.init_process_group(backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

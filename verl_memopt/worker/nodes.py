@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import ipaddress
 import logging
 import os
 import platform
@@ -32,7 +33,7 @@ class Home:
     address: str
     """Address of the node in the cluster."""
     port: int
-    """A port that was free there when the member started."""
+    """A port that the member holds there."""
     gpus: tuple[str, ...] = ()
     """The GPUs that Ray assigned, by the names of the node; empty on a CPU."""
 
@@ -44,6 +45,34 @@ def free_port(address: str) -> int:
     with socket.socket() as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
+
+
+_held: dict[int, socket.socket] = {}
+
+
+def held_port(address: str) -> int:
+    """Return a port of this node on which this process listens from now on, so that no other takes it before it is needed.
+
+    On a node whose own address is a loopback address nobody else can connect.
+    """
+    alone = ipaddress.ip_address(address).is_loopback
+    dual = not alone and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual or ":" in address else socket.AF_INET
+    listener = socket.create_server((address if alone else "", 0), family=family, dualstack_ipv6=dual)
+    port = int(listener.getsockname()[1])
+    _held[port] = listener
+    return port
+
+
+def take_listener(port: int) -> int | None:
+    """Return the file descriptor that listens on a :func:`held_port` of this process, for the caller to close, or None.
+
+    Other ports that this process holds are free from then on.
+    """
+    listener = _held.pop(port, None)
+    while _held:
+        _held.popitem()[1].close()
+    return None if listener is None else listener.detach()
 
 
 def network_of(address: str) -> dict[str, str]:

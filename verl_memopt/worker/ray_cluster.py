@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -51,6 +52,9 @@ SOCKET_BYTES = 107
 ROOM = SOCKET_BYTES - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1")
 """Longest path of Ray's folder in bytes that leaves room for its sockets' names."""
 
+LOCAL = "local"
+"""Ray's name for a cluster that is started here, whatever RAY_ADDRESS says."""
+
 LOCAL_CLUSTER: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 256 * 2**20}
 """Arguments of ray.init where it starts a cluster, unless ``ray_kwargs.ray_init`` sets them. Batches without padding are small,
 so little shared memory is enough; beyond it Ray spills to disk."""
@@ -83,7 +87,11 @@ class Connection:
         ConfigError: Ray refuses ``ray_init`` or its address, or several nodes are requested without an address.
     """
 
-    def __init__(self, ray_init: Mapping[str, Any], *requests: Request) -> None:
+    def __init__(self, ray_init: Mapping[str, Any], *requests: Request, patience_seconds: float = math.inf) -> None:
+        """Connect to Ray, or start it, unless this process is connected already.
+
+        ``patience_seconds``: longest wait for a process that a signal has stopped.
+        """
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         import ray
@@ -92,11 +100,15 @@ class Connection:
         self._started: list[int] = []
         self._known: set[Any] = set()
         self._members: set[Any] = set()
-        self._stopped: set[int] = set()
+        self._patience_seconds = patience_seconds
+        self._stopped: dict[int, int] = {}
+        """Process that a signal has stopped -> in how many looks. Looks and not seconds: where the whole run is stopped, nobody
+        looks."""
         self._heads: dict[int, str] = {}
         self._joined: str | None = None
         self._looked_at = time.monotonic()
         self._nodes: dict[str, int] = {}  # address -> port
+        self._own_node = ""
         self._silent_since: float | None = None
         self.is_lost = False
         self._owned = not ray.is_initialized()
@@ -127,15 +139,25 @@ class Connection:
         if time.monotonic() - self._looked_at <= LOOK_SECONDS:
             return None
         self._name_stopped()
-        silent = None
-        if self._joined is not None:
-            reason = _does_not_answer(self._joined)
-            if reason is not None:
-                self.is_lost = True
-                return f"nothing answers any more at ray_kwargs.ray_init.address={self._joined} ({reason})"
-            silent = self._silent_for_long()
+        for pid in self._heads.keys() & self.stopped_for_long():
+            self.is_lost = True
+            return f"Ray's {self._heads[pid]} (pid {pid}) was stopped by a signal for longer than actor_rollout_ref.nccl_timeout"
+        reason = None if self._joined is None else self._joined_lost(self._joined)
         self._looked_at = time.monotonic()
-        return silent
+        return reason
+
+    def _joined_lost(self, address: str) -> str | None:
+        """Return why the cluster that was joined is lost: its head is gone, or is silent for long, or a node is."""
+        reason = _does_not_answer(address)
+        if reason is None:
+            lost = self._silent_for_long(self.silent_node())
+        else:
+            lost = f"nothing answers any more at ray_kwargs.ray_init.address={address} ({reason})"
+            if isinstance(reason, TimeoutError):  # busy or stopped, and it may go on
+                lost = self._silent_for_long(lost)
+        # Without the head, or the node process of this machine, Ray's own calls would wait for ever.
+        self.is_lost = lost is not None and (reason is not None or _does_not_answer(self._own_node) is not None)
+        return lost
 
     def watch(self, homes: Sequence[Home]) -> None:
         import psutil
@@ -149,6 +171,11 @@ class Connection:
                     self._members.add(psutil.Process(home.pid))
         ports = {node["NodeID"]: node["NodeManagerPort"] for node in ray.nodes()}
         self._nodes = {home.address: ports[home.node] for home in homes}
+        self._own_node = next(f"{node['NodeManagerAddress']}:{ports[here]}" for node in ray.nodes() if node["NodeID"] == here)
+
+    def kill_watched(self) -> None:
+        """Kill the processes here that :meth:`watch` was given. Without its head, a cluster would do so after a minute."""
+        kill([process.pid for process in self._members if process.is_running()])
 
     def silent_node(self) -> str | None:
         for address, port in self._nodes.items():
@@ -157,9 +184,9 @@ class Connection:
                 return f"node {address} does not answer ({reason})"
         return None
 
-    def _silent_for_long(self) -> str | None:
-        """Return a node that is silent for too long, and warn of shorter silence. Ray itself waits three times as long."""
-        silent, now = self.silent_node(), time.monotonic()
+    def _silent_for_long(self, silent: str | None) -> str | None:
+        """Return who is silent if it has been for too long, and warn while it has not. Ray itself waits three times as long."""
+        now = time.monotonic()
         if silent is None:
             self._silent_since = None
             return None
@@ -167,7 +194,8 @@ class Connection:
         self._silent_since = self._silent_since or now
         return silent if now - self._silent_since > SILENT_SECONDS else None
 
-    def _name_stopped(self) -> None:
+    def stopped_now(self) -> set[int]:
+        """Return the processes of this machine that a signal has stopped."""
         import psutil
 
         stopped = set()
@@ -175,9 +203,18 @@ class Connection:
             with suppress(psutil.Error):
                 if process.status() == psutil.STATUS_STOPPED:
                     stopped.add(process.pid)
-        for pid in sorted(stopped - self._stopped):
+        return stopped
+
+    def stopped_for_long(self) -> set[int]:
+        """Return those that were stopped whenever :meth:`lost` looked, for longer than the run waits."""
+        return {pid for pid, looks in self._stopped.items() if looks * LOOK_SECONDS > self._patience_seconds}
+
+    def _name_stopped(self) -> None:
+        """Log once each process that a signal has stopped: nothing else would tell why the run waits."""
+        stopped = self.stopped_now()
+        for pid in sorted(stopped - self._stopped.keys()):
             logger.warning("process %d of this run is stopped by a signal, and the run waits for it: kill -CONT %d", pid, pid)
-        self._stopped = stopped
+        self._stopped = {pid: self._stopped.get(pid, 0) + 1 for pid in stopped}
 
     def logs(self) -> str:
         import ray
@@ -215,16 +252,19 @@ class Connection:
     def _connect(self, arguments: dict[str, Any], requests: Sequence[Request]) -> None:
         import psutil
         import ray
+        from ray._private.services import canonicalize_bootstrap_address
 
-        joins = arguments.get("address") not in (None, "local") or "RAY_ADDRESS" in os.environ
+        address = str(arguments.get("address") or os.environ.get("RAY_ADDRESS") or LOCAL)
+        joins = address != LOCAL
         for request in requests:
             if request.nnodes > 1 and not joins:
                 raise ConfigError(
                     f"{request.section}.nnodes={request.nnodes}: a cluster started here has one node. "
                     f"Start Ray on the nodes and set ray_kwargs.ray_init.address, or set {request.section}.nnodes=1."
                 )
+        if address == "auto":
+            address = canonicalize_bootstrap_address(address, arguments.get("_temp_dir")) or address
         if joins:
-            address = str(arguments.get("address") or os.environ["RAY_ADDRESS"])
             # Ray itself would retry for a quarter of an hour.
             reason = _does_not_answer(address)
             if reason is not None:
@@ -242,9 +282,16 @@ class Connection:
         before = set(psutil.Process().children())
         try:
             with stop_signals_blocked(), nullcontext() if joins else _one_node():
-                ray.init(**{"logging_level": logging.ERROR, "job_config": _job_config(), **defaults, **arguments})
+                own = {"logging_level": logging.ERROR, "job_config": _job_config()}
+                ray.init(**{**own, **defaults, **arguments, "address": address})
         except (ConnectionError, TypeError, ValueError, RuntimeError, OSError, ray.exceptions.RayError) as error:
             self.close()
+            if isinstance(error, ConnectionError) and joins:
+                raise ConfigError(
+                    f"ray_kwargs.ray_init.address={address}: what answers there does not take this run in ({error}). Give the "
+                    "address that ray start --head printed there, and the token of that cluster (RAY_AUTH_MODE=token with "
+                    "RAY_AUTH_TOKEN_PATH), or remove the key (and the variable RAY_ADDRESS) to start a cluster on this machine."
+                ) from error
             raise ConfigError(
                 f"ray_kwargs.ray_init={arguments}: Ray could not start: {error}. Correct or remove the argument."
             ) from error
@@ -372,16 +419,35 @@ def own_folder() -> Path:
     return folder
 
 
-def _does_not_answer(address: str) -> str | None:
-    """Return why nothing can be reached at ``host:port``. None if something answers, or if the address has another form."""
+HTTP2_START = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""What a client of HTTP/2, which gRPC and so Ray speaks, says first: its preface and an empty frame of settings."""
+
+FRAME_BYTES, FRAME_TYPE, FRAME_SETTINGS = 9, 3, 4
+"""Length of a frame's header in HTTP/2, the place of its type there, and the type that a server sends first. RFC 9113."""
+
+
+def _does_not_answer(address: str) -> OSError | None:
+    """Return why nothing can be reached at a ``host:port``. None if something answers as Ray would, or for another form.
+
+    That a process listens is not enough: the kernel accepts connections to one that is stopped.
+    """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdigit():
         return None
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS) as connection:
+            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+                return None
+            connection.sendall(HTTP2_START)
+            header = b""
+            while len(header) < FRAME_BYTES:
+                part = connection.recv(FRAME_BYTES - len(header))
+                if not part:
+                    return ConnectionResetError("it closes the connection")
+                header += part
     except OSError as error:
-        return str(error)
-    return None
+        return error
+    return None if header[FRAME_TYPE] == FRAME_SETTINGS else OSError("it is something else than Ray")
 
 
 def reserve(requests: Sequence[Request], timeout_seconds: float) -> list[list[Any]]:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import math
 import os
 import pkgutil
 import re
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from verl_memopt.errors import ConfigError, DeviceMemoryError, HostMemoryError, 
 from verl_memopt.memory.critic_rules import own_pools
 from verl_memopt.run.processes import uncollected
 from verl_memopt.worker.group import LOOPBACK, Pending, Placement, WorkerFactory, process_environment
-from verl_memopt.worker.nodes import Home, compare_nodes, free_port, log_places, network_of, site, visible_devices
+from verl_memopt.worker.nodes import Home, compare_nodes, held_port, log_places, network_of, site, visible_devices
 from verl_memopt.worker.ray_cluster import STOP_SIGNALS, Connection, Request, release, reserve
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ SLICE_SECONDS = 1.0
 
 KILL_SECONDS = 10.0
 """Longest time in which killed members must be gone."""
+
+START = "start"
+"""Name of the calls before a worker is built."""
 
 
 class Member:
@@ -78,7 +82,7 @@ class Member:
         for name, value in network_of(address).items():
             # What was set on a node before Ray started there is the wish of who knows its network.
             os.environ.setdefault(name, value)
-        return Home(os.getpid(), here, address, free_port(""), gpus)
+        return Home(os.getpid(), here, address, held_port(address), gpus)
 
     def site(self, paths: Mapping[str, str], probe: str) -> dict[str, str]:
         return site(paths, probe)
@@ -111,6 +115,7 @@ def start_ray_group(
     ray_init: Mapping[str, Any],
     num_threads: int,
     ahead: Sequence[str] = (),
+    patience_seconds: float = math.inf,
 ) -> RayGroup:
     """Return a group of the requested processes, with ranks in the order of the nodes. :meth:`RayGroup.build` makes the workers.
 
@@ -124,13 +129,14 @@ def start_ray_group(
         num_threads: OMP_NUM_THREADS of each worker.
         ahead: What each process of the policy calls until its worker is built, such as its imports: ``module:function`` and
             arguments.
+        patience_seconds: Longest wait for a process of this machine that a signal has stopped.
 
     Raises:
         ConfigError: The cluster is too small for the group, or Ray refuses ``ray_init``.
         WorkerError: The cluster had no room in time.
     """
     wanted = [requests] if isinstance(requests, Request) else list(requests)
-    group = RayGroup(Connection(ray_init, *wanted), device)
+    group = RayGroup(Connection(ray_init, *wanted, patience_seconds=patience_seconds), device)
     try:
         group.start(wanted, timeout_seconds)
         # Does not wait: the imports run while the driver reads its data.
@@ -152,7 +158,8 @@ def group_of(settings: Settings, device: str, ahead: Sequence[str] = (), pools: 
         section = settings.critic if name == "critic" else settings.reward_model
         requests.append(Request(section.nnodes, section.n_gpus_per_node, gpu, name))
     num_threads = threads_for(sum(request.devices_per_node for request in requests))
-    return start_ray_group(requests, device, trainer.ray_wait_register_center_timeout, ray.ray_init, num_threads, ahead)
+    patience = settings.actor_rollout_ref.nccl_timeout
+    return start_ray_group(requests, device, trainer.ray_wait_register_center_timeout, ray.ray_init, num_threads, ahead, patience)
 
 
 @dataclass(eq=False)
@@ -161,8 +168,8 @@ class Calls:
 
     pool: Pool
     pending: dict[Any, int]
-    name: str = ""
-    """Name of the call, by which its time is compared with that of earlier ones; "" = it is not compared."""
+    name: str
+    """The phase, or what else is called."""
     results: dict[int, Any] = field(default_factory=dict)
     begun: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
@@ -200,7 +207,7 @@ class Pool:
         return f"{self.name(rank)} ({self.homes[rank]})" if self.homes else self.name(rank)
 
     def all(self, method: str, *args: Any) -> list[Any]:
-        return self.group.wait(self.group.begin(self, [member.call.remote(method, *args) for member in self.members]))
+        return self.group.wait(self.group.begin(self, [member.call.remote(method, *args) for member in self.members], method))
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         return self.begin(method, arguments).result()
@@ -208,7 +215,7 @@ class Pool:
     def begin(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Pending[list[Any]]:
         each = zip(self.members, arguments, strict=True)
         made = [member.call.remote(method, *own) for member, own in each]
-        calls = self.group.begin(self, made, str(arguments[0][0]) if self.is_own and method == "call" else "")
+        calls = self.group.begin(self, made, str(arguments[0][0]) if method == "call" else method)
         return Pending(lambda: self.group.wait(calls))
 
     def shutdown(self) -> None:
@@ -258,7 +265,7 @@ class RayGroup:
                         scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=bundle),
                     )
                     pool.members.append(options.remote(pool.name(len(pool.members))))
-        asked = [self.begin(pool, [member.home.remote() for member in pool.members]) for pool in self._all]
+        asked = [self.begin(pool, [member.home.remote() for member in pool.members], START) for pool in self._all]
         for pool, calls in zip(self._all, asked, strict=True):
             pool.homes = self.wait(calls, timeout_seconds)
         # From now on :meth:`wait` also notices a stopped process and a silent node.
@@ -278,7 +285,7 @@ class RayGroup:
                 environment |= visible_devices(pool.homes, rank, self._device)
                 pool.placements.append(placement)
                 made.append(member.prepare.remote(environment, () if pool.is_own else ahead))
-            self._preparing.append(self.begin(pool, made))
+            self._preparing.append(self.begin(pool, made, START))
 
     def check_nodes(self, paths: Mapping[str, str], run_dir: Path) -> None:
         import ray
@@ -287,7 +294,7 @@ class RayGroup:
         members = [member for pool in self._all for member in pool.members]
 
         def ask(places: Sequence[int], probe: str) -> list[dict[str, str]]:
-            return self.wait(self.begin(first, [members[place].site.remote(paths, probe) for place in places]))
+            return self.wait(self.begin(first, [members[place].site.remote(paths, probe) for place in places], START))
 
         log_places({pool.request.section if pool.is_own else "policy": pool.homes for pool in self._all}, here)
         compare_nodes(self.homes, paths, run_dir, here, ask)
@@ -310,7 +317,7 @@ class RayGroup:
             for pool in self._all:
                 pickled = cloudpickle.dumps((pool_factories or {})[pool.request.section] if pool.is_own else factory)
                 places = zip(pool.members, pool.placements, strict=True)
-                building.append(self.begin(pool, [member.build.remote(pickled, place) for member, place in places]))
+                building.append(self.begin(pool, [member.build.remote(pickled, place) for member, place in places], START))
             for calls in building:
                 self.wait(calls)
         except BaseException:
@@ -347,7 +354,7 @@ class RayGroup:
         self._room = []
         self._connection.close()
 
-    def begin(self, pool: Pool, made: Sequence[Any], name: str = "") -> Calls:
+    def begin(self, pool: Pool, made: Sequence[Any], name: str) -> Calls:
         """Register calls to the members of a pool, one each in rank order. :meth:`wait` returns their results."""
         assert made, "the group was shut down, or ended with an earlier error"
         calls = Calls(pool, {call: rank for rank, call in enumerate(made)}, name)
@@ -358,7 +365,7 @@ class RayGroup:
         """Wait for some calls, or for the first failure of any call. A failure kills every member, and its error is raised."""
         import ray
 
-        failures: dict[tuple[Pool, int], ray.exceptions.RayError] = {}
+        failures: dict[tuple[Calls, int], ray.exceptions.RayError] = {}
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while calls.pending or failures:
             # Calls of all pools, because a failure anywhere ends the run.
@@ -369,6 +376,10 @@ class RayGroup:
             lost = self._connection.lost()
             if lost is not None:
                 raise self._lost(lost)
+            stopped = self._stopped(self._connection.stopped_for_long())
+            if stopped is not None and not failures:
+                self._kill_members()
+                raise WorkerError(stopped)
             for each in self._under_way:
                 _name_slow(each)
             if not done and not failures and (deadline is None or time.monotonic() < deadline):
@@ -380,26 +391,27 @@ class RayGroup:
             try:
                 each.results[rank] = ray.get(done[0])
             except ray.exceptions.RayError as failure:
-                failures[each.pool, rank] = failure
+                failures[each, rank] = failure
             if not each.pending:
                 self._under_way.remove(each)
                 each.pool.longest[each.name] = max(each.heard - each.begun, each.pool.longest.get(each.name, 0.0))
         if not failures and not calls.pending:
             return calls.ended()
+        cause = self._cause(failures) if failures else None
         self._kill_members()
-        if not failures:
+        if cause is None:
             raise WorkerError(
                 f"trainer.ray_wait_register_center_timeout={timeout_seconds}: {calls.pool.request.section}'s workers "
                 f"{sorted(calls.pending.values())} did not start in that time. Raise it, or see Ray's logs in "
                 f"{self._connection.logs()}."
             )
-        raise self._cause(failures)
+        raise cause
 
-    def _cause(self, failures: dict[tuple[Pool, int], Any]) -> UserError:
+    def _cause(self, failures: dict[tuple[Calls, int], Any]) -> UserError:
         """Choose the error to raise for several failures.
 
-        A lost node comes first, then a death, because they explain the broken connections of the other members; then an error for
-        the user.
+        A lost node comes first, then a death, then a member that a signal has stopped, because they explain the broken
+        connections and timeouts of the other members; then an error for the user.
         """
         import ray
 
@@ -412,19 +424,39 @@ class RayGroup:
             for member, failure in failures.items()
             if member not in deaths and isinstance(failure.cause, UserError)
         ]
-        if user_errors and not deaths:
-            (pool, rank), error = user_errors[0]
+        calls, rank = (deaths + list(failures))[0]
+        pool, text = calls.pool, str(failures[calls, rank])
+        if deaths:
+            return WorkerError(
+                f"{pool.where(rank)} died in {calls.name}: {_reason(text)} {DEATH_HINT} {self._connection.logs()}."
+            )
+        stopped = self._stopped(self._connection.stopped_now())
+        if stopped is not None:
+            return WorkerError(f"{stopped} {pool.name(rank)} said: {_plain(text).splitlines()[-1]}")
+        if user_errors:
+            (calls, rank), error = user_errors[0]
+            pool = calls.pool
             # The user must learn whose memory it was: each pool has settings of its own.
             if isinstance(error, DeviceMemoryError | HostMemoryError) and pool.is_own:
                 error.args = (f"{pool.where(rank)}: {error.args[0]}", *error.args[1:])
             return error
-        pool, rank = (deaths + list(failures))[0]
-        text = str(failures[pool, rank])
-        if deaths:
-            return WorkerError(f"{pool.where(rank)} died: {_reason(text)} {DEATH_HINT} {self._connection.logs()}.")
-        return WorkerError(f"{pool.where(rank)} raised an error. Its traceback:\n{_plain(text)}")
+        return WorkerError(f"{pool.where(rank)} raised an error in {calls.name}. Its traceback:\n{_plain(text)}")
+
+    def _stopped(self, pids: Container[int]) -> str | None:
+        """Return, in words, which member of some stopped processes has a call to answer; None if none has."""
+        for calls in self._under_way:
+            for rank in calls.pending.values():
+                if calls.pool.homes and calls.pool.homes[rank].pid in pids:
+                    return (
+                        f"{calls.pool.where(rank)} was stopped by a signal in {calls.name}, and the others wait no longer than "
+                        "actor_rollout_ref.nccl_timeout seconds for it. The same command resumes from the last checkpoint. A "
+                        "process that is to go on gets kill -CONT before that time is over, or raise the key."
+                    )
+        return None
 
     def _lost(self, reason: str) -> WorkerError:
+        """Kill the members of this machine, drop the others, which end with the connection, and return the error to raise."""
+        self._connection.kill_watched()
         self._drop_members()
         return WorkerError(
             f"{reason}, and the run cannot go on without it. The same command resumes from the last checkpoint. "
@@ -461,7 +493,7 @@ def _name_slow(calls: Calls) -> None:
         logger.warning("the others were done after %.1f seconds, and wait for %s", took, slow)
         return
     before = pool.longest.get(calls.name, 0.0)
-    if calls.name and before and waited > SLOW_TIMES * before:
+    if pool.is_own and calls.name != START and before and waited > SLOW_TIMES * before:
         calls.told = True
         logger.warning("%s took %.1f seconds at most so far, and has not ended after %.1f: %s", calls.name, before, waited, slow)
 

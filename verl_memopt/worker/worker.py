@@ -59,6 +59,7 @@ from verl_memopt.rollout.engine_weights import SyncCheck
 from verl_memopt.run.interrupts import StopFile, never
 from verl_memopt.worker.checkpoint import load_start, load_trained, save_model, save_trained, sent_weights
 from verl_memopt.worker.group import Placement
+from verl_memopt.worker.nodes import take_listener
 from verl_memopt.worker.policy import (
     NO_STATISTICS,
     LogProbs,
@@ -352,7 +353,8 @@ class Worker:
     def _build(self) -> None:
         # The engine is first: it measures the free memory, sleeps, and leaves the device to the trainer.
         place, settings, shared = self.placement, self.settings, None
-        join_process_group(self.device, place.rank, place.world_size, place.master_addr, place.master_port, settings.nccl_timeout)
+        seconds, listener = settings.nccl_timeout, take_listener(place.master_port)
+        join_process_group(self.device, place.rank, place.world_size, place.master_addr, place.master_port, seconds, listener)
         if self.plan.engine_folder is not None:
             self.engine = build_engine(settings.rollout, self._engine_place(self.plan.engine_folder))
             shared = shared_weights(self.engine, settings, place.world_size, self.plan.free_engine)
