@@ -515,7 +515,7 @@ def _train(
 ) -> int:
     from verl_memopt.observe.phase import PhaseClock
     from verl_memopt.trainer.build import build_run
-    from verl_memopt.trainer.loop import Trainer, start_rewards, start_workers
+    from verl_memopt.trainer.loop import TrainingLoop, start_rewards, start_workers
     from verl_memopt.trainer.replay import debug_settings, mode_of
     from verl_memopt.trainer.reporter import Reporter
 
@@ -531,7 +531,7 @@ def _train(
             if begun is not None:  # this process only waits while Ray's start their engines
                 _import_aside("matplotlib.backends.backend_agg")
             with start_workers(context, clock, begun) as workers:
-                Trainer(context, workers, rewards, reporter, interrupts, listener).run()
+                TrainingLoop(context, workers, rewards, reporter, interrupts, listener).run()
                 reporter.draw_aside()
         except KeyboardInterrupt:
             reporter.say("stopped at once; a new start resumes at the last checkpoint")

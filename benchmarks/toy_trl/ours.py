@@ -20,7 +20,7 @@ from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.observe.run_folder import read_timeline
 from verl_memopt.run.interrupts import Interrupts
 from verl_memopt.trainer.build import build_run
-from verl_memopt.trainer.loop import Trainer, start_rewards, start_workers
+from verl_memopt.trainer.loop import TrainingLoop, start_rewards, start_workers
 from verl_memopt.trainer.reporter import Reporter
 
 NAMES = {"gen": "rollout", "reward": "reward", "old_log_prob": "log_prob", "update_actor": "update", "update_weights": "sync"}
@@ -89,7 +89,7 @@ class Clock(PhaseClock):
             spent[NAMES[name]] = spent.get(NAMES[name], 0.0) + time.process_time() - began
 
 
-class TimedTrainer(Trainer):
+class TimedTrainer(TrainingLoop):
     def __init__(self, *args: Any, clock: Clock) -> None:
         super().__init__(*args)
         self.clock = clock

@@ -103,7 +103,7 @@ def test_an_input_of_its_own_is_a_function_beside_it(tmp_path):
     check_custom(chosen)
     assert statistics_of(chosen.algorithm) == {"surprise": f"{tmp_path}/mine.py:surprise"}
     log_probs = torch.linspace(0, 3, 40).view(10, 4).log_softmax(-1)
-    found = {"surprise": load_statistic(f"{tmp_path}/mine.py:surprise").of_columns(log_probs, None)}
+    found = {"surprise": load_statistic(f"{tmp_path}/mine.py:surprise").compute(log_probs, None)}
     assert torch.equal(custom_advantages(inputs(statistics=found), chosen.algorithm)[0], -log_probs.amax(-1))
 
 
@@ -160,7 +160,7 @@ def test_the_estimator_of_the_settings_is_the_users(tmp_path):
 def test_a_statistic_of_the_package_is_loaded_by_its_dotted_name():
     (known,) = STATISTICS.values()
     log_probs = torch.linspace(0, 3, 40).view(10, 4).log_softmax(-1)
-    found = load_statistic(known.function).of_columns(log_probs, None)
+    found = load_statistic(known.function).compute(log_probs, None)
     torch.testing.assert_close(found, log_probs.exp().square().sum(-1))
 
 

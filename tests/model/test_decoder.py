@@ -4,7 +4,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.model.test_build import built, filled
 from tests.model.test_pack import packed
-from verl_memopt.model.decoder import Attention, BlockOptions, Decoder, DecoderBlock, class_name, of_llama_family
+from verl_memopt.model.decoder import Attention, BlockOptions, Decoder, DecoderBlock, class_name, is_llama_like
 from verl_memopt.model.families import window
 from verl_memopt.model.packing import pack_rows
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
@@ -119,9 +119,9 @@ def test_its_modules_answer_to_the_classes_they_took_the_place_of(folders):
 
 def test_other_modules_beside_the_known_ones_are_not_taken_over(folders):
     lm = AutoModelForCausalLM.from_pretrained(folders["llama"])
-    assert of_llama_family(lm)
+    assert is_llama_like(lm)
     lm.model.adapter = torch.nn.Identity()
-    assert not of_llama_family(lm)
+    assert not is_llama_like(lm)
 
 
 def test_a_row_alone_in_eager_attention_gives_what_the_pack_gives(folders):

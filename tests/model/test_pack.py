@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_memopt.memory.sequence_parallel_torch import SequenceGroup
-from verl_memopt.model.packing import PrefixLayout, PrefixSpan, Run, pack_groups, pack_prompt, pack_rows, pack_suffixes
+from verl_memopt.model.packing import PrefixLayout, PrefixSpan, SegmentRun, pack_groups, pack_prompt, pack_rows, pack_suffixes
 
 ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=9)
 """Rows as (group, tokens of the response)."""
@@ -285,11 +285,11 @@ def test_segments_lie_prefix_first_and_group_after_group():
 
 
 def test_neighbours_of_one_length_are_one_run():
-    assert PrefixLayout.of(SIZES).runs == (Run(0, 1, 3), Run(3, 2, 2), Run(7, 3, 4), Run(19, 2, 1))
+    assert PrefixLayout.of(SIZES).runs == (SegmentRun(0, 1, 3), SegmentRun(3, 2, 2), SegmentRun(7, 3, 4), SegmentRun(19, 2, 1))
 
 
 def test_a_prefix_span_says_where_prefix_and_suffixes_of_a_group_lie():
-    first, last = PrefixSpan(Run(0, 1, 3), Run(3, 1, 8)), PrefixSpan(Run(19, 1, 1), Run(20, 1, 1))
+    first, last = PrefixSpan(SegmentRun(0, 1, 3), SegmentRun(3, 1, 8)), PrefixSpan(SegmentRun(19, 1, 1), SegmentRun(20, 1, 1))
     assert PrefixLayout.of(SIZES).prefix_spans == (first, last)
 
 
@@ -320,9 +320,9 @@ def test_queries_of_groups_with_skipped_tokens_lie_close_together():
 
 def test_the_queries_of_a_prefix_see_its_skipped_tokens():
     first, suffixes, last = SKIPPED.prefix_spans
-    assert first == PrefixSpan(keys=Run(0, 1, 5), queries=Run(0, 1, 1))
-    assert suffixes == PrefixSpan(keys=Run(0, 1, 6), queries=Run(1, 1, 4))
-    assert last == PrefixSpan(keys=Run(13, 1, 2), queries=Run(8, 1, 4))
+    assert first == PrefixSpan(keys=SegmentRun(0, 1, 5), queries=SegmentRun(0, 1, 1))
+    assert suffixes == PrefixSpan(keys=SegmentRun(0, 1, 6), queries=SegmentRun(1, 1, 4))
+    assert last == PrefixSpan(keys=SegmentRun(13, 1, 2), queries=SegmentRun(8, 1, 4))
     assert SKIPPED.prefix_index_q.tolist() == [0, 1, 2, 3, 4, 8, 9, 10, 11]
     assert SKIPPED.prefix_index_k.tolist() == [*range(5), *range(6), 13, 14]
 
@@ -330,7 +330,7 @@ def test_the_queries_of_a_prefix_see_its_skipped_tokens():
 def test_suffixes_of_a_prefix_that_is_skipped_whole():
     layout = PrefixLayout.of(((0, (2, 1)), (3, ())), skipped=(4, 0))
     assert layout.segments == (2, 1, 3)
-    assert layout.prefix_spans == (PrefixSpan(keys=Run(0, 1, 4), queries=Run(0, 1, 3)),)
+    assert layout.prefix_spans == (PrefixSpan(keys=SegmentRun(0, 1, 4), queries=SegmentRun(0, 1, 3)),)
     assert layout.query_index.tolist() == layout.query_places.tolist() == [4, 5, 6, 7, 8, 9]
 
 

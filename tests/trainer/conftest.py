@@ -14,10 +14,10 @@ from verl_memopt.observe.phase import PhaseClock, PhaseMemory
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.run.interrupts import Interrupts
 from verl_memopt.trainer.build import build_learner, build_run
-from verl_memopt.trainer.loop import Trainer, start_rewards, start_workers
+from verl_memopt.trainer.loop import TrainingLoop, start_rewards, start_workers
 from verl_memopt.trainer.replay import debug_settings, mode_of
 from verl_memopt.trainer.reporter import Reporter
-from verl_memopt.trainer.rollouts import Answers, to_batch
+from verl_memopt.trainer.rollouts import RowAnswers, to_batch
 from verl_memopt.worker.group import Pending, TimedGroup
 from verl_memopt.worker.worker import Reply, Worker
 
@@ -115,7 +115,7 @@ def alike(settled, base_context, base_workers):
 def batch_of(lengths, samples=2):
     responses = [[3 + row] * length for row, length in enumerate(lengths)]
     prompts = [[40 + row] * 3 for row in range(len(lengths))]
-    batch = to_batch(Answers([], prompts, Generation(responses, None, []), []), samples, Actor())
+    batch = to_batch(RowAnswers([], prompts, Generation(responses, None, []), []), samples, Actor())
     batch.old_log_probs = torch.full((sum(lengths),), -5.0)
     batch.advantages = torch.ones(sum(lengths))
     return batch
@@ -161,7 +161,7 @@ def ready(settings, begun=None, listener=None):
             Reporter(context, clock) as reporter,
             start_workers(context, clock, begun) as workers,
         ):
-            trainer = Trainer(context, workers, runner, reporter, interrupts, listener)
+            trainer = TrainingLoop(context, workers, runner, reporter, interrupts, listener)
             try:
                 yield trainer
             finally:

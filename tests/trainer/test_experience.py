@@ -18,14 +18,14 @@ from verl_memopt.model.tiny import build_tokenizer
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.micro_batching import Budget
-from verl_memopt.trainer.rollouts import Answers, LogProbPass, StepBatch, to_batch
+from verl_memopt.trainer.rollouts import LogProbPass, RowAnswers, StepBatch, to_batch
 from verl_memopt.worker.policy import LogProbs
 from verl_memopt.worker.trained_model import micro_batch
 
 
 def batch_of(responses, log_probs=None, samples=2):
     prompts = [[1] * (2 + row) for row in range(len(responses))]
-    return to_batch(Answers([], prompts, Generation(responses, log_probs, []), []), samples, Actor(use_prefix_grouper=False))
+    return to_batch(RowAnswers([], prompts, Generation(responses, log_probs, []), []), samples, Actor(use_prefix_grouper=False))
 
 
 RESPONSES = [[5, 6], [], [7], [8, 9, 10]]
@@ -81,7 +81,7 @@ RLOO = Algorithm(adv_estimator="rloo")
 
 def step_of(batch, results):
     rows = [PromptRow(0, "1+1=", "s", None, {}, address) for address in ("a:1", "a:1", "a:2", "a:2")]
-    return StepBatch(3, None, Answers(rows, [], None, []), batch, results)
+    return StepBatch(3, None, RowAnswers(rows, [], None, []), batch, results)
 
 
 def shaped(batch, scores, algorithm=RLOO, controller=None):
@@ -161,7 +161,7 @@ PROMPTS = [PromptRow(index, text, "s", None, {}, f"a:{index}") for index, text i
 def expanded_batch(method, use_prefix_grouper=True):
     """Two prompts of unequal lengths with two answers each."""
     expanded = expand(PROMPTS, [0, 1], 2, method, PromptEncoder(TOKENIZER, 100, "error"))
-    answers = Answers([], expanded.prompt_ids, Generation([[5, 6], [7], [8], [9, 10, 11]], None, []), [])
+    answers = RowAnswers([], expanded.prompt_ids, Generation([[5, 6], [7], [8], [9, 10, 11]], None, []), [])
     return to_batch(answers, 2, Actor(use_prefix_grouper=use_prefix_grouper))
 
 

@@ -14,7 +14,7 @@ from verl_memopt.errors import RewardError, TrainingError
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.group_filter import GroupFilter, draw_rows, drawn_rows
-from verl_memopt.trainer.rollouts import Answers, StepBatch, to_batch
+from verl_memopt.trainer.rollouts import RowAnswers, StepBatch, to_batch
 
 
 def round_of(first, scores, samples=2, log_probs=True, extra=None, failed=()):
@@ -26,7 +26,7 @@ def round_of(first, scores, samples=2, log_probs=True, extra=None, failed=()):
     given = [[-float(token) for token in response] for response in responses] if log_probs else None
     generation = Generation(responses, given, ["stop"] * len(ids), cached_tokens=10 * len(ids))
     texts = [str(response) for response in responses]
-    answers = Answers([row for row in rows for _ in range(samples)], ids, generation, texts)
+    answers = RowAnswers([row for row in rows for _ in range(samples)], ids, generation, texts)
     extras = extra or [{}] * len(scores)
     results = [RewardResult(score, own, index in failed) for index, (score, own) in enumerate(zip(scores, extras, strict=True))]
     prompts = StepPrompts(rows, ids, rows_truncated=1, tokens_dropped=3)
@@ -195,7 +195,7 @@ def test_a_draw_repeats_with_its_seed_and_changes_with_another():
 
 def step_batch(scores):
     rows = [PromptRow(index, "", "toy/arithmetic", "", {}, f"rows:{index}") for index in range(len(scores))]
-    answers = Answers(rows, [], Generation([], None, []), [])
+    answers = RowAnswers(rows, [], Generation([], None, []), [])
     results = [RewardResult(score, {}) for score in scores]
     return StepBatch(1, StepPrompts([], [], 0, 0), answers, batch_of([2, 1, 3, 1][: len(scores)]), results)
 

@@ -28,7 +28,7 @@ from verl_memopt.trainer.micro_batching import (
     uneven_shares,
     update_gives_old_log_probs,
 )
-from verl_memopt.trainer.rollouts import Answers, StepBatch
+from verl_memopt.trainer.rollouts import RowAnswers, StepBatch
 from verl_memopt.worker.policy import Objective
 from verl_memopt.worker.trained_model import micro_batches_of
 
@@ -271,7 +271,7 @@ def updated(alike, more, ranks=1, step=1):
     workers = group_of(*map(Updater, range(ranks)))
     learner = alike({f"{AR}.actor.old_log_prob_pass": "always", **more}, workers)
     rows = [PromptRow(index, "", "toy/arithmetic", "", {}, f"rows:{index}") for index in range(8)]
-    answers = Answers(rows, [], Generation([], None, []), [])
+    answers = RowAnswers(rows, [], Generation([], None, []), [])
     batch = StepBatch(step, StepPrompts([], [], 0, 0), answers, batch_of([1] * 8))
     learner.policy.update(batch)
     metrics = batch.metrics

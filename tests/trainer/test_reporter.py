@@ -13,7 +13,7 @@ from verl_memopt.rollout.engine import Generation
 from verl_memopt.run.checkpoints import Checkpoint
 from verl_memopt.trainer.build import build_run
 from verl_memopt.trainer.reporter import Reporter, samples_of
-from verl_memopt.trainer.rollouts import Answers
+from verl_memopt.trainer.rollouts import RowAnswers
 from verl_memopt.trainer.step import StepResult
 from verl_memopt.trainer.validate import Validation
 
@@ -39,7 +39,7 @@ def answers_of(count):
     rows = [PromptRow(index, f"{index}=", "toy/arithmetic", f"truth {index}", {}, "") for index in range(count)]
     generation = Generation([[30 + index] for index in range(count)], None, ["stop"] * count)
     results = [RewardResult(index / 10, {"length": index}) for index in range(count)]
-    return Answers(rows, [[index] for index in range(count)], generation, [f"text {index}" for index in range(count)]), results
+    return RowAnswers(rows, [[index] for index in range(count)], generation, [f"text {index}" for index in range(count)]), results
 
 
 def result_of(count=6, **metrics):

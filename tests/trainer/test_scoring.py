@@ -19,7 +19,7 @@ from verl_memopt.rewards.score import RewardResult
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.build import scorer_of
 from verl_memopt.trainer.micro_batching import Budget
-from verl_memopt.trainer.rollouts import Answers
+from verl_memopt.trainer.rollouts import RowAnswers
 from verl_memopt.trainer.scoring import (
     BUDGET_KEY,
     END,
@@ -35,7 +35,7 @@ from verl_memopt.trainer.scoring import (
 def texts_of(texts, truths, lengths=None):
     rows = [PromptRow(i, "", "toy/arithmetic", truth, {}, "") for i, truth in enumerate(truths)]
     responses = [[1] * length for length in lengths or map(len, texts)]
-    return Answers(rows, [[1]] * len(rows), Generation(responses, None, []), list(texts))
+    return RowAnswers(rows, [[1]] * len(rows), Generation(responses, None, []), list(texts))
 
 
 def test_answers_are_scored_with_their_own_ground_truth():
@@ -111,7 +111,7 @@ def answers_of(*responses, samples=2):
     prompts = [PromptRow(i, "", "toy/arithmetic", "2", {"a": 1}, f"rows:{i + 1}") for i in range(len(responses) // samples)]
     rows = [prompt for prompt in prompts for _ in range(samples)]
     ids = [[10 * (row.index + 1)] * (row.index + 1) for row in rows]
-    return Answers(rows, ids, Generation([list(ids) for ids in responses], None, []), ["2"] * len(rows))
+    return RowAnswers(rows, ids, Generation([list(ids) for ids in responses], None, []), ["2"] * len(rows))
 
 
 RESPONSES = [(1, 2), (3,), (), (4, 5, 6), (7,), (8, 9)]
@@ -196,7 +196,7 @@ def row(text="1+1=", messages=None):
 
 
 def answers_to(rows, prompt_ids, response_ids, texts=None):
-    return Answers(rows, prompt_ids, Generation(response_ids, None, []), texts or [""] * len(rows))
+    return RowAnswers(rows, prompt_ids, Generation(response_ids, None, []), texts or [""] * len(rows))
 
 
 def test_shared_ids_are_read_as_they_are_and_part_where_the_answers_do():

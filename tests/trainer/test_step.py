@@ -21,7 +21,7 @@ from verl_memopt.run.checkpoints import CheckpointStore
 from verl_memopt.trainer.build import build_learner, build_run
 from verl_memopt.trainer.loop import start_workers
 from verl_memopt.trainer.micro_batching import MiniBatchCutter, critic_budgets
-from verl_memopt.trainer.rollouts import Advantages, Answers, StepBatch
+from verl_memopt.trainer.rollouts import Advantages, RowAnswers, StepBatch
 from verl_memopt.trainer.step import CriticTraining, OnPolicy, StepMetrics, mask_truncated, score
 from verl_memopt.worker.worker import Worker
 
@@ -144,7 +144,7 @@ def test_what_truncation_took_is_counted_step_by_step(settled):
 def test_a_batch_without_a_single_response_token_is_scored_and_updates_nothing(alike):
     learner = alike()
     rows = [PromptRow(index, "", "toy/arithmetic", "", {}, f"rows:{index}") for index in range(8)]
-    answers = Answers(rows, [], Generation([[]] * 8, None, []), [""] * 8)
+    answers = RowAnswers(rows, [], Generation([[]] * 8, None, []), [""] * 8)
     batch = StepBatch(1, StepPrompts([], [], 0, 0), answers, batch_of([0] * 8))
     learner.policy.old_log_probs(batch, update_follows=True)
     assert batch.rows.old_log_probs.shape == (0,)
@@ -327,7 +327,7 @@ def described(truncates=False, kl_mean=None, entropy=None, old_log_prob=-5.0, va
     per_token = torch.tensor([1.0, -1.0, 0.0, 0.0])[rows.response_row()]
     scores = torch.tensor([result.score for result in results])
     advantages = Advantages(per_token, per_token + 0.5, scores - 0.25, kl_mean, {"groups": 2.0})
-    answers = Answers([], [], Generation([], None, [], cached_tokens=6), [])
+    answers = RowAnswers([], [], Generation([], None, [], cached_tokens=6), [])
     prompts = StepPrompts([], [], rows_truncated=2, tokens_dropped=9)
     batch = StepBatch(3, prompts, answers, rows, results, entropy, advantages)
     return StepMetrics(3, 4, truncates).describe(batch, 0.5)

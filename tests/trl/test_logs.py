@@ -8,7 +8,7 @@ from verl_memopt.data.dataset import PromptRow
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.listener import Progress
-from verl_memopt.trainer.rollouts import Answers
+from verl_memopt.trainer.rollouts import RowAnswers
 from verl_memopt.trl.logs import RewardNames, answer_log, evaluation_log, scored_rows, training_log
 
 
@@ -17,7 +17,7 @@ def answers(lengths, finish_reasons, sets=None):
     extra = [{} if sets is None else {"validation_set": name} for name in sets or lengths]
     rows = [PromptRow(index // 2, "p", "s", None, extra[index], "a:1") for index in range(len(lengths))]
     generation = Generation([[7] * length for length in lengths], None, finish_reasons)
-    return Answers(rows, [[1]] * len(lengths), generation, ["x"] * len(lengths))
+    return RowAnswers(rows, [[1]] * len(lengths), generation, ["x"] * len(lengths))
 
 
 def test_rewards_and_lengths_are_those_of_the_answers():

@@ -45,7 +45,7 @@ def _decoupled(settings: Settings) -> bool:
     return not settings.algorithm.rollout_correction.bypass_mode
 
 
-def _of_head(name: str, key: str | None = None) -> Extra:
+def _head_statistic(name: str, key: str | None = None) -> Extra:
     """Return the argument that the head's statistic ``name`` fills.
 
     ``key``: setting below ``actor`` that makes the head compute it. None = it needs no setting.
@@ -69,7 +69,7 @@ EXTRAS: dict[str, Extra] = {
         lambda settings: settings.actor_rollout_ref.rollout.calculate_log_probs,
         "Set actor_rollout_ref.rollout.calculate_log_probs=true",
     ),
-    **{statistic.name: _of_head(statistic.name, statistic.key) for statistic in STATISTICS.values()},
+    **{statistic.name: _head_statistic(statistic.name, statistic.key) for statistic in STATISTICS.values()},
     "rollout_is_weights": Extra(
         "weights",
         lambda settings: _decoupled(settings) and settings.algorithm.rollout_correction.rollout_is is not None,
@@ -154,7 +154,7 @@ def load_function(
     required = [parameter.name for parameter in parameters if parameter.name in named and parameter.default is parameter.empty]
     asked = [name for name in required if name not in (*arguments, *extras)]
     beside = getattr(function, "__globals__", {}) if extras else {}
-    own = {name: _of_head(name) for name in asked if callable(beside.get(name))}
+    own = {name: _head_statistic(name) for name in asked if callable(beside.get(name))}
     unknown += [name for name in asked if name not in own]
     if unknown:
         further = f", and may ask for {', '.join(extras)}" if extras else ""
@@ -191,12 +191,12 @@ def load_statistic(address: str) -> Statistic:
     function = load_from_file(path, name, key=f"{ESTIMATOR_KEY}.path", error=ConfigError)
     user = UserFunction(lambda log_probs: function(log_probs), f"{ESTIMATOR_KEY}.path={path}: {name}", ("log_probs",))
 
-    def of_rows(log_probs: Tensor, scratch: Tensor | None) -> Tensor:
+    def compute(log_probs: Tensor, scratch: Tensor | None) -> Tensor:
         found = user.call({"log_probs": log_probs})
         _check_tensor(user, "the statistic", found, log_probs[:, 0])
         return found.float()
 
-    return Statistic(of_rows)
+    return Statistic(compute)
 
 
 def custom_advantages(inputs: AdvantageInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
@@ -320,7 +320,7 @@ def _try_estimator(settings: Settings, samples: int) -> None:
     }  # fmt: skip
     log_probs = torch.linspace(0.0, 1.0, 5).log_softmax(-1).repeat(row.shape[0], 1)
     asked = statistics_of(settings.algorithm)
-    statistics = {name: load_statistic(address).of_columns(log_probs, None) for name, address in asked.items()}
+    statistics = {name: load_statistic(address).compute(log_probs, None) for name, address in asked.items()}
     inputs = AdvantageInputs(
         rewards, torch.arange(num_rows) // samples, torch.ones(num_rows, dtype=torch.bool), row, lengths,
         token_rewards=torch.where(last, rewards[row], 0.0), statistics=statistics, **made_up,

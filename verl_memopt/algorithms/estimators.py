@@ -164,11 +164,11 @@ def grpo_advantages(
 
 
 def _group_relative(
-    rewards: Tensor, group: Tensor, valid: Tensor, by_std: bool, epsilon: float, of_batch: bool = False
+    rewards: Tensor, group: Tensor, valid: Tensor, by_std: bool, epsilon: float, by_batch: bool = False
 ) -> Tensor:
     stats = group_statistics(rewards, group, valid, lone_rewards=True)
     centred = rewards.double() - stats.mean
-    std = group_statistics(rewards, torch.zeros_like(group), valid).std if of_batch else stats.std
+    std = group_statistics(rewards, torch.zeros_like(group), valid).std if by_batch else stats.std
     return torch.where(stats.informative, centred / (std + epsilon) if by_std else centred, 0.0)
 
 

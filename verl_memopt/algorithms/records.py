@@ -188,7 +188,7 @@ class Loss:
     """Keys below ``actor_rollout_ref.actor`` that it reads. Setting one that only other losses read earns a warning."""
     token_local: bool = True
     """Loss and gradient of a token do not depend on other tokens' log-probs. The head then has its gradient in the forward."""
-    of_ratio: bool = True
+    is_ratio: bool = True
     """The gradient depends on log-probs through the ratio alone. Where the ratio is 1, it is then known before any log-prob."""
     by_sequence: bool = False
     """It averages over sequences, whatever ``loss_agg_mode`` says."""
@@ -284,7 +284,7 @@ LOSSES: dict[str, Loss] = _by_name(
     ),
     Loss(
         CUSTOM, "the function that custom names, per token", "a function of the user's own",
-        of_ratio=False, named="custom.custom_loss",
+        is_ratio=False, named="custom.custom_loss",
     ),
 )  # fmt: skip
 """Name -> record of every policy loss."""

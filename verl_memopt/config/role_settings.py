@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from verl_memopt.algorithms.records import PolicyLoss
 from verl_memopt.memory.activation_checkpointing import ActivationCheckpointing
-from verl_memopt.memory.activation_offload import ActivationOffload
-from verl_memopt.memory.bucketed_adamw import BucketedAdamW
+from verl_memopt.memory.activation_offload import ActivationOffloadSettings
+from verl_memopt.memory.bucketed_adamw import BucketedAdamWSettings
 from verl_memopt.memory.chunked_logprob import ChunkedLogprob
 from verl_memopt.memory.grad_offload import GradOffload
 from verl_memopt.memory.knob import (
@@ -61,13 +61,13 @@ DECAYS = Range("must each be at least 0 and below 1", lambda pair: all(0 <= deca
 # A section has the fields of its knobs. Fields of the last base come first, so that the page lists knobs in their order.
 @dataclass(frozen=True)
 class ModelKnobs(
-    Lora, ActivationOffload, ActivationCheckpointing, TiledBlock, TiledMlpSettings, PruneLastBlock, RecomputeElementwise
+    Lora, ActivationOffloadSettings, ActivationCheckpointing, TiledBlock, TiledMlpSettings, PruneLastBlock, RecomputeElementwise
 ):
     """The knobs that act in the policy's model and in the critic's."""
 
 
 @dataclass(frozen=True)
-class Optim(OptimizerInBackward, StochasticRounding, OptimizerStateDtype, BucketedAdamW):
+class Optim(OptimizerInBackward, StochasticRounding, OptimizerStateDtype, BucketedAdamWSettings):
     lr: NaturalFloat = 1e-6
     """Peak learning rate. SGD needs one that is larger by orders of magnitude, as its update has the size of the gradient."""
     weight_decay: NaturalFloat = 0.01

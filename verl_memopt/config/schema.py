@@ -47,7 +47,7 @@ from verl_memopt.memory.knob import (
     Share,
     Words,
 )
-from verl_memopt.memory.limits import Limits
+from verl_memopt.memory.limits import MemoryLimits
 from verl_memopt.memory.precision import MixedPrecision
 from verl_memopt.memory.quantized_frozen import QuantizedFrozen
 from verl_memopt.memory.weight_buckets import BucketEngine
@@ -399,7 +399,7 @@ class Trainer:
 
 
 @dataclass(frozen=True)
-class Memory(Limits):
+class Memory(MemoryLimits):
     """Limits of each worker process."""
 
 

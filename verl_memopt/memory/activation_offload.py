@@ -22,7 +22,7 @@ _LEAST, _IN_FLIGHT, _STAYS = (f"{_MODEL}.activation_offload_{key}" for key in ("
 
 
 @dataclass(frozen=True)
-class ActivationOffload:
+class ActivationOffloadSettings:
     enable_activation_offload: bool = False
     """What a forward saves for its backward rests in host buffers in between, with or without gradient checkpointing."""
     activation_offload_min_bytes: NaturalInt = 1048576
@@ -41,7 +41,7 @@ class ActivationOffload:
 
 KNOB = Knob(
     cost="host memory, copies",
-    settings={"model": ActivationOffload},
+    settings={"model": ActivationOffloadSettings},
     same_numbers=True,
     known_as={"activation_offloading": "actor_rollout_ref.model.enable_activation_offload"},
     unused_keys=tuple(

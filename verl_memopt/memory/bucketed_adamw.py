@@ -48,7 +48,7 @@ _IN_BUCKETS: list[Predicate] = [lambda settings: _class(settings) == _SGD]
 
 
 @dataclass(frozen=True)
-class BucketedAdamW:
+class BucketedAdamWSettings:
     optimizer: str = "AdamW"
     """Class name inside ``optimizer_impl``: AdamW, or SGD, which has no moments and saves 8 bytes a parameter in fp32."""
     momentum: Annotated[float, MOMENTUM] = 0.0
@@ -111,7 +111,7 @@ def _is_compiled_while_counted(settings: Settings) -> bool:
 
 KNOB = Knob(
     cost="nothing",
-    settings={"optim": BucketedAdamW},
+    settings={"optim": BucketedAdamWSettings},
     unused_keys=(
         UnusedKey(
             BUCKET,

@@ -25,8 +25,8 @@ from verl_memopt.memory.embedding_gradient import gradient_dtype
 from verl_memopt.memory.host_buffers import host_buffer
 from verl_memopt.memory.optimizer_offload_torch import (
     GRADIENT,
-    Member,
     Section,
+    SectionMember,
     Slice,
     StateLanes,
     aligned,
@@ -309,7 +309,7 @@ class Bucketed(Optimizer, ABC):
             level = logging.WARNING if 2 * kept > whole else logging.INFO
             logger.log(level, KEPT, state_dtype, kept, whole, LEAST_BLOCK)
 
-    def _update(self, section: Section, members: Sequence[Member], stopped: Tensor | None = None) -> None:
+    def _update(self, section: Section, members: Sequence[SectionMember], stopped: Tensor | None = None) -> None:
         if not members:
             return
         steps = self._steps(members)
@@ -323,7 +323,7 @@ class Bucketed(Optimizer, ABC):
         for bucket, planes in zip(buckets, self._planes(section, buckets), strict=True):
             self._update_bucket(section, bucket, planes, _cut(work, count(bucket)), stopped)
 
-    def _steps(self, members: Iterable[Member]) -> list[Tensor]:
+    def _steps(self, members: Iterable[SectionMember]) -> list[Tensor]:
         return [self.state[member.parameter]["step"] for member in members if "step" in self.state[member.parameter]]
 
     def _update_bucket(

@@ -146,8 +146,8 @@ def advices() -> Iterator[Advice]:
 def _has_twin(key: str, *others: str) -> bool:
     # Whether the critic has a twin of the key and of every other key in the rule.
     knob_keys = _knob_keys()
-    of_reference = any(other.startswith("actor_rollout_ref.ref.") for other in others)
-    lacking = of_reference or any(other in knob_keys and twin(other) not in (other, *knob_keys) for other in others)
+    is_reference = any(other.startswith("actor_rollout_ref.ref.") for other in others)
+    lacking = is_reference or any(other in knob_keys and twin(other) not in (other, *knob_keys) for other in others)
     return twin(key) != key and twin(key) in knob_keys and not lacking
 
 

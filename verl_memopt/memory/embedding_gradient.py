@@ -174,7 +174,7 @@ class GradientHome(Protocol):
 
 
 @dataclass(frozen=True)
-class Tile:
+class GradientTile:
     """Some rows of a matrix's gradient, on the device to be added to."""
 
     number: int
@@ -191,7 +191,7 @@ class Tiles(Protocol):
     def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tile number of each matrix row, and its row within that tile, int64 [T] each."""
 
-    def passing(self, needed: Collection[int] | None = None) -> Iterator[Tile]:
+    def passing(self, needed: Collection[int] | None = None) -> Iterator[GradientTile]:
         """Yield the tiles in order, each with its sum so far, and store each one afterwards.
 
         ``needed``: numbers of the tiles that are added to; the others may be left out and keep their sums. None = all tiles.

@@ -17,7 +17,7 @@ from verl_memopt.config.keys import value_at
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, CriticModel, Fsdp, Model, Settings, TrainedFsdp
 from verl_memopt.memory.critic_rules import CRITIC_PHASES, has_critic, own_pools
 from verl_memopt.memory.formulas import QUANTIZED_AT_ONCE, ModelSize, Pass, width
-from verl_memopt.memory.held import Held, Kinds, largest, together
+from verl_memopt.memory.held import Held, Kinds, largest, sum_kinds
 from verl_memopt.memory.host_buffers import ALIGNMENT, GIB
 from verl_memopt.memory.knob import devices_of, needs_reference, sequence_ranks
 from verl_memopt.memory.lora import slot_rank
@@ -166,7 +166,7 @@ class _Prediction:
     def own_peaks(self, phases: Collection[str]) -> Peaks:
         others = {phase for role in own_pools(self.settings) for phase in OF_POOLS[role]}
         own = set(phases) - others if self.pool is None else {*OF_POOLS[self.pool], *SHARED_PHASES[self.pool]} & set(phases)
-        found = {phase: together({"other": OTHER}, *make()) for phase, make in self._phases.items() if phase in own}
+        found = {phase: sum_kinds({"other": OTHER}, *make()) for phase, make in self._phases.items() if phase in own}
         on_gpu = self.device == "cuda"
         eager = self.roles.rollout.enforce_eager or self.pool is not None
         graphs = GRAPHS if on_gpu and not eager and self.roles.rollout.name == "vllm" else 0
@@ -211,8 +211,8 @@ class _Prediction:
     def reference(self) -> Held | None:
         """The reference as a model of its own; None where it is the policy without its adapters, or not needed."""
         rewards, ref = self.settings.reward_model, self.roles.ref
-        of_student = rewards.recipe is not None and rewards.model.path is None
-        if self.roles.model.lora_rank or not (of_student or needs_reference(self.settings)):
+        is_student = rewards.recipe is not None and rewards.model.path is None
+        if self.roles.model.lora_rank or not (is_student or needs_reference(self.settings)):
             return None
         return self._frozen(REFERENCE, ref.fsdp_config, self.sizes.reference or self.sizes.policy, ref.quantization)
 
@@ -226,10 +226,10 @@ class _Prediction:
     @cached_property
     def student(self) -> Held | None:
         rewards = self.settings.reward_model
-        of_reference = rewards.recipe is not None and (
+        is_reference = rewards.recipe is not None and (
             rewards.residency == "alias_ref" or (rewards.residency == "auto" and rewards.model.path is None)
         )
-        if not rewards.enable or of_reference:
+        if not rewards.enable or is_reference:
             return None
         model = rewards.model
         held = self._frozen(REWARD_MODEL, model.fsdp_config, self.sizes.student or self.sizes.policy, model.quantization)
@@ -409,7 +409,7 @@ class _Prediction:
             parts.append({"rollout weights": self.engine_copy})
         elif not self.sleeps and phase not in ("gen", "testing"):
             parts.append(self._idle_engine)
-        return together(*parts)
+        return sum_kinds(*parts)
 
     @property
     def _idle_engine(self) -> Kinds:
@@ -437,12 +437,12 @@ class _Prediction:
             )
             # A tied head has memory of its own until the tie is made.
             tie = {"params": model.at_rest.master_bytes * model.size.vocab * model.size.hidden} if model.size.tied else {}
-            moments.append(built if model.fsdp.streams else together(built, {"params": model.params}, tie))
-            moments.append(together(built, model.forward(check), whole, quantized))
-            built = together(built, model.resting)
+            moments.append(built if model.fsdp.streams else sum_kinds(built, {"params": model.params}, tie))
+            moments.append(sum_kinds(built, model.forward(check), whole, quantized))
+            built = sum_kinds(built, model.resting)
             moments.append(built)
         if self.device == "cuda" and self.roles.rollout.name == "vllm" and self.pool is None:
-            generation = together(self._generation(), {"rollout weights": self.engine_weights - self.engine_copy})
+            generation = sum_kinds(self._generation(), {"rollout weights": self.engine_weights - self.engine_copy})
             return [largest([generation, *moments])]
         return [engine, largest(moments)]
 
@@ -493,7 +493,7 @@ class _Prediction:
         for held, role, on in offloading:
             if held is not None and on and held in self.models:
                 parts.append({"activations": held.offloaded(self._pass(role))})
-        return together(*parts)
+        return sum_kinds(*parts)
 
     # The largest micro-batch of each pass.
 
@@ -506,14 +506,14 @@ class _Prediction:
         most_rows, by_tokens, most_tokens = sizes_of(self.settings, role)
         most_tokens = None if most_tokens is None else most_tokens * sharing
         shares = actor.use_prefix_grouper and not self.sizes.policy.slides
-        together = n if shares and self.ranks == 1 else 1
+        sharing_rows = n if shares and self.ranks == 1 else 1
 
         def computed(count: int) -> int:
             # Rows of a group lie side by side, so that `count` rows are of so many groups at most.
-            groups = count if together == 1 else min(count, -(-(count - 1) // together) + 1)
+            groups = count if sharing_rows == 1 else min(count, -(-(count - 1) // sharing_rows) + 1)
             return groups * prompt + count * (response - 1)
 
-        everything = -(-rows // together) * prompt + rows * (response - 1) if together > 1 else computed(rows)
+        everything = -(-rows // sharing_rows) * prompt + rows * (response - 1) if sharing_rows > 1 else computed(rows)
         all_tokens = everything if role not in ("actor", "critic") else 0
         if by_tokens:
             tokens = min(most_tokens or everything, everything)

@@ -151,18 +151,18 @@ class Shapes:
     @property
     def activation_bytes(self) -> int:
         """Activations at the peak of backward: what all blocks keep, plus what the block in backward holds."""
-        model, others = self.settings.model, self._of_others(self.layers - 1)
+        model, others = self.settings.model, self._other_blocks(self.layers - 1)
         if model.block_tile_tokens is not None:
             return others + max(self.final_norm_bytes, self.tiled_block_bytes(model.block_tile_tokens))
         if model.left_out(self.skipped):
-            before = self._of_others(self.layers - 2) + self.backward_bytes if self.layers > 1 else 0
+            before = self._other_blocks(self.layers - 2) + self.backward_bytes if self.layers > 1 else 0
             return max(before, others + self.pruned_backward_bytes)
         if not model.recompute_elementwise:
             plain = max(self.backward_bytes, self.plain_flash_backward_bytes if self.flash else 0)
             return max(others + plain, 0 if model.mlp_tiles is None else self.norm_backward_bytes)
         return others + max(self.final_norm_bytes, self.backward_bytes)
 
-    def _of_others(self, blocks: int) -> int:
+    def _other_blocks(self, blocks: int) -> int:
         return self.kept_on_device(blocks) if self._inputs_alone else blocks * self.kept_bytes
 
     def kept_on_device(self, blocks: int, beside: int = 0) -> int:
@@ -339,7 +339,7 @@ class Shapes:
         heads, answers, tile = self.efficient_heads(), self.sequence_ranks * self.suffix_tokens, ATTENTION_ELEMENTS["cuda"]
         repeated = 2 * each if heads > 1 and each > key else 0
         columns = 2 * each if heads * self.sequence_ranks < self.kv_heads * self.key_copies else 0
-        prompts, of_call = tokens - answers, repeated + columns + 3 * each
+        prompts, call_width = tokens - answers, repeated + columns + 3 * each
 
         def workspace(rows: int) -> int:
             exact = rows * heads * each
@@ -347,7 +347,7 @@ class Shapes:
 
         gradients = tokens * (each + 2 * key)
         rows = max(answers, prompts) if answers else min(tokens, tile // (heads * each))
-        first = max(tokens * of_call, gradients + rows * of_call if self.segments > 1 else 0)
+        first = max(tokens * call_width, gradients + rows * call_width if self.segments > 1 else 0)
         second = gradients + prompts * (repeated + 2 * each) + answers * 4 * each if answers else 0
         turned = tokens * (each + key)
         return max(b * heads * (turned + first) + workspace(tokens), b * heads * (turned + second) + workspace(answers))

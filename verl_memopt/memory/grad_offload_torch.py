@@ -40,7 +40,7 @@ from torch.optim import Optimizer
 from verl_memopt.distributed.device import Done, copy_stream, current_stream, mark_done, on_stream, wait_for, wait_on_host
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.bucketed_adamw_torch import Bucketed
-from verl_memopt.memory.embedding_gradient import HOME, Tile, gradient_dtype
+from verl_memopt.memory.embedding_gradient import HOME, GradientTile, gradient_dtype
 from verl_memopt.memory.grad_offload import tile_rows
 from verl_memopt.memory.optimizer_offload_torch import GRADIENT, StateLanes, local, sharded_as
 from verl_memopt.observe.byte_tracker import mark, scope
@@ -325,33 +325,33 @@ class GradientTiles:
         self._home, self._whole, self._rows = home, whole, rows
         self._ranks = _num_shards(rows)
         vocabulary, width = whole.shape
-        self._of_rank = -(-vocabulary // self._ranks)
+        self._rank_rows = -(-vocabulary // self._ranks)
         row_bytes = width * self._ranks * max(gradient_dtype(weight).itemsize for weight in (whole, rows))
         self._step = tile_rows(home.bucket_bytes, row_bytes)
-        self.count = -(-self._of_rank // self._step)
+        self.count = -(-self._rank_rows // self._step)
 
     def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        rank, row = ids // self._of_rank, ids % self._of_rank
+        rank, row = ids // self._rank_rows, ids % self._rank_rows
         number = row // self._step
         first = number * self._step
-        return number, rank * (self._of_rank - first).clamp(max=self._step) + row - first
+        return number, rank * (self._rank_rows - first).clamp(max=self._step) + row - first
 
     @torch.no_grad()
-    def passing(self, needed: Collection[int] | None = None) -> Iterator[Tile]:
+    def passing(self, needed: Collection[int] | None = None) -> Iterator[GradientTile]:
         """Yield the tiles in order and store each one afterwards. ``needed``: see :meth:`OffloadedGradients.passing`."""
         own = local(self._rows).shape[0]
-        ranges = [slice(min(start, own), min(start + self._step, own)) for start in range(0, self._of_rank, self._step)]
+        ranges = [slice(min(start, own), min(start + self._step, own)) for start in range(0, self._rank_rows, self._step)]
         if isinstance(self._rows, DTensor) and self._rows.device_mesh.size() > 1:
             needed = None  # each rank has tokens of other tiles, but all reduce the same ones
         for number, rest in self._home.passing(self._rows, ranges, needed):
-            count = min(self._step, self._of_rank - number * self._step)
+            count = min(self._step, self._rank_rows - number * self._step)
             # Nothing is gathered or cast: tokens add to the sum itself.
             if self._whole is self._rows:
-                yield Tile(number, rest, self._parts(number, count, rest))
+                yield GradientTile(number, rest, self._parts(number, count, rest))
                 continue
             with scope(kind=KIND):
                 new = rest.new_zeros(self._ranks * count, rest.shape[1], dtype=gradient_dtype(self._whole))
-            yield Tile(number, new, self._parts(number, count, new))
+            yield GradientTile(number, new, self._parts(number, count, new))
             # Ranks with fewer rows than a whole tile drop what was reduced for rows that they lack.
             rest.add_(_reduced(new, self._rows, self._home.reduce)[: rest.shape[0]])
 
@@ -359,7 +359,7 @@ class GradientTiles:
         parts = []
         # A tile holds rows of all ranks, rank after rank, so that a reduce-scatter gives each rank its own.
         for rank in range(self._ranks):
-            start, vocabulary = rank * self._of_rank + number * self._step, self._whole.shape[0]
+            start, vocabulary = rank * self._rank_rows + number * self._step, self._whole.shape[0]
             stop = min(start + count, vocabulary)
             if start < stop:
                 parts.append((slice(start, stop), tile[rank * count : rank * count + stop - start]))

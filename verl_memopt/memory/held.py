@@ -193,9 +193,9 @@ class Held:
         logits = self._logits(s, update=False)
         moments = self._gathered(block, {"activations": states, "logits": logits})
         if self.fsdp.streams:
-            moments = [together(moment, {"params": each}) for moment, each in zip(moments, self._streamed, strict=True)]
+            moments = [sum_kinds(moment, {"params": each}) for moment, each in zip(moments, self._streamed, strict=True)]
         held = {"activations": _packed(work)} | ({} if self.fsdp.streams else {"params": self.params})
-        return together(largest(moments), held)
+        return sum_kinds(largest(moments), held)
 
     @property
     def _streamed(self) -> tuple[float, float]:
@@ -281,7 +281,7 @@ class Held:
         head, top, *later = windows
         whole = {"grads": grads}
         if not work.alone:
-            return together(largest([*windows]), held, whole)
+            return sum_kinds(largest([*windows]), held, whole)
         # Gradients come block by block while what blocks keep goes, so the peak is at one end: at the last block, or the first.
         matrix = 0 if self.adapters else s.gradient_bytes * matrix_params(s, self.ranks) / self.ranks
         if self._reduces_alone:  # a head that is no unit of its own is reduced with the embedding
@@ -290,15 +290,15 @@ class Held:
             "activations": top["activations"] - s.kept_bytes * (s.layers - 1 if s.settings.model.in_flight is None else 0)
         }
         begun = [
-            together(head, {"grads": min(grads, matrix)}),
-            together(top, {"grads": min(grads, matrix + 2 * s.gradient_bytes * s.block_params / self.ranks)}),
+            sum_kinds(head, {"grads": min(grads, matrix)}),
+            sum_kinds(top, {"grads": min(grads, matrix + 2 * s.gradient_bytes * s.block_params / self.ranks)}),
         ]
         # One rank reduces a matrix of the vocabulary last. In fp32 its gradient then is the second of the reduction's buffers.
         last = s.gradient_bytes * max(self._matrices) if self._reduces_alone else 0
         end, step = later
         at_end = grads - last if s.gradient_bytes == 4 else grads
-        unfinished = [together(first, {"grads": grads - last}), together(end, {"grads": at_end})]
-        return together(largest([*begun, *unfinished, together(step, whole)]), held)
+        unfinished = [sum_kinds(first, {"grads": grads - last}), sum_kinds(end, {"grads": at_end})]
+        return sum_kinds(largest([*begun, *unfinished, sum_kinds(step, whole)]), held)
 
     @property
     def _reduces_alone(self) -> bool:
@@ -349,7 +349,7 @@ class Held:
     def _cast_by_one(self, s: Shapes, windows: _Windows, summed: bool) -> _Windows:
         # Add what FSDP2 casts and reduces on one rank. A unit's reduced gradients stay until the next reduction.
         b, (root, own), trained = s.compute_bytes, self._matrices, not self.adapters
-        of_root, _, of_matrix, tile = self._whole_gradients
+        root_size, _, matrix_size, tile = self._whole_gradients
         grads, reduce = (b, 4) if trained else (0, 0)
         stay, first = self._stay, self._first_stays
         # Each whole gradient takes the place of the one that it becomes.
@@ -358,7 +358,7 @@ class Held:
         before = reduce * max(head_alone, s.block_params)
 
         head = dict(largest([windows.head, {"activations": windows.states, "collective buffers": self._passing}]))
-        head |= {"gathered parameters": b * (root + own) + first + stay, "whole gradients": grads * of_matrix + whole}
+        head |= {"gathered parameters": b * (root + own) + first + stay, "whole gradients": grads * matrix_size + whole}
         head |= {} if tile is None else self._reduction(tile)
 
         gathered = {"gathered parameters": b * root + first + max(stay, self._unit)}
@@ -367,13 +367,13 @@ class Held:
             "collective buffers": before + 2 * reduce * s.block_params,
         }
         block = {**largest([windows.block | {"collective buffers": before}, reduction]), **gathered}
-        block["whole gradients"] = grads * (of_root + s.block_params) + whole
+        block["whole gradients"] = grads * (root_size + s.block_params) + whole
         if head_alone and trained:  # it is reduced while all that blocks keep is there
             at_head = {"activations": windows.states, "collective buffers": 2 * reduce * own, **gathered}
             block = dict(largest([block, at_head | {"whole gradients": grads * own + whole}]))
 
-        end = windows.end | {"gathered parameters": b * (root + own), "whole gradients": grads * of_matrix + whole}
-        end["collective buffers"] = 2 * reduce * of_matrix
+        end = windows.end | {"gathered parameters": b * (root + own), "whole gradients": grads * matrix_size + whole}
+        end["collective buffers"] = 2 * reduce * matrix_size
         if self._reduces_alone and not summed:
             # All are gone when they are reduced, as what was gathered is.
             adding = {"whole gradients": grads * max(root, own), "collective buffers": reduce * s.block_params}
@@ -382,23 +382,23 @@ class Held:
 
     def _gathered_by_ranks(self, s: Shapes, windows: _Windows, summed: bool) -> _Windows:
         b, (root, own), one = s.compute_bytes, self._matrices, self._unit
-        of_root, _, of_matrix, tile = self._whole_gradients
+        root_size, _, matrix_size, tile = self._whole_gradients
         grads, stay, first = 0 if self.adapters else b, self._stay, self._first_stays
         whole = 4 * self.learning * self.ranks if summed else 0
         head = windows.head | {
             "gathered parameters": b * (root + own) + first + (stay or 2 * one),
             "collective buffers": b * max(root, own) + (0 if tile is None else sum(self._reduction(tile).values())),
-            "whole gradients": grads * of_matrix + whole,
+            "whole gradients": grads * matrix_size + whole,
         }
         if self.adapters:
             gathered, buffers, gradients = max(stay, 2 * one), 2 * one, whole
         else:
             # As fake runs of FSDP2 over several ranks have it; the input of the head's reduction is still alive.
-            gathered, gradients = max(stay, one), grads * (of_root + s.block_params) + whole
+            gathered, gradients = max(stay, one), grads * (root_size + s.block_params) + whole
             buffers = 4.5 * s.block_params + 4 * (own if tile is None else 0)
         block = windows.block | {"gathered parameters": b * root + first + gathered, "collective buffers": buffers}
-        end = windows.end | {"gathered parameters": b * (root + own) + 2 * one, "whole gradients": grads * of_matrix + whole}
-        end |= {"collective buffers": 0} if self.adapters else self._reduction(of_matrix)
+        end = windows.end | {"gathered parameters": b * (root + own) + 2 * one, "whole gradients": grads * matrix_size + whole}
+        end |= {"collective buffers": 0} if self.adapters else self._reduction(matrix_size)
         return replace(windows, head=head, block=block | {"whole gradients": gradients}, end=end)
 
     def _reduced_by_ranks(self, s: Shapes, windows: _Windows, summed: bool) -> _Windows:
@@ -406,15 +406,15 @@ class Held:
 
         Adapters have the masters' dtype, and lie in blocks only.
         """
-        of_root, of_head, of_matrix, tile = self._whole_gradients
+        root_size, head_size, matrix_size, tile = self._whole_gradients
         size, per_block = s.compute_bytes, float(s.block_params)
         if self.adapters:
-            size, per_block, of_root, of_head, of_matrix = s.master_bytes, self.adapters / s.layers, 0, 0, 0
-        whole = size * self.learning * self.ranks if summed else size * of_root
-        head = windows.head | {"whole gradients": whole + size * of_head} | ({} if tile is None else self._reduction(tile))
-        at_head = {"activations": windows.states, **self._reduction(of_head), "whole gradients": whole + size * of_head}
+            size, per_block, root_size, head_size, matrix_size = s.master_bytes, self.adapters / s.layers, 0, 0, 0
+        whole = size * self.learning * self.ranks if summed else size * root_size
+        head = windows.head | {"whole gradients": whole + size * head_size} | ({} if tile is None else self._reduction(tile))
+        at_head = {"activations": windows.states, **self._reduction(head_size), "whole gradients": whole + size * head_size}
         block = windows.block | self._reduction(per_block) | {"whole gradients": whole + size * per_block}
-        end = windows.end | self._reduction(of_matrix) | {"whole gradients": whole + size * of_head}
+        end = windows.end | self._reduction(matrix_size) | {"whole gradients": whole + size * head_size}
         return replace(windows, head=dict(largest([head, at_head])), block=block, end=end)
 
     @property
@@ -460,8 +460,8 @@ class Held:
         if optim.num_moments < 2:
             return True
         own_dtype = optim.state_dtype not in (None, self.fsdp.model_dtype)
-        of_fsdp = self.fsdp.optimizer_offload or self.fsdp.split_master_weights or self.fsdp.grad_offload
-        return of_fsdp or optim.stochastic_rounding or optim.in_backward or own_dtype
+        by_fsdp = self.fsdp.optimizer_offload or self.fsdp.split_master_weights or self.fsdp.grad_offload
+        return by_fsdp or optim.stochastic_rounding or optim.in_backward or own_dtype
 
     @property
     def _step_scratch(self) -> float:
@@ -483,7 +483,7 @@ def _packed(work: Pass) -> float:
     return PACKED_TOKEN * work.all_tokens + PACKED_RESPONSE * work.responses
 
 
-def together(*parts: Kinds) -> dict[str, float]:
+def sum_kinds(*parts: Kinds) -> dict[str, float]:
     total: Counter[str] = Counter()
     for part in parts:
         for kind, num_bytes in part.items():

@@ -18,7 +18,7 @@ _KEYS = tuple(f"memory.{part}_limit_gb" for part in ("device", "host", "pinned")
 
 
 @dataclass(frozen=True)
-class Limits:
+class MemoryLimits:
     device_limit_gb: Annotated[float | None, POSITIVE] = None
     """Most GiB of device memory a worker may take, engine included, so that a smaller card can be rehearsed; null = all of it.
     On a CPU it is held in the phases whose bytes are counted (``trainer.track_memory_every_steps``)."""
@@ -34,7 +34,7 @@ class Limits:
 
 KNOB = Knob(
     cost="nothing",
-    settings={"memory": Limits},
+    settings={"memory": MemoryLimits},
     besides=("ALLOCATOR=tcmalloc", "ALLOCATOR=jemalloc", "PYTORCH_ALLOC_CONF"),
     factors=(Factor("limits", {"none": {}, "one": dict.fromkeys(_KEYS, 1)}),),
     no_factor={"memory.card_gb": "a check before the start"},

@@ -28,7 +28,7 @@ SCRATCH_COLUMNS = 4096
 class Statistic:
     """A number of each token's distribution, which a pass without gradients computes while the logits exist."""
 
-    of_columns: Callable[[Tensor, Tensor | None], Tensor]
+    compute: Callable[[Tensor, Tensor | None], Tensor]
     """From log-probs fp32 [c, v], which stay unchanged, and a scratch [c, any number of columns] or None: fp32 [c]."""
     rescaled: Callable[[Tensor, Tensor], Tensor] | None = None
     """Where the number is a sum over the vocabulary: from its value [c], what it is if all probabilities are multiplied by a
@@ -152,7 +152,7 @@ class LogitTiles:
         """
         tiles = zip(self.head.tiles(), self._within_tiles(targets), strict=True)
         if self.head.one_buffer:
-            top, log_sum, picked, entropy, further = self._of_products(hidden, tiles)
+            top, log_sum, picked, entropy, further = self._from_products(hidden, tiles)
         else:
             parts = (self._tile_statistics(hidden, local, columns) for columns, local in tiles)
             top, log_sum, picked, entropy, further = reduce(partial(_merged, statistics=self.head.statistics), parts)
@@ -240,7 +240,7 @@ class LogitTiles:
         # For each tile of the vocabulary, return the targets int64 [c] relative to its first column; they may lie outside it.
         return (targets,) if self._starts is None else (targets - self._starts).unbind()
 
-    def _of_products(self, hidden: Tensor, tiles: Iterable[tuple[slice, Tensor]]) -> tuple[Any, ...]:
+    def _from_products(self, hidden: Tensor, tiles: Iterable[tuple[slice, Tensor]]) -> tuple[Any, ...]:
         # As :meth:`_tile_statistics`, for all tiles in one running total.
         running = hidden.new_full((hidden.shape[0], 4 if self.head.with_entropy else 3), BEFORE_ANY, dtype=torch.float32)
         for columns, local in tiles:
@@ -260,7 +260,7 @@ class LogitTiles:
         top, log_sum, entropy = self._run(log_softmax_, logits, scratch, self.head.with_entropy)
         further = {
             # What needs whole rows may be a user's own code, which is never compiled.
-            name: (_plain if statistic.rescaled is None else self._run)(statistic.of_columns, logits, scratch)
+            name: (_plain if statistic.rescaled is None else self._run)(statistic.compute, logits, scratch)
             for name, statistic in self.head.statistics.items()
         }
         return top, log_sum, picked, entropy, further

@@ -39,7 +39,7 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Member:
+class SectionMember:
     """A parameter of a section: its ``numel`` local elements begin at element ``start`` of the section."""
 
     parameter: nn.Parameter
@@ -51,7 +51,7 @@ class Member:
 class Slice:
     """Elements ``first`` to ``last`` (exclusive) of a member's local shard."""
 
-    member: Member
+    member: SectionMember
     first: int
     last: int
 
@@ -68,7 +68,7 @@ class Section:
     dtype: torch.dtype
     splits: bool = False
     """Its parameters are the high half of their masters."""
-    members: list[Member] = field(default_factory=list)
+    members: list[SectionMember] = field(default_factory=list)
     planes: dict[str, Tensor] = field(default_factory=dict)
     gradients: Tensor | None = None
     """The gradients of its members one after another, on the host; None = they are those of the parameters."""
@@ -91,7 +91,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def cut_buckets(members: Sequence[Member], elements: int, cut: int) -> list[list[Slice]]:
+def cut_buckets(members: Sequence[SectionMember], elements: int, cut: int) -> list[list[Slice]]:
     """Cut members into consecutive buckets of at most ``elements`` elements, at multiples of ``cut`` elements of a member.
 
     Each bucket is one unbroken range of its section, with as many members as fit.
@@ -134,7 +134,7 @@ def sections(
             # One kernel call updates a whole bucket, so its members must agree in all three.
             key = (number, parameter.dtype, kind.block)
             section = by_key.setdefault(key, Section(group, kind, parameter.dtype, split and parameter.dtype == torch.bfloat16))
-            section.members.append(Member(parameter, section.numel, local(parameter).numel()))
+            section.members.append(SectionMember(parameter, section.numel, local(parameter).numel()))
     return list(by_key.values())
 
 
@@ -146,7 +146,7 @@ def shard_place(parameter: Tensor) -> tuple[int, ...]:
     return tuple(at for at, placement in zip(place, parameter.placements, strict=True) if isinstance(placement, Shard))
 
 
-def shown(member: Member, plane: Plane, flat: Tensor) -> Tensor:
+def shown(member: SectionMember, plane: Plane, flat: Tensor) -> Tensor:
     """View a member's part of a plane in the parameter's shape. Rows are shorter if an entry covers several elements."""
     parameter = member.parameter
     part = flat[member.start // plane.per_entry : (member.start + member.numel) // plane.per_entry]

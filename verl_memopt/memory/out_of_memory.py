@@ -349,8 +349,8 @@ def limit_bytes(gigabytes: float | None) -> int | None:
 
 @contextmanager
 def memory_limits(memory: schema.Memory, device: torch.device) -> Iterator[None]:
-    limit, *of_host = map(limit_bytes, (memory.device_limit_gb, memory.host_limit_gb, memory.pinned_limit_gb))
-    with device_limit(device, limit), host_limits(*of_host):
+    limit, *host_bytes = map(limit_bytes, (memory.device_limit_gb, memory.host_limit_gb, memory.pinned_limit_gb))
+    with device_limit(device, limit), host_limits(*host_bytes):
         yield
 
 

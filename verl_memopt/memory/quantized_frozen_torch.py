@@ -122,11 +122,11 @@ class QuantizedLinear(nn.Module):
         if self.exact is not None:
             # Only while the error of the codes is measured.
             return linear(x, self.exact().to(x.dtype), self.bias)
-        output: Tensor = _Product.apply(x, self.qweight, self.bias, self.packing)
+        output: Tensor = _PackedProduct.apply(x, self.qweight, self.bias, self.packing)
         return output
 
 
-class _Product(torch.autograd.Function):
+class _PackedProduct(torch.autograd.Function):
     """A frozen layer's product. Backward decodes the weight again, so that no decoded one is kept in between."""
 
     @staticmethod

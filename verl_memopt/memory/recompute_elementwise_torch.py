@@ -89,8 +89,8 @@ def recomputed_outputs(
         # Without gradients nothing reads the sources again, so the value may be written over the first of them.
         value = recomputable.compute(sources, parameters, sources[0] if recomputable.overwrites else None)
         part = value if rows is None else value[rows.index]
-        together = rows is None and all(type(layer) is nn.Linear for layer in layers)
-        runs = in_runs([layer.weight for layer in layers], [layer.bias for layer in layers]) if together else []
+        are_plain = rows is None and all(type(layer) is nn.Linear for layer in layers)
+        runs = in_runs([layer.weight for layer in layers], [layer.bias for layer in layers]) if are_plain else []
         if len(runs) == 1:
             outs = list(products_of(value, [layer.weight for layer in layers], [layer.bias for layer in layers]))
         else:
@@ -125,7 +125,7 @@ def recomputed_products(
     parameters: Tensors,
     weights: Sequence[Tensor],
     rows: Rows | None = None,
-    of_rows: Sequence[bool] = (),
+    only_rows: Sequence[bool] = (),
     packings: Sequence[Packing | None] | None = None,
     biases: Sequence[Tensor | None] = (),
     passed: bool = False,
@@ -137,13 +137,13 @@ def recomputed_products(
     Weights that lie one after another in memory are one product.
 
     Returns:
-        One product for each weight: [T, m], or [R, m] for a weight marked in ``of_rows``, which is multiplied only with the
+        One product for each weight: [T, m], or [R, m] for a weight marked in ``only_rows``, which is multiplied only with the
         ``rows``
         of the value. At least one weight is not marked. A weight with a packing is decoded for each of its products. Then the
         first source, if ``passed``.
     """
     packings = (None,) * len(weights) if packings is None else packings
-    tensors, marked = (*sources, *parameters, *weights), tuple(of_rows) if rows is not None else (False,) * len(weights)
+    tensors, marked = (*sources, *parameters, *weights), tuple(only_rows) if rows is not None else (False,) * len(weights)
     assert len(marked) == len(weights), (marked, len(weights))
     assert not all(marked)
     biases = tuple(biases) or (None,) * len(weights)
@@ -173,7 +173,10 @@ class _RecomputedProducts(torch.autograd.Function):
         part = value if rows is None else value[rows.index]
         weights, biases = tensors[second:third], tensors[third:]
         # A packed weight is a product of its own.
-        kinds = [(of_rows, None if one is None else at) for at, (of_rows, one) in enumerate(zip(marked, packings, strict=True))]
+        kinds = [
+            (is_marked, None if packing is None else at)
+            for at, (is_marked, packing) in enumerate(zip(marked, packings, strict=True))
+        ]
         ctx.runs = in_runs(weights, biases, kinds)
         outs = (
             products_of(part if marked[run.start] else value, weights[run], biases[run], packings[run.start]) for run in ctx.runs
@@ -190,15 +193,15 @@ class _RecomputedProducts(torch.autograd.Function):
         further = any(needed[:second])
         # A gate's sources are not read again, so their memory takes their gradients.
         into = sources if recomputable.overwrites else tuple(torch.empty_like(source) for source in sources if further)
-        of_weights, of_biases = needed[second : second + len(weights)], needed[second + len(weights) :]
+        needs_weight, needs_bias = needed[second : second + len(weights)], needed[second + len(weights) :]
         products = [
             _Product(
-                run, grad, (weight, ctx.packings[run.start]), ctx.marked[run.start], any(of_weights[run]), any(of_biases[run])
+                run, grad, (weight, ctx.packings[run.start]), ctx.marked[run.start], any(needs_weight[run]), any(needs_bias[run])
             )
             for run, grad, weight in _together(ctx.runs, grads, weights)
         ]
-        cuts, of_norms = product_tiles(sources[0]), zip(parameters, needed[first:second], strict=True)
-        sums = [sum_of(one, cuts, sources[0]) if wanted else None for one, wanted in of_norms]
+        cuts, norms = product_tiles(sources[0]), zip(parameters, needed[first:second], strict=True)
+        sums = [sum_of(one, cuts, sources[0]) if wanted else None for one, wanted in norms]
         for rows in cuts:
             cut = tuple(source[rows] for source in sources)
             # The recomputation: a tile of the value exists only until its gradients are added.
@@ -226,11 +229,11 @@ class _Product:
     """A product in backward: its gradient [T, m], with one weight [m, n] or with a run of weights joined."""
 
     def __init__(
-        self, run: slice, grad: Tensor, stored: tuple[Tensor, Packing | None], marked: bool, of_weight: bool, of_bias: bool
+        self, run: slice, grad: Tensor, stored: tuple[Tensor, Packing | None], marked: bool, needs_weight: bool, needs_bias: bool
     ) -> None:
         self.run, self.grad, self.stored, self.marked = run, grad, stored, marked
-        self.total = WeightSum(stored[0]) if of_weight else None
-        self.bias = grad.sum(0) if of_bias else None
+        self.total = WeightSum(stored[0]) if needs_weight else None
+        self.bias = grad.sum(0) if needs_bias else None
 
 
 def _parted(whole: Tensor | None, weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -347,7 +350,7 @@ class RMSNorm:
         over_rows(_norm, (x, out), weight, self.eps)
         return out
 
-    def of_sum(self, residual: Tensor, x: Tensor, total: Tensor, weight: Tensor) -> Tensor:
+    def compute_sum(self, residual: Tensor, x: Tensor, total: Tensor, weight: Tensor) -> Tensor:
         """Norm of residual + x. The sum is written into ``total``, which may be ``x``."""
         over_rows(_norm_of_sum, (residual, x, total, out := torch.empty_like(x)), weight, self.eps)
         return out

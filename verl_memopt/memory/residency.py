@@ -34,7 +34,7 @@ KIND = "params"
 
 
 @dataclass
-class _Place:
+class _OffloadedStorage:
     """A storage on the device (``flat``) and its copy on the host (``slot``; None before the first move), both uint8."""
 
     flat: Tensor
@@ -107,9 +107,9 @@ class OffloadedParams:
 
         Work queued from here on waits for the copies, and may take the memory. The host waits in :meth:`readable`.
         """
-        return sum(self.leave())
+        return sum(self.to_host_by_unit())
 
-    def leave(self) -> Iterator[int]:
+    def to_host_by_unit(self) -> Iterator[int]:
         """As :meth:`to_host`, unit by unit; yields the bytes of each unit once freed. Exhaust the iterator."""
         if not self.on_device:
             return
@@ -127,9 +127,9 @@ class OffloadedParams:
 
         A forward waits for them unit by unit. Code that reads or writes them earlier calls :meth:`arrive`.
         """
-        return sum(self.come())
+        return sum(self.to_device_by_unit())
 
-    def come(self) -> Iterator[int]:
+    def to_device_by_unit(self) -> Iterator[int]:
         """As :meth:`to_device`, unit by unit; yields the bytes of each unit before allocating them. Exhaust the iterator."""
         if self.on_device:
             return
@@ -258,23 +258,23 @@ class OffloadedParams:
             for place, slot in zip(places, buffer.split(sizes), strict=True):
                 place.slot = slot
 
-    def _by_unit(self, units: Sequence[nn.Module]) -> list[list[_Place]]:
+    def _by_unit(self, units: Sequence[nn.Module]) -> list[list[_OffloadedStorage]]:
         unit_of_storage: dict[int, int] = {}
         for number, module in enumerate(units):
             for parameter in _own_parameters(module, units):
                 # A storage that several units use comes with the first of them; one in no unit comes with the model.
                 unit_of_storage.setdefault(_storage_key(parameter), number)
-        found: list[list[_Place]] = [[] for _ in range(max(len(units), 1))]
+        found: list[list[_OffloadedStorage]] = [[] for _ in range(max(len(units), 1))]
         for key, place in self._places.items():
             found[unit_of_storage.get(key, 0)].append(place)
         return found
 
 
-def _size(places: Iterable[_Place]) -> int:
+def _size(places: Iterable[_OffloadedStorage]) -> int:
     return sum(place.flat.numel() for place in places)
 
 
-def _slots(places: Iterable[_Place]) -> list[Tensor]:
+def _slots(places: Iterable[_OffloadedStorage]) -> list[Tensor]:
     return [place.slot for place in places if place.slot is not None]
 
 
@@ -296,7 +296,7 @@ def _enter(weak: weakref.ref[OffloadedParams], unit: weakref.ref[nn.Module], num
             home._arriving.wait(done)
 
 
-def _places(parameters: Iterable[Tensor]) -> dict[int, _Place]:
+def _places(parameters: Iterable[Tensor]) -> dict[int, _OffloadedStorage]:
     # Each storage once, whole; wide elements first, so that each starts at a multiple of its width.
     storages: dict[int, tuple[Tensor, bool]] = {}
     for parameter in parameters:
@@ -305,7 +305,7 @@ def _places(parameters: Iterable[Tensor]) -> dict[int, _Place]:
                 storages.setdefault(plain.untyped_storage()._cdata, (plain, not parameter.requires_grad))
     mark(KIND, (plain for plain, _ in storages.values()))
     ordered = sorted(storages.items(), key=lambda item: -item[1][0].itemsize)
-    return {key: _Place(whole_storage(plain), frozen) for key, (plain, frozen) in ordered}
+    return {key: _OffloadedStorage(whole_storage(plain), frozen) for key, (plain, frozen) in ordered}
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
@@ -443,10 +443,10 @@ class Residency:
             empty_cache(self._device)
         for part_leaving in copied:
             part_leaving.copy_to_host()  # before anything moves: the host limit may refuse
-        going, freed = (num_bytes for part_leaving in copied for num_bytes in part_leaving.leave()), 0
+        going, freed = (num_bytes for part_leaving in copied for num_bytes in part_leaving.to_host_by_unit()), 0
         try:
             for part in coming:
-                for num_bytes in part.come() if isinstance(part, OffloadedParams) else [part.to_device()]:
+                for num_bytes in part.to_device_by_unit() if isinstance(part, OffloadedParams) else [part.to_device()]:
                     arrived += num_bytes
                     while freed < arrived and (unit_bytes := next(going, None)) is not None:
                         freed += unit_bytes

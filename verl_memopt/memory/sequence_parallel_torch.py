@@ -126,16 +126,16 @@ def _to_tokens(x: Tensor, group: SequenceGroup, sizes: tuple[int, ...]) -> Tenso
     return received.view(group.size, own, width).transpose(0, 1).reshape(own, group.size * width)
 
 
-def of_all_ranks(values: Tensor, places: Tensor, count: int, group: SequenceGroup) -> Tensor:
+def combine_ranks(values: Tensor, places: Tensor, count: int, group: SequenceGroup) -> Tensor:
     """Combine each rank's ``values``, fp32 [r], at its ``places``, int64 [r], into fp32 [count], the same on each rank.
 
     Each place belongs to one rank of the group. A rank's gradient has only its own places: each rank computes the same loss of
     the whole.
     """
-    return _OfAllRanks.apply(values, places, count, group)
+    return _CombineRanks.apply(values, places, count, group)
 
 
-class _OfAllRanks(torch.autograd.Function):
+class _CombineRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, places: Tensor, count: int, group: SequenceGroup) -> Tensor:
         ctx.save_for_backward(places)

@@ -43,7 +43,7 @@ class _Weight:
 
 
 @dataclass(eq=False)
-class _Unit:
+class _ReducedUnit:
     """Weights whose gradients are reduced together once all have arrived; ``late``: at the end of a backward."""
 
     late: bool = False
@@ -69,8 +69,8 @@ class GatheredWeights:
         self._replicas = mesh.get_group(0) if shards else None
         self._placements: list[Placement] = [*[Replicate()] * shards, Shard(0)]
         self._weights: list[_Weight] = []
-        self._units: list[_Unit] = []
-        self._unit_of: dict[int, _Unit] = {}
+        self._units: list[_ReducedUnit] = []
+        self._unit_of: dict[int, _ReducedUnit] = {}
         self._under_way: tuple[Any, list[_Weight], Tensor, Tensor] | None = None
         self._computes = False
         self.stale, self.reduces = True, True
@@ -83,7 +83,7 @@ class GatheredWeights:
                 if parameter is not None and parameter.requires_grad:
                     places.setdefault(parameter, []).append((module, name))
         # What belongs to no unit is complete at the end of a backward alone: a tied matrix gets its second gradient there.
-        self._units = [*(_Unit() for _ in self._modules), _Unit(late=True)]
+        self._units = [*(_ReducedUnit() for _ in self._modules), _ReducedUnit(late=True)]
         unit_of = {
             parameter: unit for module, unit in zip(self._modules, self._units, strict=False) for parameter in module.parameters()
         }
@@ -181,7 +181,7 @@ class GatheredWeights:
         shape, stride = whole.shape, whole.stride()
         return DTensor.from_local(rows, self._mesh, self._placements, run_check=False, shape=shape, stride=stride)
 
-    def _reduce(self, unit: _Unit) -> None:
+    def _reduce(self, unit: _ReducedUnit) -> None:
         # Start reducing a unit's gradients, once the reduction before is over.
         self._finish()
         pairs = [(weight, weight.whole.grad) for weight in unit.weights if weight.whole.grad is not None]

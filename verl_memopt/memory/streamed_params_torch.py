@@ -89,7 +89,7 @@ def _shard(parameter: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class _Unit:
+class _StreamedUnit:
     """Parameters that are copied together.
 
     ``host`` holds their bytes, uint8. ``shown`` has for each (module, name, parameter on the host, first byte). On the device
@@ -132,9 +132,9 @@ class StreamedParams:
         """Parameter of the model, which has no storage -> the one on the host that takes its place."""
         self._device, self._arriving = device, CopyStream(device)
         self._buffer: Tensor | None = None
-        self._there: dict[_Unit, Done] = {}
+        self._there: dict[_StreamedUnit, Done] = {}
         self._blocks = [self._unit([block]) for block in blocks]
-        self._matrices: list[_Unit] = []
+        self._matrices: list[_StreamedUnit] = []
         most = max(unit.host.numel() for unit in self._blocks)
         for place, (unit, block) in enumerate(zip(self._blocks, blocks, strict=True)):
             # Two halves in turn: one computes while the next block is copied into the other.
@@ -172,7 +172,7 @@ class StreamedParams:
         self._there.clear()
         self._buffer = None
 
-    def _unit(self, modules: Sequence[nn.Module]) -> _Unit:
+    def _unit(self, modules: Sequence[nn.Module]) -> _StreamedUnit:
         parts = [part for module in modules for part in module.modules()]
         members = [(part, name, own) for part in parts for name, own in part._parameters.items() if own is not None]
         starts: dict[nn.Parameter, int] = {}
@@ -185,21 +185,23 @@ class StreamedParams:
         host = host_buffer(end, self._device, KIND)
         for parameter, start in starts.items():
             self.resting[parameter] = _view(host, start, parameter)
-        return _Unit(host, [(part, name, self.resting[parameter], starts[parameter]) for part, name, parameter in members])
+        return _StreamedUnit(
+            host, [(part, name, self.resting[parameter], starts[parameter]) for part, name, parameter in members]
+        )
 
-    def _hook(self, module: nn.Module, unit: _Unit, following: Sequence[_Unit]) -> None:
+    def _hook(self, module: nn.Module, unit: _StreamedUnit, following: Sequence[_StreamedUnit]) -> None:
         module.register_forward_pre_hook(without_arguments(partial(self._enter, unit, following)))
         # Also after an error, which would else leave the module with parameters in a buffer that others overwrite.
         module.register_forward_hook(without_arguments(partial(_show, unit, None)), always_call=True)
 
-    def _enter(self, unit: _Unit, following: Sequence[_Unit]) -> None:
+    def _enter(self, unit: _StreamedUnit, following: Sequence[_StreamedUnit]) -> None:
         self._bring(unit)
         self._arriving.wait(self._there[unit])
         _show(unit, self._buffer)
         for other in following:
             self._bring(other)
 
-    def _bring(self, unit: _Unit) -> None:
+    def _bring(self, unit: _StreamedUnit) -> None:
         # Queue the copy of a unit to the device. No effect if it is there or on its way.
         if unit in self._there:
             return
@@ -212,7 +214,7 @@ class StreamedParams:
         self._there[unit] = self._arriving.copy([self._buffer[unit.first : unit.stop]], [unit.host])
 
 
-def _show(unit: _Unit, buffer: Tensor | None) -> None:
+def _show(unit: _StreamedUnit, buffer: Tensor | None) -> None:
     # Point a unit's modules to their parameters in a buffer; None = to those on the host.
     for module, name, resting, start in unit.shown:
         module._parameters[name] = resting if buffer is None else _view(buffer, unit.first + start, resting)

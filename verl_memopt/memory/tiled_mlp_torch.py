@@ -210,7 +210,7 @@ def _whole(
     whole = torch.empty_like(x[None])
     for rows in product_tiles(x, tiles):
         out = whole[0, rows]
-        normal = norm.of_sum(residual[rows], x[rows], out, weight)
+        normal = norm.compute_sum(residual[rows], x[rows], out, weight)
         value = gate(normal)
         out.add_(down(SWIGLU.compute((value, up(normal)), (), value)))
         del normal, value  # freed before those of the next tile are allocated
@@ -298,19 +298,17 @@ class GateAndUp:
     """Gate and up of an MLP: one product where their weights lie one after another, else two."""
 
     def __init__(self, tensors: Sequence[Tensor | None], traits: Sequence[Traits], needed: Sequence[bool] | None = None) -> None:
-        of_gate, of_up = tensors[:4], tensors[4:8]
+        gate, up = tensors[:4], tensors[4:8]
         needed = (False,) * 8 if needed is None else needed
-        both = [
-            None if one is None or other is None else joined((one, other), 0) for one, other in zip(of_gate, of_up, strict=True)
-        ]
+        both = [None if one is None or other is None else joined((one, other), 0) for one, other in zip(gate, up, strict=True)]
         # An adapter's factors are of their own layer, and packed weights are decoded one by one.
         apart = (
             not JOINS.get(next(tensor for tensor in tensors if tensor is not None).device.type, True)
             or any(trait.packing is not None for trait in traits[:2])
-            or any(factor is not None for factor in (*of_gate[2:], *of_up[2:]))
+            or any(factor is not None for factor in (*gate[2:], *up[2:]))
             or tuple(needed[:4]) != tuple(needed[4:8])
         )
-        lost = any(one is None and (a is not None or b is not None) for one, a, b in zip(both, of_gate, of_up, strict=True))
+        lost = any(one is None and (a is not None or b is not None) for one, a, b in zip(both, gate, up, strict=True))
         if apart or lost:
             self.layers = tiled_linears(tensors[:8], traits[:2], needed[:8])
         else:
@@ -347,15 +345,15 @@ class _RecomputedMlp(torch.autograd.Function):
         gate_and_up, (down,) = GateAndUp(tensors, traits), tiled_linears(tensors[8:], traits[2:])
         whole = torch.empty_like(x[None])
 
-        def of_tile(rows: slice) -> None:
+        def run_tile(rows: slice) -> None:
             out = whole[0, rows]
-            normal = norm.of_sum(residual[rows], x[rows], out, weight)
+            normal = norm.compute_sum(residual[rows], x[rows], out, weight)
             _, sources = gate_and_up.outputs(normal)
             # Written over the gate's output, so that a tile holds two wide tensors and not three.
             down.add_output(SWIGLU.compute(sources, (), sources[0]), out)
 
         for rows in product_tiles(x, tiles):
-            of_tile(rows)
+            run_tile(rows)
         return whole
 
     @staticmethod
@@ -369,8 +367,8 @@ class _RecomputedMlp(torch.autograd.Function):
         norm_sum = sum_of(weight, cuts, x) if needed[2] else None
         alone = len(cuts) == 1
 
-        def of_tile(rows: slice) -> None:
-            normal = ctx.norm.of_sum(residual[rows], x[rows], x[rows], weight)
+        def run_tile(rows: slice) -> None:
+            normal = ctx.norm.compute_sum(residual[rows], x[rows], x[rows], weight)
             outs, sources = gate_and_up.outputs(normal)
             if runs_compiled(sources[0]):
                 # The value's gradient is computed first, and becomes the value in the call that turns gate and up into theirs.
@@ -395,6 +393,6 @@ class _RecomputedMlp(torch.autograd.Function):
             ctx.norm.differentiate(normal, (x[rows],), (weight,), (grad_x[rows],), (norm_sum,), grad[rows])
 
         for rows in cuts:
-            of_tile(rows)
+            run_tile(rows)
         gradients = [*gate_and_up.gradients(), *down.gradients()]
         return *(None,) * 4, grad_x, grad_x, None if norm_sum is None else norm_sum.to(weight.dtype), *gradients

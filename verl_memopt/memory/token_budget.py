@@ -124,8 +124,8 @@ def _refusals(role: Role) -> Iterator[Refusal]:
         return not by_tokens and rows is None and _is_checked(settings, role)
 
     def least(settings: Settings) -> int:
-        of_model: SequenceRole = "critic" if role == "values" else "ref" if role == "ref" else "actor"
-        return -(-longest_sample(settings) // sequence_ranks(settings, of_model))
+        budget_role: SequenceRole = "critic" if role == "values" else "ref" if role == "ref" else "actor"
+        return -(-longest_sample(settings) // sequence_ranks(settings, budget_role))
 
     def is_too_small(settings: Settings) -> bool:
         _, by_tokens, tokens = sizes_of(settings, role)

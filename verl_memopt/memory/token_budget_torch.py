@@ -158,7 +158,7 @@ def _cut_again(failed: int | None, tokens: RowTokens, rows: Sequence[int], recor
 
     ``failed``: tokens of this rank's failed micro-batch; None = none failed.
     """
-    every = _of_each_rank((failed, tokens.select(rows)))
+    every = _gathered((failed, tokens.select(rows)))
     own = dist.get_rank() if len(every) > 1 else 0
     # The rank with the largest failed micro-batch is the one that is named.
     cost, worst = max((cost, rank) for rank, (cost, _) in enumerate(every) if cost is not None)
@@ -189,7 +189,7 @@ def _on_any_rank(here: bool, ranks: int) -> bool:
         return bool(flag.item())
 
 
-def _of_each_rank(own: Any) -> list[Any]:
+def _gathered(own: Any) -> list[Any]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [own]
     every: list[Any] = [None] * dist.get_world_size()

@@ -136,7 +136,7 @@ def _repeated(tensor: Tensor, query: Tensor) -> Tensor:
     return tensor[..., None, :].expand(*tensor.shape[:-1], repeats, size).flatten(-3, -2) if repeats > 1 else tensor
 
 
-def _of_key_heads(parts: list[Tensor], key: Tensor) -> Parts:
+def _sum_key_heads(parts: list[Tensor], key: Tensor) -> Parts:
     # Sum the gradients of keys and values, [rows, heads, D], over the query heads that share a key head.
     kv_heads = key.shape[1]
     if parts[1].shape[1] != kv_heads:
@@ -156,7 +156,7 @@ def _cpu_backward(
 ) -> Parts:
     grad, out, lse = (_rectangle(tensor, call.query_lengths) for tensor in (grad, out, lse))
     given = grad, *_rectangles(q, k, v, call), out, lse
-    return _of_key_heads([_rows(part) for part in CPU_FLASH.backward(*given, call.causal, scale)], k)
+    return _sum_key_heads([_rows(part) for part in CPU_FLASH.backward(*given, call.causal, scale)], k)
 
 
 def _rectangles(q: Tensor, k: Tensor, v: Tensor, call: KernelCall) -> Parts:
@@ -199,7 +199,7 @@ def _efficient_backward(
     )  # fmt: skip
     parts = [part[0] for part in head_grads[:3]]
     del head_grads
-    return _of_key_heads(parts, k)
+    return _sum_key_heads(parts, k)
 
 
 PACKED_CPU_FLASH = PackedKernel(_cpu_forward, _cpu_backward, ATTENTION_ELEMENTS["cpu"], float_parts=True)
@@ -341,23 +341,23 @@ class _Passes:
         """Gradients of queries [Q, heads, D], and of keys and values [T, kv heads, D]."""
         segments, prefixes = calls(self.layout, self.rows)
 
-        def of_call(call: KernelCall, keys: Tensor, values: Tensor) -> Parts:
+        def call_gradients(call: KernelCall, keys: Tensor, values: Tensor) -> Parts:
             at = call.queries
             return self.kernel.backward(grad[at], q[at], keys[call.keys], values[call.keys], out[at], lse[at], call, self.scale)
 
         own = self.layout.at_queries(k, v)
         if len(segments) == 1:
             # One call writes every row, so that no zeros are needed.
-            dq, dk, dv = of_call(segments[0], *own)
+            dq, dk, dv = call_gradients(segments[0], *own)
         else:
             dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, *own))
             for call in segments:
-                _collect(Tensor.copy_, (dq, dk, dv), call, of_call(call, *own))
+                _collect(Tensor.copy_, (dq, dk, dv), call, call_gradients(call, *own))
         del own
         # Back to the places of all tokens: the prefix pass also adds to keys whose queries are skipped.
         dk, dv = self.layout.at_keys(dk, k), self.layout.at_keys(dv, v)
         for call in prefixes:
-            _collect(Tensor.add_, (dq, dk, dv), call, of_call(call, k, v))
+            _collect(Tensor.add_, (dq, dk, dv), call, call_gradients(call, k, v))
         return dq, dk, dv
 
 

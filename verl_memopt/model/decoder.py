@@ -150,10 +150,10 @@ class MLP(nn.Module):
 
     @property
     def sums(self) -> bool:
-        """Whether :meth:`of_sum` computes the MLP. It adds attention's output to the residual itself."""
+        """Whether :meth:`forward_sum` computes the MLP. It adds attention's output to the residual itself."""
         return self.options.recompute and (self.options.mlp_tiles is not None or not torch.is_grad_enabled())
 
-    def of_sum(self, residual: Tensor, attended: Tensor, norm: Any, least_tiles: int) -> Tensor:
+    def forward_sum(self, residual: Tensor, attended: Tensor, norm: Any, least_tiles: int) -> Tensor:
         """As :meth:`forward`, for residual + attended, [T, h] each, over at least ``least_tiles`` tiles."""
         layers, tiles = (self.gate_proj, self.up_proj, self.down_proj), self.options.mlp_tiles
         tiles = 1 if tiles is None else max(tiles, least_tiles)
@@ -252,7 +252,7 @@ class DecoderBlock(nn.Module):
         residual = passed if rows is None else residual
         if self.mlp.sums:
             # The tiles of a pruned block's MLP are no larger than those of all tokens would be.
-            return self.mlp.of_sum(residual, attended, self.post_attention_layernorm, len(product_tiles(x)))
+            return self.mlp.forward_sum(residual, attended, self.post_attention_layernorm, len(product_tiles(x)))
         # The sums have three dimensions, so that FSDP2 gets no view.
         hidden = residual[None] + attended[None]
         del attended  # freed before the MLP allocates
@@ -337,7 +337,7 @@ def _maybe(norm: nn.Module | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
-def of_llama_family(lm: Any) -> bool:
+def is_llama_like(lm: Any) -> bool:
     """Whether :class:`Decoder` can replace the decoder of a causal LM: one of transformers' own four classes."""
     decoder = lm.get_decoder()
     known_blocks = all(type(block).__name__ in OWN_BLOCKS for block in decoder.layers)
@@ -378,7 +378,7 @@ def block_options(
     prunes = model.prune_last_block and can_prune(blocks[-1], f"{key}.prune_last_block")
     if model.block_tile_tokens is not None:
         _check_tiled_blocks(lm, blocks, trained, key)
-    if not of_llama_family(lm):
+    if not is_llama_like(lm):
         assert tiles is None, f"{class_name(blocks[0])} has an MLP that is known in a block that is not"
         return None
     mode, wanted = model.gradient_checkpointing_mode, fsdp.wrap_policy.transformer_layer_cls_to_wrap
@@ -402,7 +402,7 @@ def _check_tiled_blocks(lm: PreTrainedModel, blocks: Any, trained: bool, key: st
     # Refuse blocks that cannot run over tiles, and warn about those that are computed whole.
     name = f"{key}.block_tile_tokens"
     reason = why_kept(blocks, trained)
-    if reason is None and not of_llama_family(lm):
+    if reason is None and not is_llama_like(lm):
         reason = f"{type(lm).__name__} has parts that are not known"
     if reason is not None:
         raise ConfigError(

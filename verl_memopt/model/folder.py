@@ -26,21 +26,21 @@ NOT_FETCHED = ("consolidated*", "original/*", "*/*.safetensors")
 """Copies of the weights in other formats, which some repositories hold too."""
 
 
-def resolve_folder(path: str, key: str, trust_remote_code: bool = False, of_model: bool = True) -> Path:
+def resolve_folder(path: str, key: str, trust_remote_code: bool = False, needs_model: bool = True) -> Path:
     """Find the folder of a model in Hugging Face format. A hub id is downloaded once, or read from the local cache.
 
     Args:
         path: Folder or hub id.
         key: The setting that errors name.
         trust_remote_code: Also download the repository's Python files.
-        of_model: False = the folder may hold only a tokenizer.
+        needs_model: False = the folder may hold only a tokenizer.
 
     Raises:
         ConfigError: There is no such folder, it has no config.json, or the hub cannot provide it.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
-        if of_model and not (folder / "config.json").is_file():
+        if needs_model and not (folder / "config.json").is_file():
             raise ConfigError(f"{key}={path}: the folder has no config.json. Give a model folder in Hugging Face format.")
         return folder.resolve()
     if folder.exists() or not HUB_ID.match(path):

@@ -19,11 +19,11 @@ from verl_memopt.memory.chunked_logprob_torch import TokenGradient, head_log_pro
 from verl_memopt.memory.embedding_gradient import TrainedEmbedding, gathered_for_forward, is_plain
 from verl_memopt.memory.logit_tiles import Head, TokenStatistics
 from verl_memopt.memory.resharding_torch import reshard_units
-from verl_memopt.memory.sequence_parallel_torch import SequenceGroup, of_all_ranks
+from verl_memopt.memory.sequence_parallel_torch import SequenceGroup, combine_ranks
 from verl_memopt.memory.shared_weights_torch import GatheredWeights
 from verl_memopt.memory.streamed_params_torch import StreamedParams
 from verl_memopt.model.attention import KERNELS, REGISTERED, Attend, AttentionArgs
-from verl_memopt.model.decoder import BlockOptions, Decoder, Prefix, PrefixKV, PrefixRecorder, of_llama_family
+from verl_memopt.model.decoder import BlockOptions, Decoder, Prefix, PrefixKV, PrefixRecorder, is_llama_like
 from verl_memopt.model.families import POLICY_KEY, logit_shape, refused
 from verl_memopt.model.packing import Pack, PrefixLayout
 
@@ -67,7 +67,7 @@ class PackedModel(nn.Module):
         embedding = lm.get_input_embeddings()
         if is_plain(embedding):
             lm.set_input_embeddings(TrainedEmbedding(embedding))
-        if of_llama_family(lm):
+        if is_llama_like(lm):
             options = [BlockOptions()] * len(lm.model.layers) if blocks is None else blocks
             lm.model = Decoder(lm.model, options, KERNELS[lm.config._attn_implementation])
         else:
@@ -105,7 +105,7 @@ class PackedModel(nn.Module):
         if self.sequence is None:
             return head(pack, None)
         (share, places), count, group = pack.share(self.sequence), pack.targets.shape[0], self.sequence
-        return tuple(None if values is None else of_all_ranks(values, places, count, group) for values in head(share, places))
+        return tuple(None if values is None else combine_ranks(values, places, count, group) for values in head(share, places))
 
     def predicting_states(self, pack: Pack, prefix: PrefixKV | None) -> Tensor:
         """Normed states [R, h] that predict the pack's targets. ``prefix``: the prefix KV for a pack of ``pack_suffixes``."""

@@ -274,7 +274,7 @@ PrefixGroup: TypeAlias = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Run:
+class SegmentRun:
     """``count`` neighbouring segments of ``length`` tokens each, the first at ``start``."""
 
     start: int
@@ -289,8 +289,8 @@ class PrefixSpan:
     Places among queries and keys differ if tokens are skipped.
     """
 
-    keys: Run
-    queries: Run
+    keys: SegmentRun
+    queries: SegmentRun
 
 
 @dataclass(frozen=True, eq=False)
@@ -365,12 +365,12 @@ class PrefixLayout:
         return tuple(segments(self.groups))
 
     @cached_property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[SegmentRun, ...]:
         # Equal neighbours are one rectangle for a kernel that wants one length.
-        runs: list[Run] = []
+        runs: list[SegmentRun] = []
         start = 0
         for length, same in groupby(self.segments):
-            runs.append(Run(start, sum(1 for _ in same), length))
+            runs.append(SegmentRun(start, sum(1 for _ in same), length))
             start += runs[-1].count * length
         return tuple(runs)
 
@@ -427,17 +427,17 @@ def prefix_spans(groups: tuple[PrefixGroup, ...], skipped: tuple[int, ...]) -> I
     query = key = 0
     for before, (prefix, suffixes) in zip(skipped, groups, strict=True):
         if before and prefix:
-            yield PrefixSpan(keys=Run(key, 1, before), queries=Run(query, 1, prefix))
+            yield PrefixSpan(keys=SegmentRun(key, 1, before), queries=SegmentRun(query, 1, prefix))
         if suffixes:
-            yield PrefixSpan(keys=Run(key, 1, before + prefix), queries=Run(query + prefix, 1, sum(suffixes)))
+            yield PrefixSpan(keys=SegmentRun(key, 1, before + prefix), queries=SegmentRun(query + prefix, 1, sum(suffixes)))
         query += prefix + sum(suffixes)
         key += before + prefix + sum(suffixes)
 
 
-def _query_runs(groups: tuple[PrefixGroup, ...], skipped: tuple[int, ...]) -> Iterator[Run]:
+def _query_runs(groups: tuple[PrefixGroup, ...], skipped: tuple[int, ...]) -> Iterator[SegmentRun]:
     key = 0
     for before, (prefix, suffixes) in zip(skipped, groups, strict=True):
-        yield Run(key + before, 1, prefix + sum(suffixes))
+        yield SegmentRun(key + before, 1, prefix + sum(suffixes))
         key += before + prefix + sum(suffixes)
 
 
@@ -445,6 +445,6 @@ def _cumulative(lengths: Iterable[int]) -> Tensor:
     return torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
 
 
-def _places(runs: Iterable[Run]) -> np.ndarray:
+def _places(runs: Iterable[SegmentRun]) -> np.ndarray:
     places = [np.arange(run.start, run.start + run.length) for run in runs]
     return np.concatenate([np.zeros(0, dtype=np.int64), *places])

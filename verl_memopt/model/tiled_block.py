@@ -42,14 +42,14 @@ class TileCall:
 
 
 @dataclass(frozen=True)
-class Tile:
+class QueryTile:
     """Some queries of a pack, and their attention calls. Each query is in one causal call, which comes first."""
 
     queries: slice
     calls: tuple[TileCall, ...]
 
 
-def tiles(layout: PrefixLayout, size: int) -> list[Tile]:
+def tiles(layout: PrefixLayout, size: int) -> list[QueryTile]:
     """Cut the queries of a layout into tiles of ``size``; the last may be shorter. No call has more than ``size`` keys."""
     pieces = list(_segments(layout))
     end = pieces[-1].query + pieces[-1].count if pieces else 0
@@ -79,7 +79,7 @@ def tiles(layout: PrefixLayout, size: int) -> list[Tile]:
             for shared_call in shared
             for keys in _parts(shared_call.keys.start, shared_call.keys.stop, size)
         )
-        cut.append(Tile(slice(start, stop), (*own, *earlier, *prefix_calls)))
+        cut.append(QueryTile(slice(start, stop), (*own, *earlier, *prefix_calls)))
     return cut
 
 
@@ -182,7 +182,7 @@ class _TiledBlock(torch.autograd.Function):
         weights = tensors[3:7]
         sums = [zeros_to_sum(weight) if wanted else None for weight, wanted in zip(weights, needed[3:7], strict=True)]
         block = _Block(ctx.shape, ctx.layout, tensors[:7], [layer.output for layer in layers])
-        grad_x = _Backward(block, layers, sums).of_input(grad[0].contiguous())
+        grad_x = _Backward(block, layers, sums).input_gradient(grad[0].contiguous())
         norm_grads = (None if total is None else total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True))
         return *(None,) * 4, grad_x, None, None, *norm_grads, *(grad for layer in layers for grad in layer.gradients())
 
@@ -266,20 +266,20 @@ class _Block:
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, calls: Sequence[TileCall]) -> tuple[Tensor, Tensor]:
         """Attention [t, heads, D] of a tile's queries, and the log-sum-exps of its scores, fp32 [t, heads]."""
         out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
-        for of_queries, of_keys in key_heads(query, keys):
-            q = self._working(query[:, of_queries])
-            whole = _sum_like(out[:, of_queries], calls)
+        for query_heads, own_heads in key_heads(query, keys):
+            q = self._working(query[:, query_heads])
+            whole = _sum_like(out[:, query_heads], calls)
             for call in calls:
-                k, v = (self._repeated(states[call.keys, of_keys], q) for states in (keys, values))
+                k, v = (self._repeated(states[call.keys, own_heads], q) for states in (keys, values))
                 part, part_lse = self.kernel.forward(_view(q[call.queries]), k, v, call.causal, self.shape.scale)
-                into, into_lse = _view(whole[call.queries]), _view(lse[call.queries, of_queries])
+                into, into_lse = _view(whole[call.queries]), _view(lse[call.queries, query_heads])
                 # The causal call comes first and writes every row; later ones are merged into it.
                 if not call.causal:
                     part, part_lse = merge(into, into_lse, part, part_lse)
                 into.copy_(part)
                 into_lse.copy_(part_lse)
             if whole.dtype != out.dtype:
-                out[:, of_queries].copy_(whole)
+                out[:, query_heads].copy_(whole)
         return out, lse
 
     def attend_backward(
@@ -297,13 +297,13 @@ class _Block:
         """
         query, out, lse = attended
         into = torch.empty_like(query)
-        for of_queries, of_keys in key_heads(query, keys):
-            above, q, o = (self._working(states[:, of_queries]) for states in (grad, query, out))
-            query_sum = _sum_like(into[:, of_queries], calls)
+        for query_heads, own_heads in key_heads(query, keys):
+            above, q, o = (self._working(states[:, query_heads]) for states in (grad, query, out))
+            query_sum = _sum_like(into[:, query_heads], calls)
             for call in calls:
-                k, v = (self._repeated(states[call.keys, of_keys], q) for states in (keys, values))
+                k, v = (self._repeated(states[call.keys, own_heads], q) for states in (keys, values))
                 rows = call.queries
-                views = (_view(above[rows]), _view(q[rows]), k, v, _view(o[rows]), _view(lse[rows, of_queries]))
+                views = (_view(above[rows]), _view(q[rows]), k, v, _view(o[rows]), _view(lse[rows, query_heads]))
                 query_grad, *key_value_grads = self.kernel.backward(*views, call.causal, self.shape.scale)
                 target = _view(query_sum[rows])
                 if call.causal:
@@ -311,10 +311,10 @@ class _Block:
                 else:
                     target.add_(query_grad)
                 for total, part in zip(sums, key_value_grads, strict=True):
-                    total[call.keys, of_keys] += part.sum(1, dtype=total.dtype)[0][:, None]
+                    total[call.keys, own_heads] += part.sum(1, dtype=total.dtype)[0][:, None]
                 del query_grad, key_value_grads, views, k, v
             if query_sum.dtype != into.dtype:
-                into[:, of_queries].copy_(query_sum)
+                into[:, query_heads].copy_(query_sum)
         return into
 
     def _working(self, tensor: Tensor) -> Tensor:
@@ -347,17 +347,17 @@ class _Backward:
         # A weight with one tile needs no fp32 sum.
         self.mlp_alone = self.alone and len(block.mlp_rows(block.tiles[0].queries)) == 1
 
-    def of_input(self, grad: Tensor) -> Tensor:
+    def input_gradient(self, grad: Tensor) -> Tensor:
         """Turn the gradient of the block's output, [Q, h], which is overwritten, into that of its input, [T, h]."""
         block = self.block
         if block.index is None:
             for tile in reversed(block.tiles):
-                self._of_tile(tile, grad[tile.queries], with_keys=True)
+                self._add_tile(tile, grad[tile.queries], with_keys=True)
             return grad
         # Queries are some of the tokens, so their tiles are not those of the keys.
         grad_x = torch.zeros_like(block.x)
         for tile in reversed(block.tiles):
-            self._of_tile(tile, grad[tile.queries], with_keys=False)
+            self._add_tile(tile, grad[tile.queries], with_keys=False)
             grad_x.index_add_(0, block.index[tile.queries], grad[tile.queries])
         rows = block.all_rows()
         for tokens in rows:
@@ -367,7 +367,7 @@ class _Backward:
             self._add_norm(0, self._through((1, 2), above, normal), x, block.attention_norm, grad_x[tokens])
         return grad_x
 
-    def _of_tile(self, tile: Tile, grad: Tensor, with_keys: bool) -> None:
+    def _add_tile(self, tile: QueryTile, grad: Tensor, with_keys: bool) -> None:
         # Turn the gradient of a tile's output [t, h] into that of its input, in place.
         block, queries = self.block, tile.queries
         normal = block.normal(queries)
@@ -375,7 +375,7 @@ class _Backward:
         # Recomputed from the input, as everything of a tile is.
         query = block.rotated_query(projected, queries)
         attended = query, *block.attend(query, self.keys, self.values, tile.calls)
-        self._of_mlp(queries, block.after_attention(queries, attended[1]), grad)
+        self._add_mlp(queries, block.after_attention(queries, attended[1]), grad)
         # After the MLP's backward: ``grad`` now is that of the state after attention.
         self.layers[3].add(grad, attended[1].flatten(1), self.alone)
         grad_attended = torch.empty_like(query)
@@ -408,7 +408,7 @@ class _Backward:
             layer.add(grad, normal, alone)
         return above
 
-    def _of_mlp(self, queries: slice, hidden: Tensor, grad: Tensor) -> None:
+    def _add_mlp(self, queries: slice, hidden: Tensor, grad: Tensor) -> None:
         # Turn the gradient of a tile's output [t, h] into that of the state between attention and MLP, in place.
         block = self.block
         for rows in block.mlp_rows(queries):

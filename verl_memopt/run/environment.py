@@ -103,7 +103,9 @@ def resolve_environment(
     tokenizer_folder = folder
     if model.tokenizer_path is not None:
         trusted = model.trust_remote_code or data.trust_remote_code
-        tokenizer_folder = resolve_folder(model.tokenizer_path, "actor_rollout_ref.model.tokenizer_path", trusted, of_model=False)
+        tokenizer_folder = resolve_folder(
+            model.tokenizer_path, "actor_rollout_ref.model.tokenizer_path", trusted, needs_model=False
+        )
     tokenizer = load_tokenizer(tokenizer_folder, model, data.trust_remote_code)
     check_vocabulary(tokenizer, checked.embedding_rows, f"actor_rollout_ref.model.path={folder}")
     reference = None
@@ -146,7 +148,7 @@ def _check_same_tokenizer(tokenizer: Any, folder: Path, critic: CriticModel, cri
     key, own, trusted = CRITIC_PATH, critic_folder, bool(critic.trust_remote_code)
     if critic.tokenizer_path is not None:
         key = "critic.model.tokenizer_path"
-        own = resolve_folder(critic.tokenizer_path, key, trusted, of_model=False)
+        own = resolve_folder(critic.tokenizer_path, key, trusted, needs_model=False)
     if own == folder or not any((own / name).is_file() for name in TOKENIZER_FILES):
         return
     mine, others = tokenizer.get_vocab(), read_tokenizer(own, key, trusted).get_vocab()

@@ -213,7 +213,7 @@ STATE_FREE = frozenset({"eps", "betas", "lr", "weight_decay", "fused", "foreach"
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """A key that differs from the checkpoint's settings. kind: HARMLESS, TRAJECTORY or REFUSED. reason: may be empty."""
 
     key: str
@@ -282,7 +282,7 @@ def check_own_files(settings: Settings, environment: Environment, folder: Path, 
                 )
 
 
-def changes(before: Mapping[str, Any], settings: Settings) -> list[Change]:
+def changes(before: Mapping[str, Any], settings: Settings) -> list[SettingChange]:
     """Return which settings differ from those that a checkpoint kept, in the order of the schema.
 
     A key that did not exist when the checkpoint was made counts as if it had had its default. In a run without a critic, the
@@ -291,7 +291,7 @@ def changes(before: Mapping[str, Any], settings: Settings) -> list[Change]:
     now, old = kept_settings(settings), {**kept_settings(Settings()), **_without_secrets(before)}
     has_critic = now["algorithm.adv_estimator"] in WITH_CRITIC
     changed = [key for key in now if old[key] != now[key] and (has_critic or not key.startswith("critic."))]
-    return [Change(key, old[key], now[key], *_meaning(key, old, now)) for key in changed]
+    return [SettingChange(key, old[key], now[key], *_meaning(key, old, now)) for key in changed]
 
 
 def _meaning(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:

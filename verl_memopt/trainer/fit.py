@@ -131,7 +131,7 @@ def _smallest_card() -> Card | None:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FitVerdict:
     """Whether a run fits a card, and by how many bytes it exceeds each limit."""
 
     peaks: Peaks
@@ -184,7 +184,7 @@ class Verdict:
         return f"does not fit: {'; '.join(why)}"
 
 
-def judge(settings: Settings, card: Card) -> Verdict:
+def judge(settings: Settings, card: Card) -> FitVerdict:
     """Predict whether a run fits a card.
 
     Raises:
@@ -199,7 +199,7 @@ def judge(settings: Settings, card: Card) -> Verdict:
     in_cache = rollout.name == "vllm" and "gen" in peaks.phases
     longest = rollout.max_model_len or longest_sample(settings)
     takes_the_rest = in_cache and rollout.kv_cache_memory_gb == AUTO
-    return Verdict(peaks, card, longest, *on_one_machine(settings, peaks), in_cache, takes_the_rest)
+    return FitVerdict(peaks, card, longest, *on_one_machine(settings, peaks), in_cache, takes_the_rest)
 
 
 def cards_like(card: Card) -> tuple[Rates, ...]:
@@ -214,7 +214,7 @@ def machines(card: Card) -> tuple[Rates, ...]:
     return () if card.device == "cpu" else cards_like(card)
 
 
-def seconds_with(settings: Settings, verdict: Verdict, rates: Rates) -> dict[str, float]:
+def seconds_with(settings: Settings, verdict: FitVerdict, rates: Rates) -> dict[str, float]:
     size, phases = sizes_of_models(settings).policy, verdict.peaks.phases
     return seconds_of(settings, size, phases, rates, verdict.peaks.kv_tokens, verdict.card.device)
 

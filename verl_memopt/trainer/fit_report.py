@@ -16,7 +16,7 @@ from verl_memopt.memory.critic_rules import has_critic, own_pools
 from verl_memopt.memory.knob import devices_of, num_devices
 from verl_memopt.memory.seconds import Rates
 from verl_memopt.observe.phase import GIB
-from verl_memopt.trainer.fit import Card, Verdict, machines, seconds_with
+from verl_memopt.trainer.fit import Card, FitVerdict, machines, seconds_with
 from verl_memopt.trainer.fit_levers import BUDGET
 from verl_memopt.trainer.fit_search import LONGEST, Findings, Step, find_out
 from verl_memopt.trainer.until_it_fits import CommandLine
@@ -57,15 +57,15 @@ def as_json(settings: Settings, found: Findings, line: CommandLine) -> dict[str,
     }
 
 
-def _at_once(settings: Settings, verdict: Verdict) -> int:
+def _at_once(settings: Settings, verdict: FitVerdict) -> int:
     return min(verdict.peaks.kv_tokens // max(verdict.longest, 1), settings.actor_rollout_ref.rollout.max_num_seqs)
 
 
-def estimated(settings: Settings, last: Verdict, found: Findings, rates: Rates) -> dict[str, float]:
+def estimated(settings: Settings, last: FitVerdict, found: Findings, rates: Rates) -> dict[str, float]:
     return seconds_with(replaced(settings, found.keys) if found.fits else settings, last, rates)
 
 
-def _print_seconds(settings: Settings, found: Findings, last: Verdict, console: Console) -> None:
+def _print_seconds(settings: Settings, found: Findings, last: FitVerdict, console: Console) -> None:
     rates_of_cards = machines(last.card)
     if not rates_of_cards:
         console.print("\nSeconds a step: verl-memopt calibrate measures this machine first (30 seconds).")
@@ -144,7 +144,7 @@ def _sequences(step: Step, now: int) -> str:
     return f"{count} (now {now:,}); the longest takes {on_device}, and {host}"
 
 
-def _print_peaks(verdict: Verdict, console: Console) -> None:
+def _print_peaks(verdict: FitVerdict, console: Console) -> None:
     peaks = verdict.peaks
     used = [name for name, kinds in GROUPS.items() if any(kind in phase for phase in peaks.phases.values() for kind in kinds)]
     table = Table(box=box.SIMPLE_HEAD, padding=0, collapse_padding=True, pad_edge=False)

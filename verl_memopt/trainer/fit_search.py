@@ -23,7 +23,7 @@ from verl_memopt.memory.critic_rules import has_critic
 from verl_memopt.memory.fit import CERTAIN
 from verl_memopt.memory.knob import knob_named, longest_sample, needs_reference
 from verl_memopt.observe.phase import GIB
-from verl_memopt.trainer.fit import Card, Verdict, cards_like, is_here, judge, seconds_with, sizes_of_models
+from verl_memopt.trainer.fit import Card, FitVerdict, cards_like, is_here, judge, seconds_with, sizes_of_models
 from verl_memopt.trainer.fit_levers import BUDGET, BUDGETS, SHARE, Level, Lever, levers_of
 
 _AR = "actor_rollout_ref"
@@ -82,10 +82,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Findings:
-    verdict: Verdict
+    verdict: FitVerdict
     changes: tuple[Change, ...] = ()
     """What makes it fit, if it does not and can."""
-    after: Verdict | None = None
+    after: FitVerdict | None = None
     """The verdict with the changes, or with everything that helps if they are not enough."""
     response: int = 0
     """Tokens of the longest response that fits, with the changes; 0 = none."""
@@ -115,10 +115,10 @@ class Search:
         self.levers = tuple(levers_of(settings, size, card.host_bytes is not None) if levers is None else levers)
         self._share = next((at for at, lever in enumerate(self.levers) if SHARE in lever.levels[-1].keys), None)
         self.as_it_is: State = (0,) * len(self.levers)
-        self._verdicts: dict[State, Verdict] = {}
+        self._verdicts: dict[State, FitVerdict] = {}
         self._accepted: dict[State, bool] = {}
 
-    def judged(self, keys: Mapping[str, Any]) -> Verdict | None:
+    def judged(self, keys: Mapping[str, Any]) -> FitVerdict | None:
         # The verdict with other values of some keys; None if the rules refuse the combination.
         with suppress(ConfigError):
             with silent():
@@ -126,7 +126,7 @@ class Search:
             return judge(settings, self._card)
         return None
 
-    def changes(self, plans: Sequence[Callable[[Level], bool]] = PLANS) -> tuple[tuple[Change, ...], Verdict]:
+    def changes(self, plans: Sequence[Callable[[Level], bool]] = PLANS) -> tuple[tuple[Change, ...], FitVerdict]:
         """Return changes that make the run fit, and the verdict with them. Of those that were found, they take the least time.
 
         None of them can be left out. If nothing is enough, those that help most are returned with their verdict.
@@ -155,7 +155,7 @@ class Search:
         # Keys that the run has already are left out.
         return {key: value for key, value in merged.items() if value_at(self.settings, key) != value}
 
-    def verdict(self, state: State) -> Verdict:
+    def verdict(self, state: State) -> FitVerdict:
         # Also for a state that the rules refuse.
         if state not in self._verdicts:
             self._verdicts[state] = judge(replaced(self.settings, self.keys(state)), self._card)
@@ -320,7 +320,7 @@ class Search:
         prompts = {key: value for key, value in ((PROMPTS, data.train_batch_size), (ROUND, data.gen_batch_size)) if value}
         mini = {MINI: self.settings.actor_rollout_ref.actor.ppo_mini_batch_size}
 
-        def larger(times: int) -> Verdict | None:
+        def larger(times: int) -> FitVerdict | None:
             return self.judged({**keys, **mini, **{key: value * times for key, value in prompts.items()}})
 
         def fits(times: int) -> bool:
@@ -349,7 +349,7 @@ def _with(state: State, at: int, level: int) -> State:
     return (*state[:at], level, *state[at + 1 :])
 
 
-def _missing(verdict: Verdict) -> float:
+def _missing(verdict: FitVerdict) -> float:
     over = dict(verdict.too_much)
     cache_tokens = over.pop("KV cache", 0)
     # A missing token of the cache counts as 128 KiB, to compare it with bytes.

@@ -18,7 +18,7 @@ from verl_memopt.errors import RewardError, TrainingError
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.micro_batching import SEEDS
-from verl_memopt.trainer.rollouts import Answers, StepBatch, join_answers
+from verl_memopt.trainer.rollouts import RowAnswers, StepBatch, join_answers
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Kept:
     """The groups of one round, or of several, that a step keeps."""
 
     prompts: StepPrompts
-    answers: Answers
+    answers: RowAnswers
     results: list[RewardResult]
 
 
@@ -129,7 +129,7 @@ def select(batch: StepBatch, prompts: Sequence[int], samples: int) -> Kept:
     chosen = [batch.prompts.prompts[index] for index in prompts]
     return Kept(
         StepPrompts(chosen, prompt_ids, batch.prompts.rows_truncated, batch.prompts.tokens_dropped),
-        Answers([answers.rows[row] for row in rows], prompt_ids, kept, [answers.texts[row] for row in rows]),
+        RowAnswers([answers.rows[row] for row in rows], prompt_ids, kept, [answers.texts[row] for row in rows]),
         [batch.results[row] for row in rows],
     )
 

@@ -176,7 +176,7 @@ class RunState:
         return {"actor": dtype_name(actor), "critic": dtype_name(critic_dtype)}
 
 
-class Trainer:
+class TrainingLoop:
     """Runs the steps of a run whose workers are ready."""
 
     def __init__(

@@ -24,7 +24,7 @@ from verl_memopt.observe.samples import Sample, dumped_steps, read_samples
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.run.environment import Environment
-from verl_memopt.trainer.rollouts import Answers
+from verl_memopt.trainer.rollouts import RowAnswers
 
 ROLLOUTS = "rollouts"
 """Folder inside the run folder for a dump, if no key names another."""
@@ -136,7 +136,7 @@ class Replayed:
     """
 
     prompts: StepPrompts
-    answers: Answers
+    answers: RowAnswers
     results: list[RewardResult] | None
 
 
@@ -197,7 +197,7 @@ class Replay:
             log_probs=None if None in log_probs else [list(row or ()) for row in log_probs],
             finish_reasons=[sample.finish_reason for sample in samples],
         )
-        answers = Answers(rows, prompt_ids, generation, [sample.output for sample in samples])
+        answers = RowAnswers(rows, prompt_ids, generation, [sample.output for sample in samples])
         results = [
             RewardResult(sample.score, dict(sample.extra), sample.failed) for sample in samples if sample.score is not None
         ]
@@ -332,7 +332,7 @@ class Forge:
             response_ids, [uniform] * num_rows if rollout.calculate_log_probs else None, ["length"] * num_rows
         )
         results = [RewardResult(score) for score in random.random(num_rows).tolist()]
-        answers = Answers(prompt_rows, prompt_ids, generation, [answer] * num_rows)
+        answers = RowAnswers(prompt_rows, prompt_ids, generation, [answer] * num_rows)
         return Replayed(StepPrompts(prompt_rows[:: rollout.n], prompt_ids, 0, 0), answers, results)
 
     def text_of(self, tokens: int) -> str:

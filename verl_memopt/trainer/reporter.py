@@ -23,7 +23,7 @@ from verl_memopt.observe.samples import Sample, dump_samples
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.trainer.build import RunContext
 from verl_memopt.trainer.replay import mode_of, tokenizer_digest, written_dump
-from verl_memopt.trainer.rollouts import Answers
+from verl_memopt.trainer.rollouts import RowAnswers
 from verl_memopt.trainer.step import StepResult
 from verl_memopt.trainer.validate import Validation
 
@@ -174,7 +174,7 @@ class Reporter:
             dump_samples(Path(folder), step, samples, self._digest)
 
 
-def samples_of(answers: Answers, results: Sequence[RewardResult]) -> list[Sample]:
+def samples_of(answers: RowAnswers, results: Sequence[RewardResult]) -> list[Sample]:
     # Without results the score is None.
     generation, samples = answers.generation, []
     for place, row in enumerate(answers.rows):

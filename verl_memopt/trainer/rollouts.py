@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Answers:
+class RowAnswers:
     """Prompts and their responses; row = prompt * n + sample.
 
     Attributes:
@@ -54,9 +54,9 @@ class Answers:
     model_scores: Pending[list[float]] | None = None
 
 
-def join_answers(parts: Sequence[Answers]) -> Answers:
+def join_answers(parts: Sequence[RowAnswers]) -> RowAnswers:
     generations = [part.generation for part in parts]
-    return Answers(
+    return RowAnswers(
         rows=[row for part in parts for row in part.rows],
         prompt_ids=[ids for part in parts for ids in part.prompt_ids],
         generation=_join_generations(generations, all(generation.log_probs is not None for generation in generations)),
@@ -91,7 +91,7 @@ class Generator:
     has_engine: bool = True
     follower: ScoringFollower | None = None
 
-    def generate(self, prompts: StepPrompts, step: int, earlier_rounds: int = 0, stays_awake: bool = False) -> Answers:
+    def generate(self, prompts: StepPrompts, step: int, earlier_rounds: int = 0, stays_awake: bool = False) -> RowAnswers:
         """Return ``rollout.n`` answers to each prompt of a training step. The engine releases its memory afterwards.
 
         ``earlier_rounds``: calls before this one in the same step. A prompt that returns is answered with other seeds.
@@ -111,11 +111,11 @@ class Generator:
             self.release_engine()
         return answers
 
-    def generate_validation(self, rows: Sequence[PromptRow], prompt_ids: list[list[int]], step: int) -> Answers:
+    def generate_validation(self, rows: Sequence[PromptRow], prompt_ids: list[list[int]], step: int) -> RowAnswers:
         sampling = validation_sampling(self.rollout)
         return self._answers("testing", rows, self.rollout.val_kwargs.n, prompt_ids, sampling, step, may_stop=False)
 
-    def generate_greedy(self, prompts: StepPrompts, step: int) -> Answers:
+    def generate_greedy(self, prompts: StepPrompts, step: int) -> RowAnswers:
         """Return one greedy answer to each prompt of a training step. The engine releases its memory afterwards.
 
         Raises:
@@ -151,7 +151,7 @@ class Generator:
         step: int,
         first_sample: int = 0,
         may_stop: bool = True,
-    ) -> Answers:
+    ) -> RowAnswers:
         assert self.rollout.seed is not None
         seeds = sampling_seeds(rows, samples, self.rollout.seed, step, first_sample)
         answered_rows, ranks = [row for row in rows for _ in range(samples)], self.rollout.tensor_model_parallel_size
@@ -175,14 +175,14 @@ class Generator:
                 raise Stopped
         generation = _join_generations(parts, sampling.log_probs)
         texts = self.tokenizer.batch_decode(generation.response_ids, skip_special_tokens=True)
-        return Answers(answered_rows, prompt_ids, generation, texts, begun)
+        return RowAnswers(answered_rows, prompt_ids, generation, texts, begun)
 
 
-def dataset_answers(rows: Sequence[PromptRow], prompt_ids: list[list[int]], tokenizer: Any) -> Answers:
+def dataset_answers(rows: Sequence[PromptRow], prompt_ids: list[list[int]], tokenizer: Any) -> RowAnswers:
     # The dataset's own responses as the answers to its prompts, one each.
     responses = [list(row.response) for row in rows]
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    return Answers(list(rows), prompt_ids, Generation(responses, None, ["stop"] * len(rows)), texts)
+    return RowAnswers(list(rows), prompt_ids, Generation(responses, None, ["stop"] * len(rows)), texts)
 
 
 def sampling_seeds(rows: Sequence[PromptRow], samples: int, seed: int, step: int, first_sample: int = 0) -> list[int]:
@@ -236,7 +236,7 @@ class StepBatch:
 
     step: int
     prompts: StepPrompts
-    answers: Answers
+    answers: RowAnswers
     rows: RolloutBatch
     results: list[RewardResult] = field(default_factory=list)
     entropy: Tensor | None = None
@@ -384,7 +384,7 @@ class LogProbPass(ForwardPass[LogProbs]):
         return in_batch_order(self.begin(batch, names).result(), batch.responses.sizes())
 
 
-def to_batch(answers: Answers, samples: int, actor: Actor) -> RolloutBatch:
+def to_batch(answers: RowAnswers, samples: int, actor: Actor) -> RolloutBatch:
     """Return the ragged batch of the answers.
 
     ``answers``: the rollouts of a step: all answers to a prompt, then those to the next.

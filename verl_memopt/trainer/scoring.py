@@ -31,7 +31,7 @@ from verl_memopt.rewards.score import RewardResult, RewardRow
 from verl_memopt.rollout.engine import FinishedRows
 from verl_memopt.run.environment import Environment
 from verl_memopt.trainer.micro_batching import Budget
-from verl_memopt.trainer.rollouts import Answers, ForwardPass, StepBatch
+from verl_memopt.trainer.rollouts import ForwardPass, RowAnswers, StepBatch
 from verl_memopt.worker.group import Pending, TimedGroup
 from verl_memopt.worker.roles import RolePlan
 from verl_memopt.worker.worker import Worker
@@ -51,14 +51,14 @@ class Scorer(Protocol):
     def learned_budget(self) -> LearnedBudget | None:
         """The token budget of its pass, if that learns from measured peaks."""
 
-    def begin(self, answers: Answers) -> Pending[list[float]] | None:
+    def begin(self, answers: RowAnswers) -> Pending[list[float]] | None:
         """Begin to score answers on devices of the scorer's own. The result goes with the answers to :meth:`score_answers`.
 
         Returns:
             None if it has no devices of its own.
         """
 
-    def score_answers(self, answers: Answers, batch: StepBatch | None) -> Scored:
+    def score_answers(self, answers: RowAnswers, batch: StepBatch | None) -> Scored:
         """Return the reward of each answer.
 
         ``batch``: what the training step has computed; None in a validation, which computes no log-probs.
@@ -132,10 +132,10 @@ class Rewarder:
     def learned_budget(self) -> LearnedBudget | None:
         return None if self.model is None else self.model.budget.learned
 
-    def begin(self, answers: Answers) -> Pending[list[float]] | None:
+    def begin(self, answers: RowAnswers) -> Pending[list[float]] | None:
         return None if self.model is None or not self.model.workers.is_apart else self.model.begin(answers)
 
-    def score_answers(self, answers: Answers, batch: StepBatch | None) -> Scored:
+    def score_answers(self, answers: RowAnswers, batch: StepBatch | None) -> Scored:
         """Return the reward of each answer. In a training step functions are timed; the workers time the reward model themselves.
 
         Raises:
@@ -161,7 +161,7 @@ class Rewarder:
         return results, {}
 
     def _by_function(
-        self, answers: Answers, model_scores: list[float] | None, further: Mapping[str, list[float]]
+        self, answers: RowAnswers, model_scores: list[float] | None, further: Mapping[str, list[float]]
     ) -> list[RewardResult]:
         read: list[dict[str, Any]] = [{}] * len(answers.rows)
         if model_scores is not None:
@@ -287,13 +287,13 @@ class ModelScores:
     further: Mapping[str, Conversations] = field(default_factory=dict)
     """What each further reward model reads, by name, in the order of the workers' models."""
 
-    def further_scores(self, answers: Answers) -> dict[str, list[float]]:
+    def further_scores(self, answers: RowAnswers) -> dict[str, list[float]]:
         return {
             name: self._begin(answers, conversations, (place,)).result()
             for place, (name, conversations) in enumerate(self.further.items(), start=1)
         }
 
-    def begin(self, answers: Answers) -> Pending[list[float]]:
+    def begin(self, answers: RowAnswers) -> Pending[list[float]]:
         """Begin to score each answer, see :meth:`TimedGroup.begin`. The phase is ``reward``.
 
         Reading the result raises RewardError if a score is not finite. The message names the row.
@@ -303,7 +303,7 @@ class ModelScores:
         """
         return self._begin(answers, self.conversations)
 
-    def _begin(self, answers: Answers, conversations: Conversations, options: tuple[int, ...] = ()) -> Pending[list[float]]:
+    def _begin(self, answers: RowAnswers, conversations: Conversations, options: tuple[int, ...] = ()) -> Pending[list[float]]:
         if not answers.rows:
             return Pending(list)
         batch = self._batch(conversations, answers)
@@ -322,7 +322,7 @@ class ModelScores:
 
         return reward_pass.begin(batch, names).then(in_order)
 
-    def _batch(self, conversations: Conversations, answers: Answers) -> RolloutBatch:
+    def _batch(self, conversations: Conversations, answers: RowAnswers) -> RolloutBatch:
         before, after, groups = conversations.of(answers)
         return rollout_batch(
             prompts=Ragged.from_rows(before, torch.int64),
@@ -359,7 +359,7 @@ class Conversations:
     tokenizer: Any
     max_length: int | None
 
-    def of(self, answers: Answers) -> tuple[list[Ids], list[Ids], list[int]]:
+    def of(self, answers: RowAnswers) -> tuple[list[Ids], list[Ids], list[int]]:
         """Return, for each row, the ids before and after the point where the conversations of its group diverge, and its group.
 
         A group is a prompt: its rows compute the ids before that point once.

@@ -27,10 +27,10 @@ from verl_memopt.trainer.group_filter import GroupFilter, draw_rows
 from verl_memopt.trainer.micro_batching import Budget, MiniBatchCutter, PolicyUpdate, update_metrics
 from verl_memopt.trainer.replay import Forge, NoPrompts, Replay, check_same_prompts
 from verl_memopt.trainer.rollouts import (
-    Answers,
     ForwardPass,
     Generator,
     LogProbPass,
+    RowAnswers,
     StepBatch,
     dataset_answers,
     to_batch,
@@ -45,7 +45,7 @@ from verl_memopt.worker.worker import Worker
 @dataclass(frozen=True)
 class StepResult:
     metrics: dict[str, float]
-    answers: Answers
+    answers: RowAnswers
     results: list[RewardResult]
     response_tokens: int
     total_tokens: int
@@ -304,7 +304,7 @@ class Rollouts:
         greedy = score(self.scorer, StepBatch(batch.step, batch.prompts, answers, to_batch(answers, 1, self.actor)))
         return add_baselines(batch, greedy, self.generator.rollout.n)
 
-    def _batch(self, step: int, prompts: StepPrompts, answers: Answers) -> StepBatch:
+    def _batch(self, step: int, prompts: StepPrompts, answers: RowAnswers) -> StepBatch:
         return StepBatch(step, prompts, answers, to_batch(answers, self.generator.rollout.n, self.actor))
 
 

@@ -13,7 +13,7 @@ from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.prompts import expand
 from verl_memopt.observe.metrics import VAL_LOSS, ValidationRow, validation_metrics
 from verl_memopt.rewards.score import RewardResult
-from verl_memopt.trainer.rollouts import Answers, Generator, LogProbPass, dataset_answers, join_answers, to_batch
+from verl_memopt.trainer.rollouts import Generator, LogProbPass, RowAnswers, dataset_answers, join_answers, to_batch
 from verl_memopt.trainer.scoring import Scorer
 
 
@@ -26,7 +26,7 @@ class Validation:
     """
 
     metrics: dict[str, float]
-    answers: list[tuple[Answers, list[RewardResult]]]
+    answers: list[tuple[RowAnswers, list[RewardResult]]]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Validator:
         assert len(rows) == len(self.rows) * samples, (len(rows), len(self.rows), samples)
         return Validation(validation_metrics([row for row in rows if not math.isnan(row.score)]), answered)
 
-    def _scored_at_the_end(self, answers: list[Answers]) -> list[tuple[Answers, list[RewardResult]]]:
+    def _scored_at_the_end(self, answers: list[RowAnswers]) -> list[tuple[RowAnswers, list[RewardResult]]]:
         # The engine sleeps while the models of the scorer come to the device, each once. It wakes with the policy's weights.
         self.generator.release_engine()
         results = iter(self.scorer.score_answers(join_answers(answers), None)[0])

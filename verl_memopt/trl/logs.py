@@ -15,7 +15,7 @@ from verl_memopt.rewards.python_functions import RM_SCORE
 if TYPE_CHECKING:
     from verl_memopt.rewards.score import RewardResult
     from verl_memopt.trainer.listener import Progress
-    from verl_memopt.trainer.rollouts import Answers
+    from verl_memopt.trainer.rollouts import RowAnswers
 
 OURS = {
     "loss": "actor/loss", "policy_loss": "actor/pg_loss", "grad_norm": "actor/grad_norm", "learning_rate": "actor/lr",
@@ -61,7 +61,7 @@ class ScoredRow:
         return self.result.score
 
 
-def scored_rows(answers: Answers, results: Sequence[RewardResult]) -> list[ScoredRow]:
+def scored_rows(answers: RowAnswers, results: Sequence[RewardResult]) -> list[ScoredRow]:
     """Pair answers with their rewards."""
     generation = answers.generation
     columns = zip(answers.rows, generation.response_ids, generation.finish_reasons, results, strict=True)

@@ -222,7 +222,7 @@ class Objective:
         if (not on_policy and not self._is_token_local) or self._reads_responses:
             return None
         # A loss of ratios has the same gradient whatever the log-probs are, because every ratio is 1.
-        is_constant = on_policy and (self.bypass is not None or LOSSES[self.actor.policy_loss.loss_mode].of_ratio)
+        is_constant = on_policy and (self.bypass is not None or LOSSES[self.actor.policy_loss.loss_mode].is_ratio)
         on_policy_gradient = self._on_policy_gradient() if is_constant else None
         alone = None if on_policy_gradient is None or self.actor.use_kl_loss else on_policy_gradient * scale
 

@@ -11,7 +11,7 @@ from tests.memory.optimizers import SHAPES, parameters
 from verl_memopt.distributed.device import leave_process_group, training_mesh
 from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
 from verl_memopt.memory.optimizer_offload_torch import (
-    Member,
+    SectionMember,
     aligned,
     count,
     cut_buckets,
@@ -24,7 +24,7 @@ from verl_memopt.memory.optimizer_offload_torch import (
 
 def members(sizes):
     starts = [sum(sizes[:place]) for place in range(len(sizes))]
-    return [Member(torch.empty(0), start, size) for start, size in zip(starts, sizes, strict=True)]
+    return [SectionMember(torch.empty(0), start, size) for start, size in zip(starts, sizes, strict=True)]
 
 
 @given(st.lists(st.integers(0, 300), max_size=8), st.sampled_from([1, 32, 64]), st.integers(1, 5))

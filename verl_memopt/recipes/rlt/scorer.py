@@ -42,7 +42,7 @@ from verl_memopt.recipes.rlt.student_rows import SKIPPED, THINK, StudentEncoder,
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.run.environment import Environment
 from verl_memopt.trainer.micro_batching import Budget, budgets, uneven_shares
-from verl_memopt.trainer.rollouts import Answers, LogProbPass, StepBatch
+from verl_memopt.trainer.rollouts import LogProbPass, RowAnswers, StepBatch
 from verl_memopt.trainer.scoring import Scored
 from verl_memopt.worker.group import TimedGroup
 from verl_memopt.worker.worker import Worker
@@ -278,10 +278,10 @@ class RltScorer:
     def reads(self) -> frozenset[str]:
         return frozenset({"ref_log_probs" if self.reads_reference else "old_log_probs"})
 
-    def begin(self, answers: Answers) -> None:
+    def begin(self, answers: RowAnswers) -> None:
         """Do nothing: the student has no devices of its own, so it cannot score beside the rollouts."""
 
-    def score_answers(self, answers: Answers, batch: StepBatch | None) -> Scored:
+    def score_answers(self, answers: RowAnswers, batch: StepBatch | None) -> Scored:
         """Return the reward of each answer as an explanation. Without log-probs of a step the teacher computes its own.
 
         ``batch``: the teacher's log-probs, and the names of the rows.
