@@ -215,8 +215,15 @@ def drawn(rows, tmp_path, monkeypatch):
     return figures[0].axes[0]
 
 
+def test_rows_that_save_nothing_are_named_below_the_chart_and_have_no_bar(tmp_path, monkeypatch):
+    rows = [row("all off", 3 * 2**20), row("resharding", 3 * 2**20), row("lora", 2**20), row("weight_buckets", 2**20 + 1)]
+    axes = drawn(rows, tmp_path, monkeypatch)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["all off", "+ lora"]
+    assert "resharding, weight_buckets" in axes.get_xlabel()
+
+
 def test_a_row_that_ran_out_has_words_in_the_chart_and_no_bar(tmp_path, monkeypatch):
-    axes = drawn([FAILED, row("chunked_logprob", 2**20), row("lora", 2**20)], tmp_path, monkeypatch)
+    axes = drawn([FAILED, row("chunked_logprob", 2**20), row("lora", 2**19)], tmp_path, monkeypatch)
     assert {round(bar.get_y() + bar.get_height() / 2) for bar in axes.patches} == {1, 2}
     words = [text.get_text().strip() for text in axes.texts if round(text.get_position()[1]) == 0]
     assert words == ["out of memory in update_actor: held 7.0, asked for 3.0, limit 8.0 MiB"]

@@ -7,7 +7,9 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from textwrap import fill
 
 from rich.console import Console, RenderableType
 from rich.progress import TimeElapsedColumn
@@ -33,6 +35,8 @@ from verl_memopt.run.interrupts import Interrupts
 logger = logging.getLogger(__name__)
 
 WIDTH = 200
+NAMES_WIDTH = 100
+"""Characters of a line below the chart."""
 """Columns of the tables in a file, and the least on the screen."""
 
 
@@ -236,10 +240,18 @@ def _share(part: int | None, whole: int | None, digits: int) -> str:
 
 
 def draw_ladder(rows: Sequence[Row], path: Path, title: str) -> Path:
-    """Draw each row's peak as a bar, stacked by kind. A row that ran out of memory gets a label instead of a bar."""
+    """Draw each row's peak as a bar, stacked by kind. A row that ran out of memory gets a label instead of a bar.
+
+    Rows that save nothing, because their peak in MiB is that of the row before, have no bar: a line below the chart names them.
+    """
+    unchanged = [row.knob for before, row in pairwise(rows) if _same_peak(before, row)]
+    rows = [row for row in rows if row.knob not in unchanged]
     drawing = figure(9.0, 1.8 + 0.42 * len(rows))
     axes = drawing.add_subplot()
-    style(axes, title, "peak live tensor bytes of a step, MiB", "", grid="x")
+    below = "peak live tensor bytes of a step, MiB"
+    if unchanged:
+        below += "\n\n" + fill(f"No change of the peak in this case: {', '.join(unchanged)}", NAMES_WIDTH)
+    style(axes, title, below, "", grid="x")
     measured = [place for place, row in enumerate(rows) if not row.out_of_memory]
     ends = iter(stack_kinds(axes, measured, [rows[place].kinds for place in measured], MIB, 0.7))
     for place, row in enumerate(rows):
@@ -253,6 +265,10 @@ def draw_ladder(rows: Sequence[Row], path: Path, title: str) -> Path:
     if measured:
         axes.legend(loc="lower right", frameon=False, fontsize=9)
     return save(drawing, path)
+
+
+def _same_peak(before: Row, row: Row) -> bool:
+    return row.peak_device_bytes is not None and _mib(row.peak_device_bytes) == _mib(before.peak_device_bytes)
 
 
 def _mib(size: float | None) -> str:
