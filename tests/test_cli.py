@@ -181,6 +181,46 @@ def test_report_compares_runs_and_leaves_their_folders_alone(run_dir, tmp_path, 
     assert [path.name for path in run_dir.iterdir()] == [path.name for path in other.iterdir()] == ["metrics.jsonl"]
 
 
+def test_report_writes_nothing_over_a_users_files_or_another_runs(run_dir, tmp_path, capsys):
+    mine, other = tmp_path / "mine", shutil.copytree(run_dir, tmp_path / "second")
+    for name in ("summary.json", "compare_reward_and_validation.png"):
+        mine.mkdir(exist_ok=True)
+        (mine / name).write_text("mine")
+        for runs in ([run_dir], [run_dir, other]):
+            assert main(["report", *map(str, runs), "--out", str(mine)]) == 2
+            assert f"{mine / name} is there" in capsys.readouterr().err
+        (mine / name).unlink()
+    for place, said in ((other, "folder of a run"), (other / "metrics.jsonl", "this is a file")):
+        assert main(["report", str(run_dir), "--out", str(place)]) == 2
+        assert said in capsys.readouterr().err
+    assert [path.name for path in other.iterdir()] == ["metrics.jsonl"]
+
+
+def test_report_draws_its_charts_again_where_it_drew_them_before(run_dir, tmp_path):
+    for _ in range(2):
+        assert main(["report", str(run_dir), "--out", str(tmp_path / "charts")]) == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["knobs", "--measure", "--model", "none", "--json"],
+        ["knobs", "--measure", "--model", "none", "--text"],
+        ["knobs", "--measure", "--model", "none", "--png"],
+        ["score", "rows.jsonl", "--student", "none", "--out"],
+        ["score", "rows.jsonl", "--student", "none", "--out", "new.jsonl", "--best"],
+    ],
+    ids=lambda command: " ".join((command[0], command[-1])),
+)
+def test_a_command_is_told_of_a_file_that_is_there_before_it_begins(command, tmp_path, capsys):
+    (tmp_path / "mine").write_text("mine")
+    for name, said in (("mine", "is there already; give another name, or remove it"), ("", "is a folder; give a file")):
+        with pytest.raises(SystemExit):
+            main([*command, str(tmp_path / name)])
+        assert said in capsys.readouterr().err
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from verl_memopt import __version__
 from verl_memopt.errors import ConfigError, DeviceMemoryError, HostMemoryError, UnreadableCheckpointError, UserError
 from verl_memopt.recipes import RECIPES
-from verl_memopt.run.argument_types import gigabytes_of, path_of, seconds_of, size_of, step_of
+from verl_memopt.run.argument_types import gigabytes_of, new_file_of, path_of, seconds_of, size_of, step_of
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
@@ -131,6 +131,7 @@ def knobs_command(arguments: Sequence[str]) -> int:
         "--json",
         nargs="?",
         const="-",
+        type=lambda text: text if text == "-" else new_file_of(text),
         metavar="FILE",
         help="print the index as JSON; with --measure write the ladder to FILE, after each row",
     )
@@ -143,8 +144,8 @@ def knobs_command(arguments: Sequence[str]) -> int:
     parser.add_argument("--prompt", type=size_of, default=1024, help="tokens of each prompt (default: 1024)")
     parser.add_argument("--response", type=size_of, default=256, help="tokens of each response (default: 256)")
     parser.add_argument("--only", nargs="*", default=[], metavar="KNOB", help="measure the rows of these knobs only")
-    parser.add_argument("--text", type=path_of, metavar="FILE", help="write the tables to FILE too, after each row")
-    parser.add_argument("--png", type=path_of, metavar="FILE", help="draw the ladder")
+    parser.add_argument("--text", type=new_file_of, metavar="FILE", help="write the tables to FILE too, after each row")
+    parser.add_argument("--png", type=new_file_of, metavar="FILE", help="draw the ladder")
     parser.add_argument(
         "words", nargs="*", metavar="NAME | key=value", help="a knob to show in full; with --measure, settings of every row"
     )
@@ -196,8 +197,7 @@ def _measure_knobs(parsed: argparse.Namespace, parser: argparse.ArgumentParser) 
     setup_logging()
     name = parsed.model or f"{parsed.shape}" + (f", {parsed.layers} layers" if parsed.layers else "")
     work = UpdateSize(parsed.rows, parsed.prompt, parsed.response, group=parsed.rows)
-    json_path = None if parsed.json is None else Path(parsed.json)
-    record = command.LadderRecord(name, work, json_path, parsed.text, parsed.png)
+    record = command.LadderRecord(name, work, parsed.json, parsed.text, parsed.png)
     console = Console(highlight=False, width=max(command.WIDTH, Console().width))
     with model_folder(parsed, parser) as folder:
         return command.measure_ladder(folder, work, parsed.words, parsed.only, record, console)

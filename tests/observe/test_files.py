@@ -62,6 +62,7 @@ def test_a_replacement_that_fails_leaves_the_old_text(tmp_path):
     replace_text(path, "old")
     with pytest.raises(UnicodeEncodeError):
         replace_text(path, "new \ud800")
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
     assert path.read_text() == "old"
 
 

@@ -32,7 +32,7 @@ def test_a_users_own_file_under_a_name_of_ours_refuses_a_run(name, inside, tmp_p
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("mine")
     before = files(tmp_path)
-    with pytest.raises(ConfigError, match=r"no run wrote it.*Move it away, or give the run a folder of its own"):
+    with pytest.raises(ConfigError, match=r"no run wrote it.*Move it away, or give another folder"):
         refuse_what_is_not_ours(tmp_path)
     assert files(tmp_path) == before
 

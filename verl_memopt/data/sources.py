@@ -15,6 +15,7 @@ from typing import Any
 
 from verl_memopt.errors import DataError
 from verl_memopt.model.folder import fetch
+from verl_memopt.observe.files import written_aside
 
 logger = logging.getLogger(__name__)
 
@@ -125,10 +126,9 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(path) and not _is_own_parquet(path):
         raise DataError(f"{path} is there, and it was not made here. Give another folder, or move it away.")
-    aside = path.with_name(f".{path.name}.partial")
     table = pyarrow.Table.from_pylist(rows)
-    parquet.write_table(table.replace_schema_metadata({**(table.schema.metadata or {}), _MADE_HERE: b"1"}), aside)
-    aside.rename(path)
+    with written_aside(path) as aside:
+        parquet.write_table(table.replace_schema_metadata({**(table.schema.metadata or {}), _MADE_HERE: b"1"}), aside)
     return path
 
 

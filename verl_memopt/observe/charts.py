@@ -10,8 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from verl_memopt.observe.files import disk_refusals
+from verl_memopt.errors import UserError
+from verl_memopt.observe.files import disk_refusals, written_aside
 from verl_memopt.observe.metrics import LOSS, VAL_LOSS, headline_score
+from verl_memopt.observe.own_files import mark, refuse_others
 from verl_memopt.observe.phase import GIB, MIB
 from verl_memopt.observe.run_folder import RunFolder, TimelineRow
 
@@ -27,6 +29,8 @@ from verl_memopt.observe.run_folder import open_run_folder
 SMOOTH_FROM = 40
 """Steps from which the reward is drawn as a running mean over its raw values."""
 
+CHARTS = ("reward_and_validation.png", "peak_memory_by_phase.png", "memory_timeline.png")
+COMPARED = tuple(f"compare_{name}" for name in CHARTS[:2])
 Points = tuple[list[float], list[float]]
 
 
@@ -36,9 +40,9 @@ def draw_charts(folder: RunFolder, out: Path | None = None) -> list[Path]:
     target.mkdir(parents=True, exist_ok=True)
     metrics, timeline = folder.read_metrics(), folder.read_timeline()
     drawn = [
-        draw_reward(metrics, target / "reward_and_validation.png"),
-        draw_peaks(build_summary(metrics, timeline), target / "peak_memory_by_phase.png"),
-        draw_timeline(timeline, target / "memory_timeline.png"),
+        draw_reward(metrics, target / CHARTS[0]),
+        draw_peaks(build_summary(metrics, timeline), target / CHARTS[1]),
+        draw_timeline(timeline, target / CHARTS[2]),
     ]
     _close_fonts()
     return drawn
@@ -235,15 +239,13 @@ def whole_steps(axes: Axes) -> None:
 
 
 def save(drawing: Figure, path: Path) -> Path:
-    aside = path.with_name(f".{path.name}.partial")
     layout = drawing.get_layout_engine()
     if layout is not None:
         # Laid out here, because savefig would draw a figure that has a layout engine twice.
         layout.execute(drawing)
         drawing.set_layout_engine(None)
-    with disk_refusals(path):
+    with disk_refusals(path), written_aside(path) as aside:
         drawing.savefig(aside, format="png")
-        aside.replace(path)
     return path
 
 
@@ -447,11 +449,17 @@ def report(run_dirs: Sequence[Path], out: Path | None = None, console: Console |
     """Build the charts and summary of a run again, or compare several runs. Print the tables and return the files written.
 
     ``out``: None = the run folder; for several runs, which are not changed, ``comparison`` beside the first.
+
+    Raises:
+        UserError: A folder of ``run_dirs`` is not that of a run, or ``out`` is another run's, or has files of the user's in it
+            with names of ours.
     """
     shown = console or Console(highlight=False)
     folders = [open_run_folder(Path(path)) for path in run_dirs]
     if len(folders) == 1:
-        target = RunFolder(out or folders[0].path)
+        target = RunFolder(folders[0].path)
+        if out is not None and out.resolve() != target.path.resolve():
+            target = RunFolder(_prepared(out))
         paths = [*draw_charts(folders[0], target.path), target.summary]
         summary = finish_summary(folders[0], {}, target)
         if target.path == folders[0].path:
@@ -462,10 +470,23 @@ def report(run_dirs: Sequence[Path], out: Path | None = None, console: Console |
         summaries = {name: build_summary(folder.read_metrics(), folder.read_timeline()) for name, folder in named.items()}
         shown.print(comparison_table(summaries))
         shown.print()
-        paths = draw_comparison(named, summaries, out or folders[0].path.resolve().parent / "comparison")
+        paths = draw_comparison(named, summaries, _prepared(out or folders[0].path.resolve().parent / "comparison"))
     for path in paths:
         print_line(shown, str(path))
     return paths
+
+
+def _prepared(out: Path) -> Path:
+    """Make a folder for charts that is no run's, with a mark that lets them be drawn again, or refuse it."""
+    if RunFolder(out).metrics.exists() or RunFolder(out).timeline.exists():
+        raise UserError(f"--out {out}: this is the folder of a run, which keeps its own charts. Give another folder.")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: this is a file. Give a folder.")
+    refuse_others(out, (*CHARTS, *COMPARED, "summary.json"), (), "--out ")
+    with disk_refusals(out / CHARTS[0]):
+        out.mkdir(parents=True, exist_ok=True)
+        mark(out)
+    return out
 
 
 def finish_summary(folder: RunFolder, facts: Mapping[str, Any], target: RunFolder | None = None) -> dict[str, Any]:
@@ -530,8 +551,8 @@ def peak_of(summary: Mapping[str, Any], phase: str) -> int | None:
 def draw_comparison(folders: Mapping[str, RunFolder], summaries: Summaries, out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     return [
-        _draw_scores(folders, out / "compare_reward_and_validation.png"),
-        _draw_peaks(summaries, out / "compare_peak_memory_by_phase.png"),
+        _draw_scores(folders, out / COMPARED[0]),
+        _draw_peaks(summaries, out / COMPARED[1]),
     ]
 
 

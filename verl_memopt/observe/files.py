@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +71,24 @@ def replace_text(path: Path, text: str) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Like :func:`replace_text`, but let the disk's errors through."""
-    aside = path.with_name(f".{path.name}.partial")
-    with aside.open("w", encoding="utf-8") as file:
+    with written_aside(path) as aside, aside.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         # Without this a power failure could leave the new name with an empty file, since the rename may reach the disk first.
         os.fsync(file.fileno())
-    aside.replace(path)
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    # The path to write to, which becomes ``path`` once the body has ended well, and is removed where it has not.
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        yield aside
+        aside.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:

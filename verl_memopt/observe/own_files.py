@@ -90,7 +90,7 @@ def refuse_others(folder: Path, names: Iterable[str], models: Iterable[str], key
         folder: The folder, which need not exist.
         names: Patterns of the names of files and folders.
         models: Names of the folders of models, which have records of their own.
-        key: What the error says before the folder.
+        key: What the error says before the folder, such as a setting.
 
     Raises:
         ConfigError: There is such a file. Nothing was changed.
@@ -109,7 +109,7 @@ def refuse_others(folder: Path, names: Iterable[str], models: Iterable[str], key
             what = path if others == [path.name] else path / others[0]
             raise ConfigError(
                 f"{key}{folder}: {what} is there, and no run wrote it. A run keeps its own {path.name} under that name. Move it "
-                "away, or give the run a folder of its own."
+                "away, or give another folder."
             )
 
 

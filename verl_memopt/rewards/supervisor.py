@@ -21,6 +21,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl_memopt.observe.files import written_aside
 from verl_memopt.rewards import scorer
 from verl_memopt.rewards.score import KEY, Limits
 from verl_memopt.run.process_tree import cpu_seconds, descendants, end_descendants, proportional_bytes, resident_bytes
@@ -254,9 +255,8 @@ class OutputLog:
                 size = file.tell()
             if size > LOG_BYTES:
                 newer_half = _end_of(self.path, LOG_BYTES // 2)
-                aside = self.path.with_name(f".{self.path.name}.partial")
-                aside.write_bytes(newer_half.partition(b"\n")[2] or newer_half)
-                aside.replace(self.path)
+                with written_aside(self.path) as aside:
+                    aside.write_bytes(newer_half.partition(b"\n")[2] or newer_half)
         except OSError as error:
             if not self._warned:
                 os.write(2, f"{self.path}: the output of a reward function cannot be written ({error.strerror}).\n".encode())

@@ -20,6 +20,16 @@ def path_of(text: str) -> Path:
     return Path(text)
 
 
+def new_file_of(text: str) -> Path:
+    # What lies there may be the user's own, and outputs of a command have no mark by which to tell them. An empty file is none.
+    path = path_of(text)
+    if path.is_dir():
+        raise ArgumentTypeError(f"{text} is a folder; give a file")
+    if os.path.lexists(path) and not (path.is_file() and path.stat().st_size == 0):
+        raise ArgumentTypeError(f"{text} is there already; give another name, or remove it")
+    return path
+
+
 def step_of(text: str) -> str:
     if text != "best" and not (text.isdecimal() and len(text) < MOST_DIGITS):
         raise ArgumentTypeError(f"{text[:60]} is neither a step nor best")

@@ -37,7 +37,7 @@ def score(rlt_toy, tmp_path):
     """Return a function that runs the command and gives the scored rows."""
 
     def run(file, *more):
-        out = tmp_path / "out" / "scored.jsonl"
+        out = tmp_path / "out" / f"scored-{len(list(tmp_path.glob('out/*')))}.jsonl"
         assert main(["score", str(file), "--student", str(rlt_toy / "student"), "--out", str(out), SHORT, *more]) == 0
         return lines_of(out)
 

@@ -34,7 +34,7 @@ from verl_memopt.recipes.rlt.scorer import ExplanationBatch, RltScored, RltScore
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import Student, StudentPlan, check_same_tokenizer
 from verl_memopt.recipes.rlt.student_rows import NAMES, SKIPPED, StudentEncoder
-from verl_memopt.run.argument_types import path_of
+from verl_memopt.run.argument_types import new_file_of
 from verl_memopt.trainer.micro_batching import Budget
 from verl_memopt.worker.group import LocalGroup, Placement, TimedGroup
 from verl_memopt.worker.policy import LogProbs, compute_log_probs
@@ -167,8 +167,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("files", nargs="+", metavar="FILE | key=value", help="explanations as .parquet, .json or .jsonl")
     parser.add_argument("--student", required=True, metavar="FOLDER", help="model that reads question, explanation and solution")
     parser.add_argument("--teacher", metavar="FOLDER", help="model that wrote the explanations (default: none, so no r_kl)")
-    parser.add_argument("--out", type=path_of, required=True, metavar="FILE", help="scored rows, as .jsonl")
-    parser.add_argument("--best", type=path_of, metavar="FILE", help="the best explanation of each question, as .jsonl")
+    parser.add_argument("--out", type=new_file_of, required=True, metavar="FILE", help="scored rows, as .jsonl")
+    parser.add_argument("--best", type=new_file_of, metavar="FILE", help="the best explanation of each question, as .jsonl")
     parser.add_argument("--temperature", type=float, default=0.7, help="divides the logits of both models (default: 0.7)")
     parser.add_argument("--dtype", choices=("fp32", "bfloat16"), default="fp32", help="of weights and arithmetic (default: fp32)")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where the models are computed")
