@@ -61,11 +61,20 @@ def read_record(path: Path, most: int = RECORD_BYTES, follow: bool = False) -> b
         return file.read(size)
 
 
-def odd_entry(root: Path) -> str | None:
-    """Describe the first entry below a folder that is neither a folder nor a regular file. None if there is none."""
+def odd_entry(root: Path, follow: bool = False) -> str | None:
+    """Describe the first entry below a folder that is neither a folder nor a regular file. None if there is none.
+
+    ``follow``: A link is what it leads to, as in the hub's cache; one that leads nowhere is as good as missing. False = a link is
+    odd itself.
+    """
     for folder, folders, files in os.walk(root):
         for name in sorted((*folders, *files)):
-            mode = os.lstat(os.path.join(folder, name)).st_mode
+            try:
+                mode = (os.stat if follow else os.lstat)(os.path.join(folder, name)).st_mode
+            except OSError:
+                if follow:
+                    continue
+                raise
             if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
                 what = "a link" if stat.S_ISLNK(mode) else "no regular file"
                 return f"{Path(folder, name).relative_to(root).as_posix()} is {what}"
@@ -94,6 +103,15 @@ def parse_json(data: str | bytes, form: Any) -> Any:
     return checked(value, form)
 
 
+def read_json(path: Path, form: Any, follow: bool = False) -> Any:
+    """Parse a JSON file with :func:`parse_json`. ``follow``: see :func:`opened`.
+
+    Raises:
+        OSError, RecordError: As :func:`read_record` and :func:`parse_json`.
+    """
+    return parse_json(read_record(path, follow=follow), form)
+
+
 def json_of(path: Path, form: Any, way_out: str, kind: type[UserError] = UserError) -> Any:
     """Parse a JSON file with :func:`parse_json`. A link is followed.
 
@@ -102,7 +120,7 @@ def json_of(path: Path, form: Any, way_out: str, kind: type[UserError] = UserErr
             ``way_out``.
     """
     try:
-        return parse_json(read_record(path, follow=True), form)
+        return read_json(path, form, follow=True)
     except OSError as error:
         raise kind(f"{path}: cannot be read ({error.strerror}). {way_out}") from error
     except RecordError as error:

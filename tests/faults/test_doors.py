@@ -25,6 +25,7 @@ from verl_memopt.cli import COMMANDS, main
 from verl_memopt.data.plugin import load_from_file, users_code
 from verl_memopt.errors import DataError, UserError
 from verl_memopt.model.export import whole_folder, write_record
+from verl_memopt.model.folder import files_of_index, resolve_folder
 from verl_memopt.observe.files import read_rows
 from verl_memopt.observe.own_files import model_files, others_in_model
 from verl_memopt.observe.run_folder import RunFolder, read_timeline, refuse_what_is_not_ours
@@ -226,12 +227,17 @@ def record(name, folder, chance):
     if not files or (folder / "1.jsonl").exists():
         return
     path = chance.choice(sorted(files))
-    path.write_text(chance.choice([*texts, TEXTS[name]]), errors="replace")
+    if chance.randrange(4):
+        path.write_text(chance.choice([*texts, TEXTS[name]]), errors="replace")
+    else:
+        path.unlink()
+        chance.choice([os.mkfifo, os.mkdir, lambda pipe: os.symlink("/dev/zero", pipe)])(path)
     readers = [
         lambda: check_folder(folder), lambda: RunFolder(folder).faults(), lambda: read_rows(folder / "metrics.jsonl"),
         lambda: read_timeline(path), lambda: model_files(folder / "model"), lambda: others_in_model(folder / "model"),
         lambda: read_manifest(folder / "global_step_3"), lambda: refuse_what_is_not_ours(folder), lambda: api.Run(folder).summary,
         lambda: refuse_other_files(folder, "key"), lambda: contextlib.ExitStack().enter_context(held_checkpoint(folder, None)),
+        lambda: hold(folder).release(), lambda: files_of_index(path), lambda: resolve_folder(str(folder / "model"), "key"),
     ]  # fmt: skip
     chance.choice(readers)()
 

@@ -1,7 +1,10 @@
 import json
+import os
 import re
 import shutil
 import socket
+import stat
+import struct
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,6 +14,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from recipe.choose_model import MODEL_FILES, cached
@@ -20,11 +24,13 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model import folder
 from verl_memopt.model.assembly import build_policy, materialize
-from verl_memopt.model.export import export_folder
+from verl_memopt.model.export import export_folder, write_record
 from verl_memopt.model.folder import check_vocabulary, end_tokens, files_of_index, load_tokenizer, resolve_folder, why_no_answer
 from verl_memopt.model.packing import pack_rows
 from verl_memopt.model.packing_check import check_architecture, check_packing
-from verl_memopt.model.weights import WeightFolder, named_weights
+from verl_memopt.model.weights import WeightFolder, check_dtypes, named_weights, size_of
+from verl_memopt.run.chat import ChatOptions, open_chat
+from verl_memopt.trl.models import loaded
 
 KEY = "actor_rollout_ref.model.path"
 
@@ -36,6 +42,86 @@ def test_a_local_folder_is_itself(tiny_folder):
 def test_a_folder_without_a_config_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=rf"{KEY}={tmp_path}: the folder has no config\.json"):
         resolve_folder(str(tmp_path), KEY)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json", "model.safetensors", "notes", "a/b"])
+@pytest.mark.parametrize("kind", ["pipe", "socket", "a link to a device"])
+def test_a_pipe_or_device_in_a_model_folder_is_refused(tiny_folder, tmp_path, name, kind):
+    folder = shutil.copytree(tiny_folder, tmp_path / "m")
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        os.mknod(path, stat.S_IFSOCK | 0o600)
+    else:
+        path.symlink_to("/dev/zero")
+    for read in (
+        lambda: resolve_folder(str(folder), KEY),
+        lambda: resolve_folder(str(folder), KEY, needs_model=False),
+        lambda: size_of(Model(path=str(folder)), "actor_rollout_ref.model"),
+        lambda: open_chat(folder, "cpu", False, ChatOptions(0, 3, None), {}),
+        lambda: loaded(folder, None, False),
+    ):
+        with pytest.raises(ConfigError, match=rf"{folder}: {name} is no regular file\. Remove it"):
+            read()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"])
+def test_a_folder_in_place_of_a_file_of_a_model_is_named(tiny_folder, tmp_path, name):
+    model = shutil.copytree(tiny_folder, tmp_path / "m")
+    (model / name).unlink(missing_ok=True)
+    (model / name).mkdir()
+    with pytest.raises(ConfigError, match=rf"{model}: {name} is a folder"):
+        resolve_folder(str(model), KEY)
+
+
+def relabelled(folder, ours, theirs):
+    """Change the dtype in the header of a safetensors file, and nothing else."""
+    path = folder / "model.safetensors"
+    size, header = struct.unpack("<Q", path.read_bytes()[:8])[0], path.read_bytes()
+    fields = header[8 : 8 + size].decode().rstrip().replace(f'"{ours}"', f'"{theirs}"')
+    assert f'"{theirs}"' in fields
+    text = fields.encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + header[8 + size :])
+
+
+@pytest.fixture
+def in_bfloat16(tiny_folder, tmp_path):
+    folder = tmp_path / "bf16"
+    shutil.copytree(tiny_folder, folder)
+    weights = {name: weight.to(torch.bfloat16) for name, weight in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    return folder
+
+
+def test_a_header_that_names_another_dtype_of_two_bytes_is_told_and_refused_in_what_a_run_wrote(in_bfloat16, caplog):
+    folder, model = in_bfloat16, Model(path=str(in_bfloat16))
+    check_dtypes(folder, KEY)
+    assert not caplog.records
+    relabelled(folder, "BF16", "F16")
+    check_dtypes(folder, KEY)
+    assert "F16, and config.json says bfloat16" in caplog.text
+    write_record(folder, 3, "actor", "base", torch.bfloat16)
+    said = r"model\.safetensors: its header says that .* is F16, and the run .* wrote bfloat16"
+    with pytest.raises(ConfigError, match=said):
+        check_architecture(model, folder, 8, Actor())
+    with pytest.raises(ConfigError, match=said):
+        open_chat(folder, "cpu", False, ChatOptions(0, 3, None), {})
+
+
+@pytest.mark.parametrize("stated", ["float32", "bfloat16", None])
+def test_weights_of_another_width_than_the_config_says_are_cast(in_bfloat16, tiny_folder, stated, caplog):
+    config = json.loads((tiny_folder / "config.json").read_text())
+    for model in (in_bfloat16, shutil.copytree(tiny_folder, in_bfloat16.with_name("fp32"))):
+        (model / "config.json").write_text(json.dumps(config | {"dtype": stated}))
+        write_record(model, 3, "actor", "base", torch.bfloat16)
+        check_dtypes(model, KEY)
+        assert not caplog.records
 
 
 def test_a_path_that_is_not_there_is_refused():
@@ -73,14 +159,17 @@ def index_of(folder, weight_map):
     return path
 
 
-@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "..", ".", "", "a/b", "a\\b", "a\0b", 7])
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "..", ".", "", "a/b", "a\\b", "a\0b"])
 def test_an_index_that_names_a_file_outside_of_its_folder_is_refused(tmp_path, name):
     path = index_of(tmp_path, {"a": "model-1.safetensors", "b": name})
     with pytest.raises(ConfigError, match=re.escape(f"{path}: it names the file {name!r}")):
         files_of_index(path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": []}}', "3", "[" * 100_000])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": []}}', '{"weight_map": {"a": 7}}', "3", "[" * 100_000],
+)
 def test_an_index_of_another_form_is_refused_by_its_file(tmp_path, text):
     path = index_of(tmp_path, text)
     with pytest.raises(ConfigError, match=re.escape(f"{path}: not an index of weights (")):
@@ -113,7 +202,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_numbers_and_
 def test_an_end_token_that_is_no_id_is_refused(tiny_folder, tmp_path, listed):
     tokenizer = load_tokenizer(tiny_folder, Model(path=str(tiny_folder)))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
-    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id=.* is no token id"):
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id.* (is no token id|expected a whole number)"):
         end_tokens(tmp_path, tokenizer)
 
 

@@ -31,7 +31,7 @@ def test_a_damaged_line_is_named_with_its_file_and_number(tmp_path):
     with pytest.raises(DataError, match=r"metrics\.jsonl:2: not JSON"):
         read_rows(path)
     path.write_text("[1]\n")
-    with pytest.raises(DataError, match=r"metrics\.jsonl:1: expected a JSON object"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl:1: expected an object"):
         read_rows(path)
 
 

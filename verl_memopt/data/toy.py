@@ -20,6 +20,7 @@ from typing import Any
 
 from verl_memopt.errors import DataError
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.records import RecordError, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -123,10 +124,10 @@ _FILES = "files"
 
 def _record_of(record: Path) -> dict[str, Any] | None:
     try:
-        made = json.loads(record.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        made: dict[str, Any] = read_json(record, dict[str, Any])
+    except (OSError, RecordError):
         return None
-    return made if isinstance(made, dict) else None
+    return made
 
 
 def _files(folder: Path) -> list[str]:

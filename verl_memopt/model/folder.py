@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from verl_memopt.config.schema import Model
 from verl_memopt.errors import ConfigError
+from verl_memopt.records import RecordError, json_of, odd_entry, read_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 
 FETCHED = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja")
 """Files of a model folder that are used: configs, weights, the tokenizer's files (merges.txt is one), the chat template."""
+
+READ_SUFFIXES = (".json", ".safetensors", ".jinja")
 
 CODE = "*.py"
 """Fetched only where the user trusts it."""
@@ -40,12 +43,24 @@ def resolve_folder(path: str, key: str, trust_remote_code: bool = False, needs_m
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
+        if not needs_model or os.path.lexists(folder / "config.json"):
+            refuse_odd_files(folder, f"{key}={path}")
         if needs_model and not (folder / "config.json").is_file():
             raise ConfigError(f"{key}={path}: the folder has no config.json. Give a model folder in Hugging Face format.")
         return folder.resolve()
     if folder.exists() or not HUB_ID.match(path):
         raise ConfigError(f"{key}={path}: no such folder. Give a model folder in Hugging Face format, or a hub id (owner/name).")
     return _from_hub(path, key, trust_remote_code)
+
+
+def refuse_odd_files(folder: Path, address: str) -> None:
+    """Refuse a folder with a pipe, a socket or a device, at which libraries that read the folder would wait for ever.
+
+    Also a folder of a file's name, which they would take for a file that is not there.
+    """
+    folders = (path.name for path in sorted(folder.glob("*")) if path.suffix in READ_SUFFIXES and path.is_dir())
+    if odd := odd_entry(folder, follow=True) or next((f"{name} is a folder, and a file is meant" for name in folders), None):
+        raise ConfigError(f"{address}: {odd}. Remove it, or fetch or save the model again.")
 
 
 def _from_hub(name: str, key: str, trust_remote_code: bool) -> Path:
@@ -167,6 +182,10 @@ def check_vocabulary(tokenizer: Any, rows: int, source: str) -> None:
         )
 
 
+class _Index(TypedDict):
+    weight_map: dict[str, str]
+
+
 def files_of_index(index: Path) -> set[str]:
     """Return the file names in an index of weights (``model.safetensors.index.json``).
 
@@ -176,14 +195,14 @@ def files_of_index(index: Path) -> set[str]:
         ConfigError: The index cannot be read, is of another form, or names a file outside of its folder.
     """
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        names = set(read_json(index, _Index, follow=True)["weight_map"].values())
+    except (OSError, RecordError) as error:
         raise ConfigError(
-            f"{index}: not an index of weights ({type(error).__name__}: {error}). It must be a JSON object whose weight_map "
-            "gives the file of each tensor. Fetch or save the model again."
+            f"{index}: not an index of weights ({error}). It must be a JSON object whose weight_map gives the file of each "
+            "tensor. Fetch or save the model again."
         ) from error
     for name in names:
-        if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\\0"):
+        if name in ("", ".", "..") or set(name) & set("/\\\0"):
             raise ConfigError(
                 f"{index}: it names the file {name!r}, and weights are read from the index's own folder alone. "
                 "Fetch or save the model again."
@@ -197,16 +216,17 @@ def _has_tokenizer_code(folder: Path) -> bool:
     return path.is_file() and '"auto_map"' in path.read_text(errors="replace")
 
 
+class _Generation(TypedDict):
+    eos_token_id: NotRequired[list[int] | int | None]
+
+
 def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     path = folder / "generation_config.json"
-    try:
-        listed = dict(json.loads(path.read_text())).get("eos_token_id") if path.is_file() else None
-    except (OSError, ValueError, TypeError) as error:
-        key = f"actor_rollout_ref.model.path={folder}"
-        raise ConfigError(f"{key}: its generation_config.json cannot be read: {error}. Mend the file, or remove it.") from error
+    mend = "Mend the file, or remove it."
+    listed = json_of(path, _Generation, mend, ConfigError).get("eos_token_id") if path.exists() else None
     ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
     for number in ids:
-        if not isinstance(number, int) or number < 0:
-            raise ConfigError(f"{path}: eos_token_id={listed}: {number!r} is no token id. Mend the file, or remove it.")
+        if number < 0:
+            raise ConfigError(f"{path}: eos_token_id={listed}: {number} is no token id. {mend}")
     # Both: many chat models end a turn with another token than a text.
     return tuple(sorted({*ids, tokenizer.eos_token_id}))

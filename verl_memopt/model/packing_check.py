@@ -44,6 +44,7 @@ from verl_memopt.model.weights import (
     LM_HEAD,
     TIED,
     WeightFolder,
+    check_dtypes,
     check_shapes,
     check_tied_head,
     empty_model,
@@ -281,6 +282,7 @@ def check_architecture(model: Model | CriticModel, folder: Path, longest: int, a
     refuse_sliding_window(config, actor)
     shapes = {name: tuple(parameter.shape) for name, parameter in named_weights(packed_model)}
     weights = WeightFolder(folder, key)
+    check_dtypes(folder, f"{key}.path={folder}")
     read = {there: shape for name, shape in shapes.items() if (there := stored.get(name, name)) is not None}
     # Before anything is computed: a number too many in the config would ask for any amount of memory.
     check_shapes(weights, read, key)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -35,9 +36,13 @@ from verl_memopt.model.families import (
     unsupported,
     window,
 )
-from verl_memopt.model.folder import HUB_ID, fetch, files_of_index
+from verl_memopt.model.folder import HUB_ID, fetch, files_of_index, refuse_odd_files
 from verl_memopt.model.packed_model import register_kernels
 from verl_memopt.observe.byte_tracker import HOST, declare_host, mark, scope
+from verl_memopt.observe.own_files import MODEL_RECORD
+from verl_memopt.records import RecordError, json_of, read_json
+
+logger = logging.getLogger(__name__)
 
 
 def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLICY_KEY) -> PretrainedConfig:
@@ -139,6 +144,7 @@ def rebuild_buffers(model: nn.Module, device: torch.device, key: str = POLICY_KE
             setattr(module, buffer, getattr(fresh, buffer).to(device))
 
 
+INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights, as the header of a safetensors file names them."""
 
@@ -148,7 +154,7 @@ class WeightFolder:
 
     def __init__(self, folder: Path, key: str = POLICY_KEY) -> None:
         self.folder = folder
-        index = folder / "model.safetensors.index.json"
+        index = folder / INDEX
         files = files_of_index(index) if index.is_file() else {"model.safetensors"}
         missing = [name for name in sorted(files) if not (folder / name).is_file()]
         if missing:
@@ -170,6 +176,11 @@ class WeightFolder:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._files[self.names[name]].get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """Return the dtype of a tensor as the header of its file names it."""
+        stated: str = self._files[self.names[name]].get_slice(name).get_dtype()
+        return stated
+
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
         """Return a region of one tensor in the file's dtype, as a view of the mapped file on the host.
 
@@ -186,6 +197,50 @@ class WeightFolder:
                     f"{', '.join(FLOATS)}. The file is damaged, or the model is quantized. Fetch or save it again."
                 )
             return part[region] if region else self._files[self.names[name]].get_tensor(name)
+
+
+SWAPPED = {"bfloat16": "F16", "float16": "BF16"}
+"""Dtype of a config -> the other one of two bytes, as which the same bytes would be other numbers."""
+
+
+class _Stated(TypedDict):
+    dtype: NotRequired[str | None]
+    torch_dtype: NotRequired[str | None]
+
+
+def check_dtypes(folder: Path, address: str) -> None:
+    """Compare the dtype that the headers of the weights state with the one of config.json.
+
+    Weights are read as their header says, and then cast, so any float dtype is right: a config may ask for another. But a header
+    that says F16 over the bytes of BF16 turns each number into another one, and nothing in the file shows it. Where the record
+    of a run (:data:`MODEL_RECORD`) and the config beside it agree on the one, the other cannot have been written. Elsewhere a
+    warning is all that can be said: some published models differ from their config.
+
+    Raises:
+        ConfigError: A run wrote the folder, and a header has been changed since.
+    """
+    config = json_of(folder / "config.json", _Stated, "Fetch or save the model again.", ConfigError)
+    stated = config.get("dtype") or config.get("torch_dtype") or ""
+    if stated not in SWAPPED or (not (folder / "model.safetensors").is_file() and not (folder / INDEX).is_file()):
+        return
+    weights = WeightFolder(folder)
+    odd = next((name for name in weights.names if weights.dtype(name) == SWAPPED[stated]), None)
+    if odd is None:
+        return
+    file = folder / weights.names[odd]
+    try:
+        by_run = read_json(folder / MODEL_RECORD, _Stated).get("dtype")
+    except (OSError, RecordError):
+        by_run = None
+    if by_run == stated:
+        raise ConfigError(
+            f"{address}: {file}: its header says that {odd} is {SWAPPED[stated]}, and the run that wrote it wrote {stated}. The "
+            "file is damaged. Export the checkpoint again (verl-memopt export)."
+        )
+    logger.warning(
+        "%s: its header says %s, and config.json says %s. The weights are read as the header says. If the answers are gibberish, "
+        "the header is wrong: fetch the model again", file, SWAPPED[stated], stated,
+    )  # fmt: skip
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -366,6 +421,7 @@ def size_of(model: Model | CriticModel, key: str) -> ModelSize:
         if folder.exists() or not HUB_ID.match(source):
             raise ConfigError(f"{key}.path={source}: no such folder. Give a folder with config.json, or a hub id (owner/name).")
         folder = _config_of_hub(source, key)
+    refuse_odd_files(folder, f"{key}.path={source}")
     return _read_size(model, folder, key)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_memopt.errors import CheckpointError, DataError, UserError
+from verl_memopt.records import RecordError, opened, parse_json
 
 
 @contextmanager
@@ -121,23 +122,26 @@ def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
         replace_text(path, "".join(line for line, row in _parsed_lines(path) if keep(row)))
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a regular file. A pipe of that name is refused, which would block for ever."""
+    with opened(path, follow=True) as file:
+        return file.read().decode("utf-8", errors="replace")
+
+
 def _parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     # Python's splitlines would also cut at characters that JSON leaves unescaped inside a string.
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = read_text(path).split("\n")
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
+        raise DataError(f"{path}: cannot be read ({error.strerror}). Move it away, or make it readable.") from error
     for number, line in enumerate(lines, start=1):
         torn_end = number == len(lines)  # a complete line ends in a newline, so the text after the last newline is incomplete
         if torn_end or not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            reason = error.msg if isinstance(error, json.JSONDecodeError) else error
-            raise DataError(f"{path}:{number}: not JSON ({reason}). Correct or delete this line.") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{path}:{number}: expected a JSON object. Correct or delete this line.")
+            row = parse_json(line, dict[str, Any])
+        except RecordError as error:
+            raise DataError(f"{path}:{number}: {error}. Correct or delete this line.") from error
         yield line + "\n", row
 
 

@@ -6,7 +6,6 @@ lies under a name of ours without that is the user's, and a start is refused bef
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -14,11 +13,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TypedDict
 
 from blake3 import blake3
 
 from verl_memopt.errors import ConfigError
 from verl_memopt.observe.files import disk_refusals
+from verl_memopt.records import RecordError, read_json
 
 MARK = ".verl_memopt"
 """File in a folder that a run has written into."""
@@ -68,10 +69,13 @@ def is_marked(folder: Path) -> bool:
 def model_files(folder: Path) -> frozenset[str]:
     """Return the files that the record of a model's folder names, relative to it; none where there is no record."""
     try:
-        names = json.loads((folder / MODEL_RECORD).read_text(encoding="utf-8"))["files"]
-        return frozenset(str(name) for name in names)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return frozenset(read_json(folder / MODEL_RECORD, _FilesOfModel)["files"])
+    except (OSError, RecordError):
         return frozenset()
+
+
+class _FilesOfModel(TypedDict):
+    files: list[str]
 
 
 def others_in_model(folder: Path) -> list[str]:

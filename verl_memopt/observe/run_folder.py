@@ -16,17 +16,17 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from blake3 import blake3
 
 from verl_memopt.distributed.file_records import digest_of
 from verl_memopt.errors import DataError, UserError
-from verl_memopt.observe.files import append_rows, append_text, disk_refusals, keep_rows, read_rows, replace_text
+from verl_memopt.observe.files import append_rows, append_text, disk_refusals, keep_rows, read_rows, read_text, replace_text
 from verl_memopt.observe.own_files import MARK, MODEL_RECORD, is_marked, mark, refuse_others
 from verl_memopt.observe.phase import REWARD_IN_ROLLOUT, PhaseMemory, Span, wall_time
 from verl_memopt.observe.samples import Sample, sample_row
-from verl_memopt.records import json_of
+from verl_memopt.records import RecordError, json_of, parse_json, read_json, read_record
 
 FINAL_MODEL, BEST_MODEL = "model", "model_best"
 """Folders with the policy of the last step, and with that of the best checkpoint, by ``trainer.keep_best_checkpoint``."""
@@ -222,12 +222,11 @@ class RunFolder:
     def _read_seal(self) -> dict[str, str] | None:
         """Return the checksums; None where they are not as they were written."""
         try:
-            text = self.record.read_bytes().decode()
-            sealed = json.loads(text)
-            digests = {str(name): str(digest) for name, digest in sealed["files"].items()}
+            text = read_record(self.record).decode()
+            digests = parse_json(text, _Seal)["files"]
             digest = blake3(json.dumps(digests, indent=1).encode()).hexdigest()
             return digests if text == json.dumps({"digest": digest, "files": digests}, indent=1) + "\n" else None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (OSError, ValueError):
             return None
 
     def _rows(self, path: Path) -> list[dict[str, Any]]:
@@ -250,7 +249,7 @@ class RunFolder:
 
     def _keep_config(self, config_text: str, step: int) -> None:
         # Settings that are about to be replaced, under a name that is not used yet.
-        if not self.config.exists() or self.config.read_text(encoding="utf-8", errors="replace") == config_text:
+        if not self.config.exists() or read_text(self.config) == config_text:
             return
         self.config_history.mkdir(exist_ok=True)
         names = (f"until_step_{step}{'' if number == 1 else f'_{number}'}.yaml" for number in itertools.count(1))
@@ -344,9 +343,17 @@ def _copy(source: Path, target: Path) -> None:
 def _step_of(model: Path) -> float:
     """Return the step of a model's record; infinity where that cannot be read, so that the model counts as another's."""
     try:
-        return int(json.loads((model / MODEL_RECORD).read_text(encoding="utf-8"))["step"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return float(read_json(model / MODEL_RECORD, _StepOfModel)["step"])
+    except (OSError, RecordError):
         return math.inf
+
+
+class _StepOfModel(TypedDict):
+    step: int
+
+
+class _Seal(TypedDict):
+    files: dict[str, str]
 
 
 def program() -> str:
@@ -446,7 +453,7 @@ def read_timeline(path: Path) -> list[TimelineRow]:
         DataError: Any other line is not a row. The message names file and line.
     """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_text(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
     # Text after the last newline is a row that a kill has cut off.
@@ -462,11 +469,11 @@ def _parsed(path: Path, line: int, cells: dict[str, Any]) -> TimelineRow:
     try:
         figures: dict[str, Any] = {name: int(cells[name]) if cells[name] else None for name in _INTEGERS}
         figures |= {name: float(cells[name]) for name in _TIMES}
-        kinds = {str(name): int(size) for name, size in json.loads(cells["kinds"] or "{}").items()}
+        kinds = parse_json(cells["kinds"] or "{}", dict[str, int])
         if not all(math.isfinite(figures[name]) for name in _TIMES):
             raise ValueError("a time is not finite")
         return TimelineRow(step=int(cells["step"]), phase=cells["phase"], counter=cells["counter"], kinds=kinds, **figures)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path}:{line}: not a timeline row ({error}). Correct or delete this line.") from error
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import signal
 import sys
@@ -24,7 +23,10 @@ from verl_memopt.data.python_rows import IN_PYTHON
 from verl_memopt.data.sources import checked_files, rows_of
 from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import UserError, printable
+from verl_memopt.model.folder import refuse_odd_files
+from verl_memopt.model.weights import check_dtypes
 from verl_memopt.observe.run_folder import FINAL_MODEL
+from verl_memopt.records import parse_json
 from verl_memopt.run.checkpoints import is_checkpoint
 from verl_memopt.run.export_model import StoredModel, export_model, held_checkpoint
 
@@ -187,7 +189,7 @@ def _sample(run: Path) -> Messages | str | None:
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     if not lines:
         return None
-    row = json.loads(lines[-1])
+    row = parse_json(lines[-1], dict[str, Any])
     found: Messages | str | None = row.get("messages") or row.get("input")
     return found
 
@@ -206,6 +208,8 @@ def _first_row(data: Mapping[str, Any]) -> Messages | str | None:
 
 def open_chat(folder: Path, device: str, trust_remote_code: bool, options: ChatOptions, template: Mapping[str, Any]) -> Chat:
     transformers_logging.disable_progress_bar()
+    refuse_odd_files(folder, str(folder))
+    check_dtypes(folder, str(folder))
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=trust_remote_code)

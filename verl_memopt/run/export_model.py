@@ -23,7 +23,7 @@ from verl_memopt.memory.lora_torch import ADAPTERS, with_adapter
 from verl_memopt.model.export import ADAPTER, RECORD, export_stored, stored_dtype, whole_folder, write_record
 from verl_memopt.model.folder import resolve_folder
 from verl_memopt.model.packed_model import dtype_of
-from verl_memopt.model.weights import WeightFolder
+from verl_memopt.model.weights import WeightFolder, check_dtypes
 from verl_memopt.observe.files import check_space
 from verl_memopt.observe.run_folder import FINAL_MODEL
 from verl_memopt.run.checkpoints import GONE, Checkpoint, CheckpointStore, check_driver, is_checkpoint, read_checkpoint
@@ -136,7 +136,9 @@ class StoredModel:
     def _base_weights(self) -> WeightFolder:
         path, trusts = self.base or self.base_model, bool(self.settings[f"{self.keys.model}.trust_remote_code"])
         try:
-            return WeightFolder(resolve_folder(path, "base", trusts))
+            folder = resolve_folder(path, "base", trusts)
+            check_dtypes(folder, "base")
+            return WeightFolder(folder)
         except ConfigError as error:
             raise CheckpointError(
                 f"{self.folder}: it holds adapters alone, and the model under them is missing ({error}) Name it with --base, "

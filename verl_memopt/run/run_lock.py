@@ -12,15 +12,18 @@ import json
 import logging
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import TypedDict
 
 from verl_memopt.errors import ConfigError
 from verl_memopt.observe.files import disk_refusals
+from verl_memopt.records import RecordError, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +121,9 @@ class RunLock:
             if error.errno == errno.ELOOP:
                 raise ConfigError(f"{self.path}: a link, which may lead anywhere. Delete it.") from error
             raise
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise ConfigError(f"{self.path}: no regular file, and no run wrote it. A run keeps its lock there. Move it away.")
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -249,15 +255,21 @@ def hold(folder: Path) -> RunLock:
     return lock
 
 
+class _Holder(TypedDict):
+    pid: int
+    host: str
+    started: str
+
+
 def _holder(path: Path) -> str:
     """Return who holds a lock, from its file. Wait a moment for a process that has only just got it."""
     deadline = time.monotonic() + RECORD_SECONDS
     while time.monotonic() < deadline:
         try:
-            holder = json.loads(path.read_text())
+            holder = read_json(path, _Holder)
             return f"process {holder['pid']} on {holder['host']}, started {holder['started']}"
         except FileNotFoundError:
             return f"a process whose {LOCK} is gone"
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, RecordError):
             time.sleep(0.02)
     return "a process that did not say who it is"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_memopt.errors import ConfigError
+from verl_memopt.model.folder import refuse_odd_files
 from verl_memopt.model.given import is_adapted
 
 REFERENCE_PATH = "actor_rollout_ref.ref.model.path"
@@ -21,6 +22,8 @@ def loaded(name: str | Path, arguments: Mapping[str, Any] | None, trusted: bool)
     """Load the model of a folder or hub id. ``arguments`` are passed to ``from_pretrained``."""
     from transformers import AutoModelForCausalLM
 
+    if Path(name).is_dir():
+        refuse_odd_files(Path(name), f"model: {name}")
     return AutoModelForCausalLM.from_pretrained(name, **{"trust_remote_code": trusted, "dtype": "auto", **(arguments or {})})
 
 
