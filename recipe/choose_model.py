@@ -25,7 +25,7 @@ MODEL_FILES = ("config.json", "*.safetensors")
 def cached(repo_id: str, repo_type: str, wanted: Sequence[str]) -> bool:
     """Return whether the local cache holds a file for each pattern, and each file that a weight index lists.
 
-    ``wanted``: glob patterns below the root of the repository (``owner/name``), whose type is ``model`` or ``dataset``.
+    ``wanted`` holds glob patterns below the root of the repository (``owner/name``) of this type (``model`` or ``dataset``).
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -44,10 +44,10 @@ OWN_GENERATION = "actor_rollout_ref.rollout.name=hf"
 
 
 def choose(device: str, model: str, dataset: str | None, train_file: str, gpu_listed: bool) -> tuple[list[str], str | None]:
-    """Return the task with its overrides, and a sentence where it is not the usual choice.
+    """Return the task with its overrides, and an explanation if it is not the usual choice.
 
-    ``model`` and ``dataset`` are hub ids; no dataset = the user's own files. ``train_file``: the hub's data once it is prepared.
-    The CPU always means the toy task.
+    ``model`` and ``dataset`` are hub ids. Without a dataset the user has own files. ``train_file`` is the prepared data of the
+    hub. On a CPU the choice is always the toy task.
     """
     if device_of(device) == "cpu":
         task, sentences = ["toy"], []
@@ -73,7 +73,6 @@ def choose(device: str, model: str, dataset: str | None, train_file: str, gpu_li
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the choice and return the exit code: 0, or that of a user's error."""
     parser = argparse.ArgumentParser(prog="python -m recipe.choose_model", description="Choose what a script trains.")
     for name in ("device", "model", "dataset", "train-file"):
         parser.add_argument(f"--{name}", required=True)

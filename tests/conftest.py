@@ -92,7 +92,7 @@ _files = []
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Says in which folders a run of many tests has spent its time."""
+    """Return in which folders a run of many tests has spent its time."""
     seconds = Counter()
     for report in (each for some in terminalreporter.stats.values() for each in some if hasattr(each, "duration")):
         seconds["/".join(report.nodeid.split("/")[: 3 if "memory/" in report.nodeid else 2]).partition(".py")[0]] += (
@@ -151,7 +151,7 @@ def one_rank():
 
 @pytest.fixture
 def made(tiny_folder):
-    """Builds workers of a tiny model, each in a process group of its own; one ends before the next begins."""
+    """Build workers of a tiny model, each in a process group of its own; one ends before the next begins."""
     from tests.worker.test_worker import place, plan_of
     from verl_memopt.distributed.device import leave_process_group
     from verl_memopt.worker.worker import Worker

@@ -31,7 +31,7 @@ CRITIC = Critic(
 
 
 def with_value_head(folder, out, seed=0, bias=True):
-    """Writes a copy of a model as transformers' token classifier with one label and a random head."""
+    """Copy a model as transformers' token classifier with one label and a random head."""
     model = AutoModelForTokenClassification.from_pretrained(folder, num_labels=1)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -44,7 +44,7 @@ def with_value_head(folder, out, seed=0, bias=True):
 
 
 def critic_for(folder, mesh, world_size=1, model=None, fsdp=None, fill=True, **settings):
-    """Gives a critic; fp32 and without any knob that saves memory unless ``model`` or ``fsdp`` say otherwise."""
+    """Return a critic in fp32 without memory knobs, unless ``model`` or ``fsdp`` say otherwise."""
     section = replaced(CRITIC.model, {**(model or {}), "path": str(folder)})
     section = replaced(section, {"fsdp_config": replaced(section.fsdp_config, fsdp or {})})
     value_model = build_critic(section, folder, mesh, CPU)
@@ -54,7 +54,7 @@ def critic_for(folder, mesh, world_size=1, model=None, fsdp=None, fill=True, **s
 
 
 def critic_batch(rows=16, seed=0, shared=False):
-    """Gives rows with old values and returns; shared: the four rows of a group have one prompt, and compute it once."""
+    """Return rows with old values and returns. ``shared``: the four rows of a group have one prompt, computed once."""
     whole = batch(rows, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     if shared:
@@ -66,7 +66,7 @@ def critic_batch(rows=16, seed=0, shared=False):
 
 
 def naive_values(model, whole):
-    """Gives fp32 [R] of transformers' token classifier, one row at a time: the label of the token before each response token."""
+    """Return fp32 [R] from transformers' token classifier, row by row: the label of the token before each response token."""
     parts = []
     for prompt, response in zip(whole.prompts.rows(), whole.responses.rows(), strict=True):
         labels = model(torch.cat([prompt, response])[None]).logits[0, :, 0]
@@ -81,7 +81,7 @@ CRITIC_PHASES = {
 
 
 def critic_plan(folder, more=None):
-    """Gives the fields of a worker's plan that build a critic from the settings ``more``."""
+    """Return the fields of a worker's plan that build a critic from the settings ``more``."""
     settings = {
         "data.train_files": "none",
         "data.val_files": None,
@@ -98,17 +98,17 @@ def critic_plan(folder, more=None):
 
 
 def call_critic(worker, method, *args, track=False):
-    """Gives the reply of a worker to one of the critic's methods, in its phase."""
+    """Call a worker's critic in its phase, and return the reply."""
     return worker.call(CRITIC_PHASES[method], track, method, *args)
 
 
 def critic_mini(rows=4):
-    """Gives a mini-batch of one micro-batch, with old values and returns."""
+    """Return a mini-batch of one micro-batch, with old values and return."""
     whole = critic_batch(rows)
     return MiniBatch(whole, [list(range(rows))], GlobalCounts(float(whole.responses.lengths.sum()), float(rows)))
 
 
 def critic_weights(worker):
-    """Gives the whole weights of a worker's critic, wherever they rest."""
+    """Return the whole weights of a worker's critic, on the device or on the host."""
     with worker.residency.phase("values"):
         return {name: whole_of(parameter).detach().clone() for name, parameter in named_weights(worker.critic.model)}

@@ -78,14 +78,15 @@ class ForkServer:
         return self._process.poll() is None
 
     def variables(self):
-        """Gives what :data:`PYTHON` must find in its environment."""
+        """Return the environment that :data:`PYTHON` needs."""
         return {ADDRESS: self._address, INTERPRETER: sys.executable}
 
     def fork(self, arguments, env=None, apart=False):
-        """Starts ``python ARGUMENTS`` at the repository's root, at the head of a session of its own.
+        """Start ``python ARGUMENTS`` at the repository's root, at the head of a session of its own.
 
-        env: all its variables, the server's where it is None. apart: errors have a file of their own, else they go where output
-        goes.
+        Args:
+            env: All its variables. None = the server's.
+            apart: Write errors to a file of their own, instead of where output goes.
         """
         output = self.folder / f"output-{next(self._numbers)}"
         errors = output.with_suffix(".errors") if apart else output
@@ -101,7 +102,7 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """What was forked, with the names of ``subprocess.Popen``."""
+    """A forked process with the interface of ``subprocess.Popen``."""
 
     def __init__(self, connection, output, errors):
         self._connection, self._output, self._errors = connection, output, errors
@@ -117,13 +118,13 @@ class ForkedProcess:
         return self._errors.read_text(errors="replace")
 
     def poll(self):
-        """Gives the exit code, negative for a signal, or None while it runs."""
+        """Return the exit code, negative for a signal, or None while it runs."""
         with contextlib.suppress(BlockingIOError):
             self._receive(0)
         return self.returncode
 
     def wait(self, timeout=120):
-        """Returns itself once it has ended. Raises TimeoutError, and kills it, when it does not."""
+        """Wait for the end and return the process itself. A process that does not end is killed: TimeoutError."""
         try:
             self._receive(timeout)
         except TimeoutError:
@@ -132,7 +133,7 @@ class ForkedProcess:
         return self
 
     def communicate(self, timeout=120):
-        """Gives output and errors once it has ended."""
+        """Return output and errors once it has ended."""
         self.wait(timeout)
         return self.stdout, self.stderr
 
@@ -154,9 +155,9 @@ class ForkedProcess:
 
 
 def shared_server(*kind):
-    """Gives the server of this test process, started when it is first asked for. It ends with the process.
+    """Return the server of this test process, started on first use. It ends with the process.
 
-    kind: as that of :class:`ForkServer`.
+    ``kind`` is as in :class:`ForkServer`.
     """
     if kind not in _started or not _started[kind].is_alive():
         _started[kind] = _start_server(*kind)
@@ -175,9 +176,9 @@ def _start_server(*kind):
 
 
 def call_on_fake_gpu(function, *arguments):
-    """Gives what ``call_in_fake_process`` gives, from a process that need not import torch.
+    """Return the result of ``call_in_fake_process``, from a process that need not import torch.
 
-    function: ``module:name``. Errors: NoCompilerError; an assertion with the traceback of what it raised.
+    ``function`` is ``module:name``. Raises NoCompilerError, or an assertion with the traceback of the function's error.
     """
     fake_guard.compiled_guard()  # a machine without a compiler has no such server
     with tempfile.TemporaryDirectory() as folder:
@@ -190,7 +191,7 @@ def call_on_fake_gpu(function, *arguments):
 
 
 def serve(address, *kind):
-    """Forks a process for each connection and tells it the process id, then the exit code; ends when standard input does."""
+    """Fork a process for each connection, and send it the process id and then the exit code. Ends with standard input."""
     if kind:
         load_guard()  # before torch
         fake_guard._loaded = True
@@ -234,7 +235,7 @@ def serve(address, *kind):
 
 
 def _prepare_settings_and_charts():
-    """Do once what each run would do anew: parse the packaged settings, import the plotting library and find its fonts."""
+    """Do once what each run would repeat: parse the packaged settings, import the plotting library and find its fonts."""
     from verl_memopt.config.loader import compose_mapping
     from verl_memopt.observe.charts import draw_reward
 
@@ -255,7 +256,7 @@ def _tell_end(pid, connection):
 
 
 def _become(asked, streams):
-    """Turns this process into the one that was asked for, and never returns."""
+    """Turn this process into the requested one. Never returns."""
     if asked["session"]:
         os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -294,7 +295,7 @@ def _become(asked, streams):
 
 
 def _interpret(arguments):
-    """Does what ``python ARGUMENTS`` does: a module, a program, standard input or a file."""
+    """Run what ``python ARGUMENTS`` would: a module, a program, standard input or a file."""
     how, *rest = arguments
     if how == "-m":
         sys.argv = rest

@@ -27,7 +27,7 @@ multiprocessing.set_forkserver_preload(PRELOADED)
 
 
 def run_ranks(function, world_size, *args, timeout=120):
-    """Gives [function(rank, *args) of each rank]; an exception in any rank fails the caller with that rank's traceback."""
+    """Return [function(rank, *args) of each rank]. An exception in any rank fails the caller with that rank's traceback."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

@@ -14,24 +14,23 @@ BRIEF = Descent(steps=1, batch_size=2)
 
 
 def brief_toy(folder, **recipe):
-    """Returns the folder of a toy task whose models know nothing."""
+    """Return the folder of a toy task whose models have learned nothing."""
     recipe = dataclasses.replace(RltToyRecipe(num_validation=9, student=BRIEF, teacher=BRIEF), **recipe)
     return make_rlt_toy(folder, recipe=recipe)
 
 
 def write(path, *rows):
-    """Writes rows as JSON Lines, and returns the path as text."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
 def data_of(**more):
-    """Returns the ``data`` section of a run whose files are given apart."""
+    """Return the ``data`` section of a run. Files are given separately."""
     return Data(**{"train_files": None, "val_files": None, "seed": 0, "max_prompt_length": 4000, **more})
 
 
 def values_of(toy, run_dir, more=None):
-    """Returns the keys of a run on the toy task with a student of its own."""
+    """Return the keys of a run on the toy task with a student of its own."""
     own = {
         "data.train_files": str(toy / "train.parquet"),
         "data.val_files": str(toy / "val.parquet"),
@@ -59,7 +58,7 @@ def values_of(toy, run_dir, more=None):
 
 
 def settings_of(toy, run_dir, more=None):
-    """Returns the settings of such a run."""
+    """Return the settings of a run of :func:`values_of`."""
     return settings_from_mapping(values_of(toy, run_dir, more))
 
 

@@ -69,7 +69,7 @@ bfloat16이거나 nf4입니다.
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest preset that fits a card, and what `fit` adds to the profile for it."""
+    """The largest preset that fits a card, and the changes that `fit` adds to the card's profile for it."""
 
     model: str
     changes: tuple[Change, ...] = ()
@@ -78,13 +78,12 @@ class Largest:
 
     @property
     def command(self) -> str:
-        """The settings that it adds."""
         return " ".join(f"{key}={shown(value)}" for change in self.changes for key, value in change.keys.items())
 
 
 @dataclass(frozen=True)
 class Row:
-    """What fits a card: with its profile alone, and with what `fit` adds, none of which changes a number."""
+    """What fits a card: with the profile alone, and with the changes of `fit`, none of which changes a number."""
 
     card: str
     alone: Largest
@@ -94,7 +93,6 @@ class Row:
 
     @property
     def line(self) -> str:
-        """The row of the table."""
         added = "" if self.all.model == self.alone.model else " *"
         cells = (
             f"`memory={self.card}`", f"`{self.alone.model}`", f"`{self.all.model}`{added}", f"`{self.lora.model}`",
@@ -105,7 +103,7 @@ class Row:
 
 @cache
 def presets() -> dict[str, int]:
-    """Return preset -> parameters, the largest first, of the models of ``model=``."""
+    """Return the presets of ``model=`` with their number of parameters, largest first."""
     found = {}
     for file in (PACKAGED / "model").glob("*.yaml"):
         path = yaml.safe_load(file.read_text())["actor_rollout_ref"]["model"]["path"]
@@ -116,7 +114,6 @@ def presets() -> dict[str, int]:
 
 @cache
 def row(card: str) -> Row:
-    """Return what fits a card."""
     ways = {way: _largest(card, way, searches=True) for way in WAYS}
     return Row(card, _largest(card, "all", searches=False), **ways)
 
@@ -136,7 +133,7 @@ def _largest(card: str, way: str, searches: bool) -> Largest:
 
 
 def table(language: str) -> str:
-    """Return the table of all cards, as Markdown, with the settings that are added."""
+    """Return the Markdown table of all cards, followed by the added settings."""
     rows = [row(card) for card in profiles.CARDS]
     marked = [each for each in rows if each.all.model != each.alone.model]
     body = "".join(f"{each.line}\n" for each in rows)
@@ -145,7 +142,6 @@ def table(language: str) -> str:
 
 
 def profile_lines(card: str) -> str:
-    """Return the comment of a card's profile."""
     found = row(card)
     more = "" if found.all.model == found.alone.model else f", {found.all.model} with what fit adds"
     return (
@@ -173,7 +169,7 @@ MARKED = re.compile(r"(<cards>[^\n]*\n)(.*?)([^\n]*</cards>)", re.DOTALL)
 
 
 def filled(name: str) -> str:
-    """Return a file with what fits between its markers."""
+    """Return a file with the text between its markers replaced."""
     kind, of = FILES[name]
     text = {"table": table, "script": script_lines, "profile": profile_lines}[kind](of)
     filled, count = MARKED.subn(lambda found: f"{found[1]}{text}{found[3]}", (ROOT / name).read_text())

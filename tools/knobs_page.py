@@ -22,7 +22,6 @@ critic, and they refuse there what they refuse for the policy.
 
 
 def page() -> str:
-    """Return the page's text."""
     return "\n".join([HEAD, _overview(), *map(section, knobs())])
 
 
@@ -37,7 +36,6 @@ def _saving(knob: Knob) -> str:
 
 
 def section(knob: Knob) -> str:
-    """Return the section of one knob as Markdown."""
     text = text_of(knob.name)
     keys = "".join(f"| `{key}` | {_default(knob, key)} |\n" for key in knob.keys)
     keys += "".join(f"| `{name}` | |\n" for name in knob.besides)

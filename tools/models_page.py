@@ -59,7 +59,6 @@ the bounds and the reasons. To add a type to the tables, see [A model family](ex
 
 
 def page() -> str:
-    """Return the page's text."""
     works = "".join(_works(family) for family in FAMILIES if family.refused is None)
     refused = (f"| `{one.model_type}` | {one.models} | {one.refused} |\n" for one in FAMILIES if one.refused is not None)
     return f"{HEAD}{works}{REFUSED}{''.join(refused)}{FOOT}"

@@ -15,7 +15,7 @@ from typing import Any
 
 
 def run_cell(source: str, space: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run a cell and return its outputs: what it printed, and the value of its last line."""
+    """Run a cell, and return its outputs: the printed text, and the value of its last line."""
     tree, printed, value = ast.parse(source), io.StringIO(), None
     with contextlib.redirect_stdout(printed):
         if tree.body and isinstance(last := tree.body[-1], ast.Expr):
@@ -37,12 +37,12 @@ def run_cell(source: str, space: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def portable(text: str) -> str:
-    """Return a text without the folders of this machine: where the notebook ran, and where Python is."""
+    """Remove the folders of this machine from a text: where the notebook ran, and where Python is."""
     return text.replace(f"{Path.cwd()}/", "").replace(f"{sys.prefix}/bin/", "")
 
 
 def run_notebook(notebook: dict[str, Any]) -> None:
-    """Run all cells, and put their outputs in the place of the old ones."""
+    """Run all cells, and replace the old outputs."""
     space: dict[str, Any] = {"__name__": "__main__"}
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
@@ -50,7 +50,6 @@ def run_notebook(notebook: dict[str, Any]) -> None:
 
 
 def main(file: str) -> None:
-    """Run the notebook in ``file``, and write it again."""
     path = Path(file).absolute()
     notebook = json.loads(path.read_text(encoding="utf-8"))
     run_notebook(notebook)

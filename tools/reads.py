@@ -22,10 +22,10 @@ _SILENT_CALLERS = {
 
 @contextmanager
 def record_reads(settings: Any) -> Iterator[set[str]]:
-    """Yield a set that gains the dotted key of each leaf read from ``settings`` in this process while active.
+    """Yield a set that collects the dotted key of each leaf read from ``settings`` in this process in the body.
 
-    Sections are told apart by identity, so an equal section under another key is not confused with the one read; one
-    object placed under two keys is an AssertionError. Copies (``dataclasses.replace``, pickling) are not followed.
+    Sections are told apart by identity, so an equal section under another key is not confused with the one that was read. One
+    object under two keys is an AssertionError. Copies (``dataclasses.replace``, pickling) are not followed.
     """
     sections = dict(_sections(settings, ""))
     prefixes = {id(section): prefix for prefix, section in sections.items()}

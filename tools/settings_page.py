@@ -52,14 +52,13 @@ instead. Any other value asks for what does not exist here and is an error. `nul
 
 
 def page() -> str:
-    """Return the whole page as Markdown text."""
     parts = [_HEAD, *_key_tables(), _ALIASES, *_spellings(), _VALUES, *_value_spellings(), _REFUSED, *_refusals()]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
 @cache
 def meanings(section: type) -> dict[str, str]:
-    """Return field -> docstring under the field of one section class, read from the sources of its bases."""
+    """Return field -> docstring under the field, for one section class, read from the sources of its bases."""
     rows: dict[str, str] = {}
     for base in reversed(section.__mro__):
         if base is not object:
@@ -103,7 +102,6 @@ def _row(section: str, kind: type, name: str) -> tuple[str, str, str, str]:
 
 
 def _type(kind: Any) -> str:
-    """Return a type in words."""
     origin, parts = get_origin(kind), get_args(kind)
     if kind is Any:
         return "text or list of text"
@@ -154,12 +152,7 @@ def _refusals() -> Iterator[str]:
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Return a table in Markdown.
-
-    Args:
-        head: Name of each column.
-        rows: Cells of each row.
-    """
+    """Return a Markdown table. ``rows`` holds the cells of each row."""
     lines = [head, tuple("---" for _ in head), *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 

@@ -123,7 +123,6 @@ A value in the second column passes. Any other value is refused. `null` always p
 
 
 def page() -> str:
-    """Return the whole page as Markdown text."""
     parts = [
         _HEAD,
         _COUNTS,

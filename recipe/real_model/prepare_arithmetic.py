@@ -22,13 +22,13 @@ NUM_HELD_OUT = 12
 
 
 def questions(first: int, second: int) -> dict[str, int]:
-    """Return what is asked about a pair of digits, in both orders, and the answers."""
+    """Return the questions about a pair of digits in both orders, with their answers."""
     orders = ((first, second), (second, first))
     return {f"{a} + {b}": a + b for a, b in orders} | {f"{a} * {b}": a * b for a, b in orders}
 
 
 def prepare_arithmetic(out: str | Path, seed: int = 0) -> None:
-    """Write ``train.parquet`` and ``val.parquet``. No fact of the one is in the other. ``seed`` decides which are held out."""
+    """Write ``train.parquet`` and ``val.parquet``. They share no fact. ``seed`` decides which facts are held out."""
     pairs = list(combinations_with_replacement(DIGITS, 2))
     random.Random(seed).shuffle(pairs)
     for split, chosen in (("val", pairs[:NUM_HELD_OUT]), ("train", pairs[NUM_HELD_OUT:])):
@@ -38,12 +38,10 @@ def prepare_arithmetic(out: str | Path, seed: int = 0) -> None:
 
 
 def as_row(question: str, answer: int, split: str, index: int) -> dict[str, Any]:
-    """Return the row of a question in verl's schema."""
     return math_row(DATA_SOURCE, f"What is {question}? {INSTRUCTION}", str(answer), split=split, index=index)
 
 
 def main() -> None:
-    """Reads the command line and writes both files; ends with 2 where they cannot be written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", help="folder for the two files")
     parser.add_argument("--seed", type=int, default=0, help="decides which numbers are held out (default: %(default)s)")

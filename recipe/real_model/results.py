@@ -18,7 +18,7 @@ from verl_memopt.observe.run_folder import RunFolder, open_run_folder
 
 
 def scores(folders: Sequence[RunFolder]) -> Iterator[str]:
-    """Yield a table with a row a run, and where there are several the mean and the sample deviation of each column."""
+    """Yield a table with one row per run; for several runs also the mean and sample deviation of each column."""
     rows = {}
     for folder in folders:
         summary = build_summary(folder.read_metrics(), folder.read_timeline())
@@ -34,7 +34,7 @@ def scores(folders: Sequence[RunFolder]) -> Iterator[str]:
 
 
 def samples(folder: RunFolder) -> Iterator[str]:
-    """Yield a table of the validation answers that a run has kept: before the first step, and after the last one."""
+    """Yield a table of validation answers that a run has kept, before the first step and after the last one."""
     rows = [json.loads(line) for line in folder.generations.read_text().splitlines()]
     last = {row["input"]: row for row in rows}  # no question of the validation is trained on
     yield from ("| question | answer | before | after |", "| --- | ---: | --- | --- |")
@@ -52,7 +52,6 @@ def _said(text: str) -> str:
 
 
 def main() -> None:
-    """Prints the tables of the run folders of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", help="run folders; the samples are of the first")
     arguments = parser.parse_args()

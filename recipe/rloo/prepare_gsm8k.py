@@ -107,7 +107,6 @@ def final_number(address: str, answer: str) -> str:
 
 
 def main() -> None:
-    """Reads the command line and prepares the files; ends with 2 when the data has something wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--local-dir", help="folder with train* and test* files (.parquet, .json, .jsonl)")

@@ -38,7 +38,7 @@ logger = logging.getLogger("verl_memopt.recipes.rlt")  # where setup_logging let
 
 @dataclass(frozen=True)
 class Lesson:
-    """One worked example. Only ``answer`` is learned."""
+    """One worked example. Only the tokens of ``answer`` are learned."""
 
     prompt: list[int]
     """Token ids that the model reads."""
@@ -47,11 +47,10 @@ class Lesson:
 
 
 def teacher_lesson(prompts: RltPrompts, record: RltRecord, ends: bool = True) -> Lesson:
-    """Return how a teacher continues its prompt: with the reasoning trace, the end tag and the end of the turn.
+    """Return how a teacher continues its prompt: the reasoning trace, the end tag, and the end of the turn.
 
-    Everything up to the forced prefix is read only. A record without a trace teaches its solution instead.
-
-    ``ends``: Write the end tag. False = the explanation runs on to the end of the turn.
+    The prompt up to the forced prefix is not learned. A record without a trace teaches its solution instead. Without ``ends``
+    there is no end tag, and the explanation runs on to the end of the turn.
     """
     text, plain = prompts.teacher(record.question, record.solution)
     end = prompts.rlt_format.explanation.end if ends else ""
@@ -61,9 +60,9 @@ def teacher_lesson(prompts: RltPrompts, record: RltRecord, ends: bool = True) ->
 
 
 def student_lesson(prompts: RltPrompts, record: RltRecord) -> Lesson:
-    """Return how a student answers a question: with the reasoning trace as its thought, then the solution.
+    """Return how a student answers a question: the reasoning trace as its thought, then the solution.
 
-    The parts are tokenized one by one, as the reward puts them together.
+    The parts are tokenized separately, as in the reward.
     """
     text, plain = prompts.student(record.question)
     rlt_format = prompts.rlt_format
@@ -74,7 +73,7 @@ def student_lesson(prompts: RltPrompts, record: RltRecord) -> Lesson:
 
 
 def _trace(prompts: RltPrompts, record: RltRecord) -> str:
-    """Return the reasoning trace without the padding that both prompts end with, or the solution where there is none."""
+    """Return the reasoning trace without the padding that both prompts end with; the solution if there is no trace."""
     trace = record.solution if record.reasoning_trace is None else record.reasoning_trace
     return trace.removeprefix(prompts.rlt_format.padding)
 
@@ -84,11 +83,9 @@ IGNORED = -100
 
 
 def warm_up_on_lessons(folder: Path, lessons: Sequence[Lesson], recipe: Descent, seed: int) -> float:
-    """Train the model in ``folder``, save it in place, and return the loss of the last step in nats per answer token.
+    """Train the model in ``folder`` on random ``lessons``, save it in place, and return the last loss in nats per answer token.
 
     The same seed gives the same weights.
-
-    ``lessons``: What to learn. Each step draws some with replacement.
     """
     model, _ = load_model(folder)
 
@@ -102,10 +99,7 @@ def warm_up_on_lessons(folder: Path, lessons: Sequence[Lesson], recipe: Descent,
 
 
 def lesson_loss(model: Any, lessons: Sequence[Lesson]) -> Tensor:
-    """Return the mean cross entropy over the answer tokens of some lessons, a scalar.
-
-    ``lessons``: The lessons, padded on the right where they are shorter than the longest.
-    """
+    """Return the mean cross entropy over the answer tokens of some lessons, a scalar."""
     ids = [torch.tensor(lesson.prompt + lesson.answer) for lesson in lessons]
     labels = [torch.tensor([IGNORED] * len(lesson.prompt) + lesson.answer) for lesson in lessons]
     # A causal model sees no padding on the right, so no mask is needed.
@@ -136,14 +130,13 @@ class RltToyRecipe:
 
 
 def solution(problem: Problem) -> str:
-    """Return the sum as a text."""
     return str(sum(problem))
 
 
 def explanation(problem: Problem, carries: bool = True) -> str:
     """Return the steps to the sum: the ones, then the tens with the carry. For 47 + 8: ``7+8=15 4+1=5``.
 
-    ``carries``: Carry the one. False = forget it, which gives a wrong number of tens where there is one.
+    Without ``carries`` the carry is forgotten, so the tens are wrong if there is one.
     """
     tens, ones = divmod(problem[0], 10)
     carry = (ones + problem[1]) // 10 if carries else 0
@@ -151,7 +144,6 @@ def explanation(problem: Problem, carries: bool = True) -> str:
 
 
 def as_row(problem: Problem) -> dict[str, Any]:
-    """Return the dataset row of a sum, with the columns of RLT."""
     return {"question": question(problem), "solution": solution(problem), "reasoning_trace": explanation(problem)}
 
 
@@ -162,8 +154,10 @@ def make_rlt_toy(folder: str | Path, seed: int = 0, recipe: RltToyRecipe | None 
     losses of both warm-ups). It is built in a temporary folder, which is then renamed, so the result is always complete. A folder
     with the same seed and recipe is kept.
 
-    ``seed``: Decides the held-out sums, the initial weights and the lessons. ``recipe``: Settings of the task. None = the
-    defaults.
+    Args:
+        folder: Where to put it.
+        seed: Decides the held-out sums, the initial weights and the lessons.
+        recipe: Settings of the task. None = the defaults.
 
     Raises:
         DataError: The folder exists and holds something else.
@@ -183,7 +177,6 @@ def teacher_lessons(prompts: RltPrompts, problems: Sequence[Problem], recipe: Rl
 
 
 def _build(folder: Path, seed: int, recipe: RltToyRecipe) -> dict[str, float]:
-    """Write data and models, and return the loss of each warm-up."""
     from transformers import AutoTokenizer
 
     train, validation = split_problems(ToyRecipe(num_validation=recipe.num_validation), seed)
@@ -206,7 +199,6 @@ def _record(problem: Problem, trace: str) -> RltRecord:
 
 
 def main() -> None:
-    """Make the toy task of the command line. A folder that has it already is kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where to put teacher/, student/, train.parquet and val.parquet")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and warm-up (default: 0)")

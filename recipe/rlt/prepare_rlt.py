@@ -29,7 +29,7 @@ SPLITS = ("train", "val")
 
 @dataclass(frozen=True)
 class Prepared:
-    """The files, and what became of the rows."""
+    """The written files, and how many rows were kept and rejected."""
 
     paths: dict[str, Path]
     """Split -> file."""
@@ -50,9 +50,10 @@ def prepare_rlt(
 ) -> Prepared:
     """Write ``train.parquet`` and ``val.parquet`` with the columns question, solution and reasoning_trace.
 
-    ``files``: Local files with the rows. None = the train split of the hub's dataset. ``val_files``: Local files with the held-
-    out rows. None = ``num_validation`` rows are held out at random. ``tag_format``: A key of ``FORMATS``. A row that contains
-    one of its tags is rejected.
+    Args:
+        files: Local files with the rows. None = the train split of the hub's dataset.
+        val_files: Local files with the held-out rows. None = hold out ``num_validation`` random rows.
+        tag_format: A key of ``FORMATS``. A row that contains one of its tags is rejected.
 
     Raises:
         DataError: A file is wrong, every row is rejected, or there are too few rows to hold some out.
@@ -78,7 +79,7 @@ def prepare_rlt(
 
 
 def token_lengths(records: Sequence[RltRecord], tokenizer: Any, tag_format: str) -> dict[str, dict[str, int]]:
-    """Return how many tokens the rows have: ``prompt`` of the teacher, ``trace``, and each one's median, 95 % and maximum."""
+    """Return median, 95 % quantile and maximum of the tokens of the teacher's ``prompt`` and of the ``trace``."""
     prompts = RltPrompts(tokenizer, FORMATS[tag_format])
     texts = {"prompt": [prompts.teacher(record.question, record.solution)[0] for record in records]}
     texts["trace"] = [record.reasoning_trace for record in records if record.reasoning_trace]
@@ -106,7 +107,6 @@ def _columns(record: RltRecord) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read the command line and prepare the files; end with 2 where the data has something wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--files", nargs="+", default=[], help="your files: .parquet, .json, .jsonl")

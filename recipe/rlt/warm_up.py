@@ -15,7 +15,6 @@ CONFIG_DIR = Path(__file__).parent / "config"
 
 
 def main() -> int:
-    """Run the warm-up of the command line, which is supervised fine-tuning, and return the exit code."""
     watch = SignalWatch()
     try:
         from verl_memopt.cli import sft

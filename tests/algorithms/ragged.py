@@ -24,25 +24,25 @@ class Ragged:
         return row_of_each_token(self.lengths, sum(self.sizes))
 
     def tokens(self, salt, scale=1.0):
-        """Gives fp64 numbers, one a token."""
+        """Return fp64 numbers, one a token."""
         generator = torch.Generator().manual_seed(1000 * self.seed + salt)
         return scale * torch.randn(sum(self.sizes), generator=generator, dtype=torch.float64)
 
     def rows(self, salt, values=(-1.0, 0.0, 0.25, 1.0)):
-        """Gives one of some values for each row, fp64, so that many are equal."""
+        """Return one of some values for each row, fp64, so that many are equal."""
         generator = torch.Generator().manual_seed(1000 * self.seed + salt)
         return torch.tensor(values, dtype=torch.float64)[torch.randint(len(values), (len(self.sizes),), generator=generator)]
 
     def groups(self, salt, most=4):
-        """Gives a group for each row, some of one row."""
+        """Return a group for each row, some of one row."""
         generator = torch.Generator().manual_seed(1000 * self.seed + salt)
         return torch.randint(most, (len(self.sizes),), generator=generator) * 7 - 3
 
     def lists(self, flat):
-        """Gives a list of numbers for each row."""
+        """Return a list of numbers for each row."""
         return [part.tolist() for part in flat.split(list(self.sizes))]
 
 
 def ragged(shortest=0, longest=9):
-    """Gives one to ten rows, some of them empty."""
+    """Return one to ten rows, some of them empty."""
     return st.builds(Ragged, st.lists(st.integers(shortest, longest), min_size=1, max_size=10).map(tuple), st.integers(0, 2**20))

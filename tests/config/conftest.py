@@ -31,7 +31,7 @@ def settled():
 
 @pytest.fixture
 def complaint(settled):
-    """The message with which the least keys and some more are refused."""
+    """Return the error for the minimal keys and some more."""
 
     def message(more):
         with pytest.raises(ConfigError) as caught:
@@ -43,7 +43,7 @@ def complaint(settled):
 
 @pytest.fixture
 def assert_limit(settled, complaint):
-    """Check that a key takes the values within a limit, and that those beyond are refused by its name."""
+    """Check that a key accepts the values within a limit, and that an error names it for those beyond."""
 
     def check(others, key, within, beyond):
         for value in within:

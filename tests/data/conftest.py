@@ -13,7 +13,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def with_bos():
-    """A tokenizer that begins each text with BOS, and whose chat template writes it."""
+    """A tokenizer that begins each text with BOS, and whose chat template adds it too."""
     made = build_tokenizer()
     made.add_special_tokens({"bos_token": "<|begin|>"})
     begin = ("<|begin|>", made.bos_token_id)
@@ -29,7 +29,7 @@ def row(content="1+1=", **columns):
 
 @pytest.fixture
 def jsonl(tmp_path):
-    """Writes rows (dicts) or raw lines (texts) to a .jsonl file and gives its path."""
+    """Return a function that writes rows (dicts) or raw lines (texts) to a .jsonl file, and returns its path."""
 
     def write(*lines, name="rows.jsonl"):
         path = tmp_path / name

@@ -12,7 +12,7 @@ LOG_LINE = re.compile(r"\d\d:\d\d:\d\d driver (INFO|WARNING) ")
 
 @pytest.fixture
 def here(toy, tmp_path):
-    """Trains on the toy task in this process and gives the exit code; the run folder is ``tmp_path / "run"``."""
+    """Train on the toy task in this process and return the exit code; the run folder is ``tmp_path / "run"``."""
 
     def run(*overrides):
         return train_here(toy, tmp_path / "run", *overrides)
@@ -22,7 +22,7 @@ def here(toy, tmp_path):
 
 @pytest.fixture
 def refused(here, tmp_path, capsys):
-    """Trains in this process with settings that must not train, and gives the one message with which that ends.
+    """Train in this process with settings that must not train, and return the one message with which that ends.
 
     leaves: what may be in the run folder then, beside the mark that it is ours; nothing, where the mistake shows before a worker
     starts.

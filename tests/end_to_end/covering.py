@@ -102,17 +102,17 @@ STREAMS = ("bucket", "in backward", "actor optimizer_offload", "actor grad_offlo
 
 
 def options(factors=FACTORS):
-    """Gives every option, factor by factor."""
+    """Yield every option of every factor."""
     return [(factor, level) for factor, levels in factors.items() for level in levels]
 
 
 def pairs(factors=FACTORS):
-    """Gives every two options of different factors."""
+    """Return every two options of different factors."""
     return [frozenset(pair) for pair in combinations(options(factors), 2) if pair[0][0] != pair[1][0]]
 
 
 def runnable():
-    """Gives the factors with the levels that a run of one or two ranks can have with what is installed."""
+    """Return the factors with the levels that a run of one or two ranks can have with the installed packages."""
     absent = set(FOUR_RANKS)
     if importlib.util.find_spec("torchao") is None:
         absent.add(("optimizer", "torchao"))
@@ -120,36 +120,36 @@ def runnable():
 
 
 def lossless():
-    """Gives the factors with the levels under which a run computes what it would without them, or only does not clip."""
+    """Return the factors with the levels that do not change the numbers of a run, except that it may not clip."""
     off = all_off()
     return {factor: [off[factor]] if factor in LOSSY and factor != "clip" else levels for factor, levels in runnable().items()}
 
 
 def all_off():
-    """Gives the row in which every knob is off."""
+    """Return the row with every knob off."""
     return {factor: next(iter(levels)) for factor, levels in FACTORS.items()}
 
 
 def pair_row(pair):
-    """Gives the row in which a pair, and what it needs, is all that is on."""
+    """Return the row with only a pair, and what the pair needs, switched on."""
     needed = [item for option in sorted(pair) for item in NEEDS.get(option, {}).items()]
     return all_off() | dict(needed) | dict(pair)
 
 
 def runnable_pairs(factors):
-    """Gives every pair of these levels that a run of one or two ranks must be able to have."""
+    """Return every pair of these levels that a run of one or two ranks must support."""
     return set(pairs(factors)) - REFUSED.keys() - REFUSED_LATER.keys()
 
 
 @cache
 def covering_rows():
-    """Gives (rows that try out every pair of lossless options and have no others, rows that try out all other pairs)."""
+    """Return two lists of rows: one covers every pair of lossless options and has no others, the other covers all other pairs."""
     exact = _covering(lossless(), set())
     return exact, _covering(runnable(), set().union(*map(tried_pairs, exact)))
 
 
 def _covering(factors, tried, tries=20):
-    """Gives rows for every pair not ``tried`` yet: each the best of some ``tries``, by the pairs that no row before it has."""
+    """Return rows that cover every pair not in ``tried``: each is the best of ``tries`` random rows, by newly covered pairs."""
     missing, rows, order = runnable_pairs(factors) - tried, [], random.Random(0)
     while missing:
         partners = {option: set() for option in options(factors)}
@@ -165,7 +165,7 @@ def _covering(factors, tried, tries=20):
 
 
 def _filled(row, factors, partners, order):
-    """Gives a row begun: at each further factor the level that has most partners in it; chance decides the rest."""
+    """Complete a row: each further factor gets the level with most uncovered pairs, ties by chance."""
     left = [factor for factor in factors if factor not in row]
     order.shuffle(left)
     chosen = set(row.items())
@@ -183,14 +183,14 @@ _REFUSERS = {
 
 
 def tried_pairs(row):
-    """Gives the pairs that a row tries out: with LoRA no reference of its own is built, and its options do nothing."""
+    """Return the pairs that a row covers. With LoRA no reference is built, so its options have no effect."""
     acts = [option for option in row.items() if row["lora"] == "off" or not option[0].startswith(REFERENCE)]
     idle = [option for option in row.items() if option not in acts]
     return set(map(frozenset, combinations(acts, 2))) | {frozenset([option, ("lora", row["lora"])]) for option in idle}
 
 
 def settings_of(row, folder, devices, more=None):
-    """Gives the settings of a row on some devices, ``more`` on top. Errors: ConfigError where its options do not combine."""
+    """Return the settings of a row on some devices, with ``more`` on top. Raises ConfigError if its options do not combine."""
     least = {
         "data.train_files": "none",
         "data.val_files": None,
@@ -216,7 +216,7 @@ def settings_of(row, folder, devices, more=None):
 
 
 def reference_of(row):
-    """Gives the row in which what is lossy in ``row`` is all that is on."""
+    """Return the row with only the lossy options of ``row`` switched on."""
     by_chance = row["masters"] == "rounded" or row["state"] in ("bf16", "int8", "int4")
     kept = LOSSY + (STREAMS if by_chance else ())
     return all_off() | {factor: row[factor] for factor in kept}

@@ -51,7 +51,7 @@ def pinning_refused(make):
 
 
 def put_in_sight():
-    """Makes torch see a GPU, and forbids everything else about it."""
+    """Let torch see a GPU, and forbid every use of it."""
     for name, value in vars(torch.cuda).items():
         ours = inspect.isfunction(value) and value.__module__.startswith("torch.cuda")
         if name in SEEN:

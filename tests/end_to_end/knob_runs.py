@@ -30,11 +30,11 @@ SHAPE = TinyShape(num_layers=3, tie_embeddings=False)
 
 @dataclass
 class Outcome:
-    """What a row computed on one rank. Tensors are fp32; lists have an item a step.
+    """What a rank computed for a row. Tensors are fp32; lists have one item per step.
 
-    log_probs, ref_log_probs: of this rank's tokens, entropies behind the first. loss: this rank's share. engine_gap: most by
-    which the engine's log-probs of what it generated last differ from the policy's. start, weights: the engine's before the first
-    step and after the last, flat.
+    ``log_probs`` and ``ref_log_probs`` are of this rank's tokens, followed by entropies. ``loss`` is this rank's share.
+    ``engine_gap`` is the largest difference between the log-probs of the engine and of the policy on the last answers. ``start``
+    and ``weights`` are the engine's weights before the first and after the last step, flat.
     """
 
     log_probs: list[Tensor]
@@ -47,12 +47,11 @@ class Outcome:
 
 
 def make_model(folder):
-    """Makes the model that all rows train."""
     return make_tiny_model(Path(folder) / "model", SHAPE, seed=3)
 
 
 def run_row(row, folder, rank=0, world_size=1, device="cpu", more=None):
-    """Gives the outcome of a row, in the process group this process is in or a group of one. Errors: as the worker's.
+    """Return the outcome of a row, in the process group this process is in or a group of one. Errors: as the worker's.
 
     more: settings on top of the row's.
     """
@@ -70,7 +69,7 @@ def run_row(row, folder, rank=0, world_size=1, device="cpu", more=None):
 
 
 def run_rows(rank, world_size, rows, folder, stores):
-    """Gives the outcome of each row on this rank; every row has a process group of its own, as a run has.
+    """Return the outcome of each row on this rank; every row has a process group of its own, as a run has.
 
     stores: an empty folder, where the ranks find each other.
     """
@@ -104,7 +103,7 @@ def _plan(settings, folder):
 
 
 def _step(worker, settings, rank, world_size, seed):
-    """Scores a batch under policy and reference, updates, and syncs the engine."""
+    """Score a batch under policy and reference, updates, and syncs the engine."""
     whole = batch(seed=seed)
     whole.prompts = whole.prompts.select([first for first in range(0, whole.num_rows, 4) for _ in range(4)])
     whole.prompt_group = torch.tensor(prompt_groups(whole.group.tolist(), settings.actor_rollout_ref.actor))

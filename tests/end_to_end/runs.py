@@ -29,12 +29,12 @@ def environment(**more):
 
 
 def script_environment(**more):
-    """Gives the environment of a script whose ``$PYTHON`` forks from a process that has imported torch."""
+    """Return the environment of a script whose ``$PYTHON`` forks from a process that has imported torch."""
     return environment(**{"PYTHON": PYTHON, **shared_server().variables(), **more})
 
 
 def settings_of(toy, run_dir):
-    """Gives the settings that every run of the toy task is told."""
+    """Return the settings that all toy runs share."""
     return [
         f"data.train_files={toy}/train.parquet",
         f"data.val_files={toy}/val.parquet",
@@ -45,19 +45,19 @@ def settings_of(toy, run_dir):
 
 
 def arguments(toy, run_dir, *overrides):
-    """Gives the training command for the toy task with ``overrides`` on top."""
+    """Return the training command for the toy task with ``overrides`` on top."""
     entry = [sys.executable, "-m", "verl_memopt.trainer.main_ppo", "--config-dir", "recipe/rloo", "--config-name", "toy"]
     return [*entry, *settings_of(toy, run_dir), *overrides]
 
 
 def train_here(toy, run_dir, *overrides):
-    """Gives the exit code of a training run in this process."""
+    """Return the exit code of a training run in this process."""
     entry = ["train", "--config-dir", str(RECIPES), "--config-name", "toy"]
     return main([*entry, *settings_of(toy, run_dir), *overrides])
 
 
 def steps_here(toy, run_dir, *overrides, config=("toy", RECIPES)):
-    """Takes the steps of a training run in this process, without its end (summary and charts), and gives the logged rows."""
+    """Take the steps of a training run in this process, without its end (summary and charts). Return the logged rows."""
     name, folder = config
     quick = ["trainer.worker_group=local", "trainer.track_memory_every_steps=0", "trainer.save_freq=-1"]
     with ready(
@@ -68,7 +68,7 @@ def steps_here(toy, run_dir, *overrides, config=("toy", RECIPES)):
 
 
 def train(toy, run_dir, *overrides, timeout=240):
-    """Gives a training run that has ended, forked from a process that has imported torch."""
+    """Train in a process forked from one that has imported torch, and return it when it has ended."""
     return shared_server().fork(arguments(toy, run_dir, *overrides)[1:], apart=True).wait(timeout)
 
 
@@ -78,12 +78,12 @@ def succeeded(process):
 
 
 def lines_of(path):
-    """Gives what the lines of a JSONL file hold."""
+    """Return the records of a JSONL file."""
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def metrics(run_dir):
-    """Gives the logged rows by step."""
+    """Return the logged rows by step."""
     return {row["step"]: row for row in lines_of(Path(run_dir) / "metrics.jsonl")}
 
 
@@ -94,12 +94,12 @@ STARTED = "run_id"
 
 
 def learned(row):
-    """Gives what a step computed, without what was measured of it and which start logged it."""
+    """Return the results of a step, without measurements and the number of its start."""
     return {name: value for name, value in row.items() if not name.startswith((*MEASURED, STARTED))}
 
 
 def assert_equal_runs(run_dir, other):
-    """Two runs have computed the same in the same steps."""
+    """Assert that two runs computed equal values in equal steps."""
     one, two = metrics(run_dir), metrics(other)
     assert list(one) == list(two)
     for step in one:
@@ -107,12 +107,12 @@ def assert_equal_runs(run_dir, other):
 
 
 def start(toy, run_dir, *overrides):
-    """Starts a training run at the head of a process group of its own, forked from a process that has imported torch."""
+    """Start a training run at the head of a process group of its own, forked from a process that has imported torch."""
     return shared_server().fork(arguments(toy, run_dir, *overrides)[1:])
 
 
 def start_command(toy, run_dir, *overrides):
-    """Starts a training run as a shell does, imports included, at the head of a process group of its own."""
+    """Start a training run as a shell does, imports included, at the head of a process group of its own."""
     return subprocess.Popen(
         arguments(toy, run_dir, *overrides),
         cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -120,7 +120,7 @@ def start_command(toy, run_dir, *overrides):
 
 
 def wait_for_step(process, run_dir, step, timeout=240):
-    """Waits until a run has logged a step; a run that ends before fails the test with its output."""
+    """Wait until a run has logged a step. If the run ends first, the test fails with its output."""
     deadline = time.monotonic() + timeout
     path = Path(run_dir) / "metrics.jsonl"
     while not (path.exists() and len(path.read_text().splitlines()) > step):
@@ -130,12 +130,12 @@ def wait_for_step(process, run_dir, step, timeout=240):
 
 
 def family(process):
-    """Gives every process that descends from a run."""
+    """Return all processes that descend from a run."""
     return psutil.Process(process.pid).children(recursive=True)
 
 
 def survivors(processes, seconds=20):
-    """Gives those that are still there after a while."""
+    """Return the processes that are still alive after a while."""
     _, alive = psutil.wait_procs(processes, timeout=seconds)
     return alive
 

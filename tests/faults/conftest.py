@@ -23,7 +23,7 @@ def machine(tmp_path_factory):
 
 @pytest.fixture
 def healthy(machine):
-    """The machine with a disk that has room and can be read, before and after the test."""
+    """The machine, with a disk that has room and can be read before and after the test."""
     machine.fill_after(0)
     yield machine
     machine.fill_after(0)
@@ -31,12 +31,12 @@ def healthy(machine):
 
 @pytest.fixture
 def run_dir(machine, request, tmp_path):
-    """A run folder of the test's own, on the disk that can fail."""
+    """A new run folder on the disk that can fail."""
     return machine.disk / tmp_path.name / "run"
 
 
 @pytest.fixture(scope="session")
 def uninterrupted(machine, toy):
-    """Four steps, each saved, that nothing disturbed."""
+    """A run of four steps without faults, each saved."""
     machine.fill_after(0)
     return machine.trained(toy, machine.disk / "uninterrupted" / "run", *SHORT)

@@ -38,7 +38,7 @@ BOTH = "guardian, then driver"
 
 
 def members(pid):
-    """Gives the processes of a run by what they are."""
+    """Return the processes of a run by role."""
     found = {who: [] for who in PROCESSES}
     for process in psutil.Process(pid).children(recursive=True):
         try:
@@ -51,7 +51,7 @@ def members(pid):
 
 
 def strike_at(moments, record):
-    """Has this process strike those of its run when it comes to the moments."""
+    """Let this process strike the others of its run at the given moments."""
     from verl_memopt.observe.phase import PhaseClock
 
     waiting, entered = list(moments), Counter()

@@ -57,7 +57,7 @@ FAULTS = [
 
 
 class Report:
-    """Lines for people, on the console and in a file, and whether everything held."""
+    """Lines for the reader, on the console and in a file, and whether every check passed."""
 
     def __init__(self, path):
         self.path, self.wrong, self.began = path, 0, time.monotonic()
@@ -75,13 +75,13 @@ class Report:
 
 
 def newest_of(run_dir):
-    """Gives the folder of the newest checkpoint, or None."""
+    """Return the folder of the newest checkpoint, or None."""
     found = sorted(run_dir.glob("global_step_*/"), key=lambda folder: int(folder.name.rpartition("_")[2]))
     return found[-1] if found else None
 
 
 def tear(run_dir, what, chance):
-    """Damages a file of a run that has ended, as ``what`` says. Gives its name."""
+    """Damage a file of an ended run as ``what`` says. Return its name."""
     newest = newest_of(run_dir)
     if what == "tracker emptied":
         (run_dir / "latest_checkpointed_iteration.txt").write_text("")
@@ -108,7 +108,7 @@ def tear(run_dir, what, chance):
 
 
 def strike(run, run_dir, fault, chance):
-    """Does one fault to a run. Gives what was hit, or None where it is not there (the run is just ending)."""
+    """Inject one fault into a run. Return what was hit, or None if the run is just ending."""
     how, what = fault
     try:
         driver = psutil.Process(run.pid)
@@ -132,7 +132,7 @@ def strike(run, run_dir, fault, chance):
 
 
 def left_by_ray(folder, report):
-    """Says what Ray has left in the temporary folder. Sessions that ended in the last day are kept for their logs."""
+    """Describe what Ray has left in the temporary folder, apart from sessions of the last day, whose logs are kept."""
     folder = next(folder.glob("verl_memopt_*"), folder / "none")
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     sessions = len(list(folder.rglob("session_*_*")))
@@ -141,7 +141,7 @@ def left_by_ray(folder, report):
 
 
 def last_step(run_dir):
-    """Gives the step logged last, from the end of a file that may be long."""
+    """Return the step that was logged last, reading only the end of the file."""
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         return 0
@@ -152,7 +152,7 @@ def last_step(run_dir):
 
 
 def disturbed(machine, toy, run_dir, settings, faults, chance, report):
-    """Takes all steps, with a fault at each moment of ``faults`` ((step, fault) in order), and gives how often it was started."""
+    """Take all steps with the ``faults``, (step, fault) in order. Return how often the run was started."""
     run, starts, ends = machine.start(toy, run_dir, *settings), 1, Counter()
     waiting, seen, tries = list(faults), [], 0
     while True:
@@ -186,7 +186,7 @@ def disturbed(machine, toy, run_dir, settings, faults, chance, report):
 
 
 def undisturbed(machine, toy, run_dir, settings, steps, report):
-    """Takes all steps and asserts that what the processes hold does not grow."""
+    """Take all steps, and assert that the processes' memory and files do not grow."""
     run, seen = machine.start(toy, run_dir, *settings), {}
     for step in [SETTLED, *range(LOOK_EVERY, steps, LOOK_EVERY)]:
         while last_step(run_dir) < step and run.poll() is None:
@@ -203,7 +203,7 @@ def undisturbed(machine, toy, run_dir, settings, steps, report):
 
 
 def compare(one, other, report):
-    """Says in which steps two runs have logged other numbers."""
+    """List the steps in which two runs logged different numbers."""
     first, second = metrics(one), metrics(other)
     differ = [step for step in first if step in second and learned(first[step]) != learned(second[step])]
     report.check(list(first) == list(second), f"both logged each step once: {len(first)} and {len(second)} rows")
@@ -219,7 +219,7 @@ def compare(one, other, report):
 
 
 def flat(run_dir, report):
-    """Checks that tracked bytes are the same at each tracked step that no save touches, and says what the host held."""
+    """Check that tracked bytes are equal at each tracked step without a save, and describe the host memory."""
     rows = {row.step: row for row in read_timeline(run_dir / "memory_timeline.csv") if row.allocated_bytes}
     tracked = [step for step in rows if step >= SETTLED and step % SAVE_EVERY]
     held_bytes = Counter(rows[step].allocated_bytes for step in tracked)

@@ -21,7 +21,7 @@ MARK = "FAULT_RUN"
 
 
 class Machine(ForkServer):
-    """Starts runs, one process each, and says how they ended."""
+    """Starts each run in a process of its own, and reports how it ended."""
 
     def __init__(self, folder):
         """folder: an empty one for outputs. The disk's faults are in ``folder / "disk"``: give runs folders in there."""
@@ -34,7 +34,7 @@ class Machine(ForkServer):
         super().__init__(folder, environment(**faults))
 
     def start(self, toy, run_dir, *overrides, **env):
-        """Starts a training run of the toy task in a session of its own."""
+        """Start a training run of the toy task in a session of its own."""
         mark = f"{self.folder} {next(self._marks)}"
         module, *given = arguments(toy, run_dir, *overrides)[2:]
         run = self.fork(["-m", "tests.faults.kills" if KILL in env else module, *given], {**self.env, **env, MARK: mark})
@@ -42,35 +42,35 @@ class Machine(ForkServer):
         return run
 
     def train(self, toy, run_dir, *overrides, **env):
-        """Gives a training run that has ended."""
+        """Return a training run that has ended."""
         return self.start(toy, run_dir, *overrides, **env).wait(900)  # under Ray, on a machine that does other things
 
     def trained(self, toy, run_dir, *overrides, **env):
-        """Gives the folder of a training run that has ended well."""
+        """Return the folder of a training run that has ended well."""
         run = self.train(toy, run_dir, *overrides, **env)
         assert run.returncode == 0, run.stdout[-3000:]
         return run_dir
 
     def fill_after(self, changes):
-        """Lets the disk take so many more changes (writes, files, folders, renames, syncs) and then none; 0 = no end."""
+        """Let the disk accept so many more changes (writes, files, folders, renames, syncs), and then none. 0 = no limit."""
         self._state.write_bytes(struct.pack("qqq", 0, changes, 0))
 
     def refuse_reads(self, refused):
-        """Lets the file that the variable FAULT_UNREADABLE names be read, or not."""
+        """Refuse reads of the file that the variable FAULT_UNREADABLE names, or allow them again."""
         self._state.write_bytes(struct.pack("qqq", 0, 0, int(refused)))
 
     def changes(self):
-        """Gives how many changes the disk has been asked for since :meth:`fill_after`."""
+        """Return the number of changes that the disk was asked for since :meth:`fill_after`."""
         return struct.unpack("qqq", self._state.read_bytes())[0]
 
 
 def left(run, seconds=20):
-    """Gives the processes of a run that are still there after a while: all of its session, and all that carry its mark."""
+    """Return the processes of a run that still live after a while: those of its session, and those that carry its mark."""
     return survivors([process for process in psutil.process_iter() if _has(run, process)], seconds)
 
 
 def held(run):
-    """Gives what the processes of a run have open: how many processes, threads and files."""
+    """Return the number of processes, threads and open files of a run."""
     found = Counter()
     driver = psutil.Process(run.pid)
     for process in (driver, *driver.children(recursive=True)):
@@ -89,7 +89,7 @@ def _has(run, process):
 
 
 def compiled():
-    """Gives the path of ``disk.c`` compiled, once for each version of it."""
+    """Return the path of ``disk.c`` compiled, once for each version of it."""
     target = BUILD / f"disk-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"
     if not target.exists():
         BUILD.mkdir(parents=True, exist_ok=True)

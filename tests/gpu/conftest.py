@@ -60,7 +60,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """Errors alone in the log, and no process group left behind by another test."""
+    """Log only errors, and start without a process group of another test."""
     from verl_memopt.distributed.device import leave_process_group
 
     leave_process_group()
@@ -84,7 +84,7 @@ def one_rank():
 
 @pytest.fixture(autouse=True)
 def exact_products():
-    """Products in fp32 are of fp32."""
+    """Compute products in fp32 with full precision."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield

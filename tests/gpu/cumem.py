@@ -19,14 +19,14 @@ NAME = "vllm.device_allocator.cumem"
 
 
 def folder():
-    """Gives the folder that holds the files, or None."""
+    """Return the folder that holds the files, or None."""
     named = machine.environment(VARIABLE)
     return None if named is None else Path(named)
 
 
 @contextmanager
 def allocator_from(place):
-    """Gives the allocator of the files in ``place``, whose module is vLLM's to everyone in the body."""
+    """Return the allocator of the files in ``place``, whose module is vLLM's to everyone in the body."""
     with patch.dict(sys.modules, _stand_ins(place)):
         # The order in which they import each other.
         _load("vllm.cumem_allocator", next(iter(sorted(place.glob("cumem_allocator*")))))

@@ -35,50 +35,47 @@ _kind = "cuda"
 
 
 def choose(kind):
-    """Makes the tests run on ``cuda`` or on ``cpu``."""
+    """Run the tests on ``cuda`` or on ``cpu``."""
     global _kind
     assert kind in ("cuda", "cpu"), f"{VARIABLE}={kind}: use cuda or cpu"
     _kind = kind
 
 
 def kind():
-    """Gives ``cuda`` or ``cpu``."""
+    """Return ``cuda`` or ``cpu``."""
     return _kind
 
 
 def on_gpu():
-    """Says whether the tests run on a GPU."""
     return _kind == "cuda"
 
 
 def missing():
-    """Says what the machine lacks to run the tests as asked, if anything."""
+    """Return what the machine lacks for the requested tests, if anything."""
     return "no CUDA device is visible" if on_gpu() and not torch.cuda.is_available() else None
 
 
 def device():
-    """Gives the device the tests compute on."""
     return device_room.local_device(_kind, 0)
 
 
 def num_devices():
-    """Gives the devices that tests of several ranks may use. Two ranks of a CPU share it."""
+    """Return how many devices tests of several ranks may use. On a CPU two ranks share it."""
     return torch.cuda.device_count() if on_gpu() else 2
 
 
 def has(package):
-    """Says whether a package is installed, without importing it."""
+    """Return whether a package is installed, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
 def size(gpu, cpu):
-    """Gives a size that suits the machine."""
     return gpu if on_gpu() else cpu
 
 
 @contextmanager
 def one_rank():
-    """A process group of one for the body, over NCCL on a GPU."""
+    """A process group of one in the body, over NCCL on a GPU."""
     from verl_memopt.distributed.device import join_process_group, leave_process_group, training_mesh
 
     leave_process_group()
@@ -91,7 +88,7 @@ def one_rank():
 
 @contextmanager
 def on_cpu():
-    """The mesh of a CPU in the process group that this process is in, which takes tensors of both."""
+    """The CPU mesh of the present process group, which takes tensors of both devices."""
     from verl_memopt.distributed.device import training_mesh
 
     yield training_mesh("cpu", 1, -1)
@@ -99,7 +96,7 @@ def on_cpu():
 
 @contextmanager
 def gpu_kernels():
-    """Lets attention take the kernels of GPUs in the body. On a CPU they are written out by what torch documents of them."""
+    """Let attention use GPU kernels in the body. On a CPU they are written out as torch documents them."""
     if on_gpu():
         yield
         return
@@ -129,18 +126,17 @@ def _flash_attn(q, k, v, q_starts, k_starts, max_q, max_k, *, softmax_scale, cau
 
 
 def has_flash_attn():
-    """Says whether the package flash-attn can be called inside :func:`gpu_kernels`."""
+    """Return whether the package flash-attn can be called inside :func:`gpu_kernels`."""
     return has("flash_attn") or not on_gpu()
 
 
 def synchronize():
-    """Waits for the device."""
     device_room.synchronize(device())
 
 
 @contextmanager
 def readable(worker):
-    """Lets a worker's parameters be read where they rest."""
+    """Let a worker's parameters be read where they rest."""
     with ExitStack() as stack:
         if worker.policy.trained.home is not None:
             stack.enter_context(worker.policy.trained.home.readable())
@@ -151,7 +147,7 @@ def readable(worker):
 
 
 def peak_bytes(body):
-    """Gives (what ``body()`` gives, the most device bytes it held beyond those held before)."""
+    """Return (the result of ``body()``, the most device bytes that it held beyond those before)."""
     gc.collect()
     here = device()
     if on_gpu():
@@ -172,7 +168,7 @@ LARGE = 20 * MIB
 
 @contextmanager
 def device_limit(memory):
-    """Has the process's device limit inside the body. On a CPU the byte tracker refuses what goes beyond it."""
+    """Apply the process's device limit in the body. On a CPU the byte tracker refuses what goes beyond it."""
     with memory_limits(memory, device()):
         if on_gpu():
             yield
@@ -183,7 +179,7 @@ def device_limit(memory):
 
 
 def held_by_allocator():
-    """Gives the bytes that count towards the device limit."""
+    """Return the bytes that count towards the device limit."""
     here = device()
     if on_gpu():
         device_room.empty_cache(here)
@@ -192,12 +188,12 @@ def held_by_allocator():
 
 
 def live_bytes():
-    """Gives the bytes of live tensors by the allocator; a CPU has none to ask, and 0 stands for them."""
+    """Return the bytes of live tensors by the allocator; 0 on a CPU."""
     return device_room.memory_allocated(device()) if on_gpu() else 0
 
 
 def pinned_by_torch():
-    """Gives the page-locked bytes that torch's own host allocator has taken, 0 where it does not say."""
+    """Return the page-locked bytes of torch's own host allocator; 0 if it does not say."""
     if not on_gpu() or not hasattr(torch.cuda, "host_memory_stats"):
         return 0
     stats = torch.cuda.host_memory_stats()
@@ -205,13 +201,13 @@ def pinned_by_torch():
 
 
 def locked_bytes():
-    """Gives the resident memory of this process, which holds page-locked memory whoever locked it."""
+    """Return the resident memory of this process. It includes page-locked memory, whoever locked it."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
     return int(line.split()[1]) * 1024
 
 
 def used_bytes():
-    """Gives the device bytes in use as the driver sees them; on a CPU None."""
+    """Return the device bytes in use by the driver's count; None on a CPU."""
     if not on_gpu():
         return None
     device_room.synchronize(device())
@@ -220,7 +216,7 @@ def used_bytes():
 
 
 def is_page_locked(tensor):
-    """Says whether a host tensor is page-locked where it should be: a CPU has no such memory and needs none."""
+    """Return whether a host tensor is page-locked where it should be. A CPU has no such memory and needs none."""
     return tensor.is_pinned() if on_gpu() else True
 
 
@@ -229,7 +225,7 @@ def is_page_locked(tensor):
 
 @contextmanager
 def nothing_waits():
-    """Fails at anything inside the body for which the host waits for the device."""
+    """Fail at anything in the body for which the host waits for the device."""
     if not on_gpu():
         with NothingWaits():
             yield
@@ -244,7 +240,7 @@ def nothing_waits():
 
 
 def waited(error):
-    """Says whether an error is that of :func:`nothing_waits`."""
+    """Return whether an error comes from :func:`nothing_waits`."""
     return isinstance(error, AssertionError) or "synchroniz" in str(error)
 
 
@@ -261,9 +257,9 @@ SLOW = {"computation": COMPUTE, "copies": COPIES, "both": COMPUTE | COPIES}
 
 
 class Slowed(TorchDispatchMode):
-    """Queues a long wait before some operators, on the stream they go to. waits: how often it has, by operator.
+    """Queues a long wait before some operators, on their stream. ``waits`` counts the waits by operator.
 
-    Only copies between host and device are slowed. On a CPU nothing waits, and what would have is counted.
+    Only copies between host and device are slowed. On a CPU nothing waits, and what would have waited is counted.
     """
 
     def __init__(self, what, cycles=SLOW_CYCLES):
@@ -285,7 +281,7 @@ def _between_tiers(args):
 
 
 def sleep(cycles):
-    """Makes the current stream wait. Nothing waits on a CPU."""
+    """Make the current stream wait. Nothing waits on a CPU."""
     if on_gpu():
         torch.cuda._sleep(cycles)
 
@@ -294,7 +290,7 @@ def sleep(cycles):
 
 
 def copy_bytes(target, source, num_bytes):
-    """Copies between any two addresses, of the device or of the host."""
+    """Copy between any two addresses, of the device or of the host."""
     if on_gpu():
         default = 4  # the runtime tells the direction from the addresses
         code = _runtime().cudaMemcpy(ctypes.c_void_p(target), ctypes.c_void_p(source), ctypes.c_size_t(num_bytes), default)
@@ -310,5 +306,4 @@ def _runtime():
 
 
 def environment(name):
-    """Gives a variable of the environment, or None where it is empty."""
     return os.environ.get(name) or None

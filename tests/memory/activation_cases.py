@@ -62,7 +62,7 @@ def build(
     optim=None,
     **model,
 ):
-    """Gives a policy. fsdp: how it is sharded. offload: (min_bytes, in_flight) of activation offload. model: its settings."""
+    """Return a policy. ``fsdp``: sharding. ``offload``: (min_bytes, in_flight) of activation offload. ``model``: settings."""
     asked = {"attn_implementation": "sdpa", "logprob_chunk_tokens": 64, "recompute_elementwise": False, **model}
     settings = Model(path=str(folder), **asked)
     fsdp = replaced(TrainedFsdp(dtype=dtype, model_dtype=masters), fsdp or {})
@@ -77,7 +77,7 @@ def build(
 
 
 def quantised(folder, mesh, kind, **model):
-    """Gives a frozen model whose blocks hold quantised weights. model: settings of the model."""
+    """Return a frozen model with quantised blocks. ``model``: its settings."""
     asked = {"attn_implementation": "sdpa", "logprob_chunk_tokens": 64, **model}
     settings = Model(path=str(folder), **asked)
     policy_model = build_policy(settings, TrainedFsdp(dtype="fp32"), folder, mesh, CPU, ModelUse(quantization=kind))
@@ -87,7 +87,7 @@ def quantised(folder, mesh, kind, **model):
 
 
 def mini_batch(rank=0, world_size=1, micro_batches=2, response=RESPONSE):
-    """Gives a rank's share: micro-batches of ROWS equal rows."""
+    """Return a rank's share: micro-batches of ROWS equal rows."""
     rows = ROWS * micro_batches
     generator = torch.Generator().manual_seed(7 + rank)
 
@@ -112,7 +112,7 @@ def micros(mini):
 
 
 def three_steps(policy, mini):
-    """Gives the log-probs before, the metrics and the gradients of each of three steps, and the weights after them."""
+    """Return the log-probs before, the metrics and the gradients of each of three steps, and the weights after them."""
     found = []
     for _ in range(3):
         log_probs = policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False).log_probs
@@ -124,13 +124,13 @@ def three_steps(policy, mini):
 
 
 def first_gradients(policy, mini):
-    """Gives the whole gradients of a mini-batch, of what is trained."""
+    """Return the whole gradients of a mini-batch, for all trained parameters."""
     policy.accumulate(micros(mini), mini.counts, 0.9)
     return [whole(parameter.grad) for parameter in policy.model.parameters() if parameter.grad is not None]
 
 
 def largest_difference(found, expected):
-    """Gives the most by which a tensor differs from the expected, relative to its norm where it has one."""
+    """Return the largest difference from the expected tensor, relative to its norm if that is not 0."""
     pairs = zip(found, expected, strict=True)
     return max(float((one - two).norm() / (two.norm() or 1.0)) for one, two in pairs)
 
@@ -140,7 +140,7 @@ def whole(tensor):
 
 
 def without_traffic(policy):
-    """Leaves the metric that only an offload has out of what the policy reports."""
+    """Drop the metric that only offloading has."""
     policy.trained.offload.take_bytes_moved()
     update = policy.update
 
@@ -152,7 +152,7 @@ def without_traffic(policy):
 
 
 def assert_same_numbers(found, expected):
-    """Asserts equality to the bit of everything :func:`three_steps` gives."""
+    """Assert that two results of :func:`three_steps` are equal in every bit."""
     assert len(found) == len(expected)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
@@ -167,7 +167,7 @@ def tracking(policy, *inputs):
 
 
 def tracked_step(policy, micro, counts, steps=2):
-    """Gives the tracker after some steps, with the peaks of the last one's micro-batches. Fake tensors need two."""
+    """Return the tracker after some steps, with the peaks of the last one's micro-batches. Fake tensors need two steps."""
     with tracking(policy, *micro) as tracker:
         for step in range(steps):
             tracker.enter(f"step {step}")
@@ -181,13 +181,13 @@ def tracked_step(policy, micro, counts, steps=2):
 
 
 def peaks(policy, mini, steps=2):
-    """Gives the (device, host) bytes at the peaks of the last step's forwards and backwards."""
+    """Return the (device, host) bytes at the peaks of the last step's forwards and backwards."""
     tracker = tracked_step(policy, micros(mini), mini.counts, steps)
     return tracker.peaks[DEVICE].bytes, tracker.peaks[HOST].bytes
 
 
 def kept(policy):
-    """Gives the (device, host) bytes of activations between the forward and the backward of the second micro-batch."""
+    """Return the (device, host) bytes of activations between the forward and the backward of the second micro-batch."""
     mini = mini_batch()
     micro = micros(mini)
     with tracking(policy, *micro) as tracker:
@@ -209,12 +209,12 @@ def close(found, expected, share=0.05):
 
 
 def step_peaks(folder, mesh, mini=None, **options):
-    """Gives the (device, host) bytes at the peaks of the first step's forwards and backwards."""
+    """Return the (device, host) bytes at the peaks of the first step's forwards and backwards."""
     return peaks(build(folder, mesh, **options), mini or mini_batch(), steps=1)
 
 
 def assert_fake_tensors_give_the_bytes_of_real_ones(folder, **options):
-    """Asserts that fake tensors alone reach the peaks of real ones, on the first of four ranks."""
+    """Assert that fake tensors reach the peaks of real ones, on the first of four ranks."""
     mini = mini_batch(response=16)
     real = micros(mini)
     with fake_ranks(4) as mesh:

@@ -25,7 +25,7 @@ def wide(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def peak(wide):
-    """Gives the device peak of a second step of the wide model, measured once for each choice."""
+    """Return a function that measures the device peak of the wide model's second step, once per choice."""
     from tests.memory.sharded import device_peak
 
     @functools.cache

@@ -24,7 +24,7 @@ SCRATCH = 900 * MIB
 
 
 class Life:
-    """Runs the phases; ``figures`` are what was reported, ``truths`` (peak live, live, peak held) of the same phases."""
+    """Runs the phases. ``figures`` are reported, ``truths`` are the true (peak live, live, peak held) of the same phases."""
 
     def __init__(self, device: SimulatedDevice, monkeypatch: Any, limit: int | None = None, books: bool = True) -> None:
         """books: whether the engine's own books can be read; without them the driver's free memory is."""
@@ -68,7 +68,7 @@ class Life:
             self.sleep()
 
     def compute(self, size: int) -> None:
-        """Takes tensors of odd sizes and frees them: the cache keeps their segments."""
+        """Allocate tensors of odd sizes and free them. The cache keeps their segments."""
         taken = [self.device.empty(part) for part in (size // 2, size // 3 + 1, size // 7, 5_000)]
         taken.clear()
 
@@ -82,7 +82,7 @@ class Life:
             self.engine.wake_up([part])
 
     def room(self) -> int:
-        """Takes blocks until the allocator refuses the smallest, and gives what the device then held. Frees them again."""
+        """Allocate blocks until the allocator refuses the smallest, return the bytes that the device then held, and free them."""
         device_room.empty_cache(GPU)
         taken: list[Any] = []
         for size in (512 * MIB, 32 * MIB, MIB):

@@ -23,7 +23,6 @@ def parameters(dtype=torch.float32, shapes=SHAPES):
 
 
 def give_gradients(params, seed):
-    """Gives each parameter a gradient of its own size."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in params:
         size = torch.rand((), generator=generator)
@@ -31,7 +30,7 @@ def give_gradients(params, seed):
 
 
 def weights_after(make, steps=4, dtype=torch.float32, shapes=SHAPES):
-    """Gives parameters after some steps of the optimizer that ``make`` gives for them."""
+    """Return parameters after some steps of the optimizer that ``make`` returns for them."""
     params = parameters(dtype, shapes)
     optimizer = make(params)
     for step in range(steps):
@@ -41,7 +40,7 @@ def weights_after(make, steps=4, dtype=torch.float32, shapes=SHAPES):
 
 
 def bucketed(**options):
-    """Gives what makes our AdamW with these options."""
+    """Return a factory of our AdamW with these options."""
     return lambda params: BucketedAdamW(params, lr=1e-2, **options)
 
 
@@ -50,20 +49,20 @@ def same(one, other):
 
 
 def policy_with(folder, mesh, world_size=1, fsdp=None, **optim):
-    """Gives a policy whose optimizer has these settings."""
+    """Return a policy with these optimizer settings."""
     plain = policy_of(folder, mesh, fsdp, world_size)
     actor = replaced(plain.actor, {"optim": replaced(ACTOR.optim, optim)})
     return Policy(plain.model, actor, 10, world_size, CPU)
 
 
 def whole_share(rank=0, world_size=1):
-    """Gives this rank's rows as one micro-batch."""
+    """Return this rank's rows as one micro-batch."""
     return share(rank, world_size, WHOLE)
 
 
 @contextmanager
 def counting(model, optimizer):
-    """Gives a tracker that knows what lies there already."""
+    """Return a tracker that has counted the present tensors."""
     with ByteTracker() as tracker:
         tracker.mark("params", model.parameters())
         tracker.mark("buffers", model.buffers())
@@ -72,7 +71,7 @@ def counting(model, optimizer):
 
 
 def two_linears(mesh, dtype=torch.float32):
-    """Gives a sharded model of 2 x 1024 x 256 parameters, whose rows are whole blocks of every format."""
+    """Return a sharded model of 2 x 1024 x 256 parameters, whose rows are whole blocks of every storage format."""
     torch.manual_seed(0)
     sizes = ((256, 1024), (1024, 256))
     model = torch.nn.Sequential(*(torch.nn.Linear(*size, bias=False, dtype=dtype) for size in sizes))

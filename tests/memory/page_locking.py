@@ -9,8 +9,8 @@ INVALID_VALUE, ALREADY_REGISTERED, NOT_REGISTERED = 1, 712, 713
 class Driver:
     """The part of the CUDA runtime that locks pages, with its rules: no page twice, nothing unlocked that is not locked.
 
-    taken_by_torch: bytes of torch's own page-locked allocator, which rounds each request up to a power of two. refuses: the
-    status that every request to lock is answered with. stale: the refusal that the next kernel launch would raise.
+    ``taken_by_torch`` counts bytes of torch's own page-locked allocator, which rounds each request up to a power of two.
+    ``refuses`` is the status of every refused request. ``stale`` is the refusal that the next kernel launch would raise.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Driver:
         return sum(self.locked.values())
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Says what ``Tensor.is_pinned`` would: whether all of the tensor's bytes are locked."""
+        """Return what ``Tensor.is_pinned`` would: whether all of the tensor's bytes are locked."""
         first, size = tensor.data_ptr(), tensor.numel() * tensor.itemsize
         return any(start <= first and first + size <= start + length for start, length in self.locked.items())
 
@@ -50,7 +50,7 @@ class Driver:
 
 
 def install(monkeypatch) -> Driver:
-    """Puts the stand-in where torch looks for the runtime; a launch on the device raises a refusal that nobody has read."""
+    """Put the stand-in where torch looks for the runtime. A launch on the device raises a refusal that nobody has read."""
     driver, empty, zeros = Driver(), torch.empty, torch.zeros
 
     def pinned_or_plain(*size, pin_memory=False, **options):

@@ -23,12 +23,11 @@ WIDE = TinyShape(vocab_size=4096, hidden_size=64, intermediate_size=256, num_lay
 
 
 def wide_model(folder, **shape):
-    """Makes the wide model, or one with other sizes."""
     return make_tiny_model(folder / "wide", replaced(WIDE, shape), seed=4)
 
 
 def policy_of(folder, mesh, fsdp=None, world_size=1, recompute=False, prune=True):
-    """Gives a policy whose sharding and precision are ``fsdp``; fp32 compute unless it says otherwise."""
+    """Return a policy with this sharding and precision. It computes in fp32 unless ``fsdp`` says otherwise."""
     fsdp = replaced(TrainedFsdp(dtype="fp32"), fsdp or {})
     settings = Model(path=str(folder), attn_implementation="sdpa", logprob_chunk_tokens=8, prune_last_block=prune)
     model = build_policy(settings, fsdp, folder, mesh, CPU, ModelUse(recompute=recompute))
@@ -37,16 +36,16 @@ def policy_of(folder, mesh, fsdp=None, world_size=1, recompute=False, prune=True
 
 
 def share(rank=0, world_size=1, budget=SMALL):
-    """Gives this rank's share of a batch, in several micro-batches."""
+    """Return this rank's share of a batch, in several micro-batches."""
     mini = shares(batch(), world_size, budget)[rank]
     assert budget == WHOLE or len(mini.micro_batches) >= 2
     return mini
 
 
 def three_steps(policy, mini, around=None):
-    """Gives the log-probs before each of three steps, the metrics of each, and the weights after them (this rank's shards).
+    """Return the log-probs before each of three steps, the metrics of each, and this rank's shards of the weights after them.
 
-    around: gives a context for a phase by its name.
+    ``around`` returns a context for a phase by its name.
     """
     found = []
     for _ in range(3):
@@ -65,7 +64,7 @@ def local(parameter):
 
 
 def assert_equal_runs(found, expected):
-    """Asserts that two results of :func:`three_steps` are the same to the bit."""
+    """Assert that two results of :func:`three_steps` are equal in every bit."""
     for (log_probs, metrics), (other_log_probs, other_metrics) in zip(found[0], expected[0], strict=True):
         assert torch.equal(log_probs, other_log_probs)
         if metrics.keys() != other_metrics.keys():  # torch's own AdamW does not compare weights before and after
@@ -79,7 +78,7 @@ def assert_equal_runs(found, expected):
 
 @contextmanager
 def fake_ranks(world_size, fsdp_size=-1, rank=0):
-    """Gives the mesh of one rank in a fake process group, whose collectives cost what real ones do and move nothing."""
+    """Return the mesh of one rank in a fake process group, whose collectives allocate as real ones and move nothing."""
     leave_process_group()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
@@ -89,7 +88,7 @@ def fake_ranks(world_size, fsdp_size=-1, rank=0):
 
 
 def tracked_steps(policy, micro, counts):
-    """Gives the tracker after two steps, with the peaks of the second."""
+    """Return the tracker after two steps, with the peaks of the second."""
     with ByteTracker() as tracker, fsdp_kinds():
         tracker.mark("params", policy.model.parameters())
         tracker.mark("buffers", policy.model.buffers())
@@ -104,7 +103,7 @@ def tracked_steps(policy, micro, counts):
 
 
 def device_peak(folder, fsdp=None, world_size=1, fsdp_size=-1, recompute=True, budget=SMALL):
-    """Gives the device peak of the second step of rank 0, and the policy's bytes at rest."""
+    """Return the device peak of rank 0's second step, and the policy's bytes at rest."""
     with fake_ranks(world_size, fsdp_size) as mesh:
         # The last block whole, so that where the peak is does not depend on what its tokens predict.
         policy = policy_of(folder, mesh, fsdp, world_size, recompute, prune=False)
@@ -114,7 +113,7 @@ def device_peak(folder, fsdp=None, world_size=1, fsdp_size=-1, recompute=True, b
 
 
 def score_peak(folder, fsdp):
-    """Gives the device peak of a second log-prob pass of the first of four ranks."""
+    """Return the device peak of a second log-prob pass of the first of four ranks."""
     with fake_ranks(4) as mesh:
         policy, mini = policy_of(folder, mesh, fsdp, 4), share()
         with ByteTracker() as tracker, fsdp_kinds():

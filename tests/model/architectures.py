@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {name: size for size, names in SIZES.items() for name in
 
 
 def tiny_config(model_type, **more):
-    """Gives a small config of a type; of a multimodal one a config whose text part is small."""
+    """Return a small config of a model type; for a multimodal type, one with a small text part."""
     kind = CONFIG_MAPPING[model_type]
     default = kind()
     text = default.get_text_config()
@@ -40,7 +40,7 @@ def tiny_config(model_type, **more):
 
 
 def tiny_folder(at, model_type, deviation=0.06, **more):
-    """Gives a folder with a random model of a type; ``deviation`` is that of its weights."""
+    """Return a folder with a random model of a type. ``deviation`` is the standard deviation of its weights."""
     config = tiny_config(model_type, **more)
     # Its other parts or its layers are large, or it is no decoder alone: the config is all that is read of it.
     if config.get_text_config() is not config or config.is_heterogeneous or config.is_encoder_decoder:

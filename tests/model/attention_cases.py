@@ -16,7 +16,7 @@ SKIPPED = st.one_of(st.just((0,) * 4), st.tuples(*[st.integers(0, 8)] * 4))
 
 
 def _layout(sizes, skipped):
-    """Gives a layout; every other prefix that could be computed elsewhere is."""
+    """Return a layout in which every other prefix may come from elsewhere."""
     skipped = skipped[: len(sizes)]
     groups = zip(sizes, skipped, strict=True)
     return PrefixLayout.of(
@@ -31,7 +31,6 @@ HEADS = st.sampled_from([(1, 1), (4, 4), (4, 2), (4, 1), (6, 3)])
 
 
 def random_inputs(layout, heads, kv_heads, size=8, dtype=torch.float32, seed=0):
-    """Gives query [1, heads, T, size], key and value [1, kv heads, T, size], tokens lying apart as models have them."""
     generator, keys = torch.Generator().manual_seed(seed), sum(layout.tokens)
     counts = (sum(layout.segments), heads), (keys, kv_heads), (keys, kv_heads)
     shapes = [(1, tokens, count, size) for tokens, count in counts]
@@ -39,12 +38,12 @@ def random_inputs(layout, heads, kv_heads, size=8, dtype=torch.float32, seed=0):
 
 
 def flat_inputs(layout, heads, kv_heads, **options):
-    """Gives query [T, heads, size], key and value [T, kv heads, size]."""
+    """Return query [T, heads, size], key and value [T, kv heads, size]."""
     return [tensor[0].transpose(0, 1) for tensor in random_inputs(layout, heads, kv_heads, **options)]
 
 
 def with_gradients(attend, inputs):
-    """Gives the output of attention and the gradients of its three inputs."""
+    """Return the output of attention and the gradients of its three inputs."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     out = attend(*leaves)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out)
@@ -52,7 +51,7 @@ def with_gradients(attend, inputs):
 
 
 def rotary_of(tokens, size=8, normed=True, dtype=torch.float32):
-    """Gives random tables, with norms of queries and keys whose weights learn, or without."""
+    """Return random rotary tables, with or without norms of queries and keys that have weights."""
     generator = torch.Generator().manual_seed(4)
     angles = torch.randn(tokens, size // 2, generator=generator).repeat(1, 2)
     norms = tuple((1 + torch.rand(size, generator=generator)).to(dtype).requires_grad_() if normed else None for _ in range(2))
@@ -60,13 +59,13 @@ def rotary_of(tokens, size=8, normed=True, dtype=torch.float32):
 
 
 def rotated_before(rotary, layout, query, key):
-    """Gives query and key rotated before any attention is called."""
+    """Rotate query and key before attention is called."""
     cos, sin = layout.at_queries(rotary.cos, rotary.sin)
     return dataclasses.replace(rotary, cos=cos, sin=sin).query(query), rotary.key(key)
 
 
 def with_rotary_gradients(attend, inputs, rotary):
-    """Gives the output and the gradients of query, key, value and of the norms' weights; attend: (q, k, v) -> output."""
+    """Return the output and the gradients of query, key, value and of the norms' weights; attend: (q, k, v) -> output."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     out = attend(*(leaf * 1 for leaf in leaves))  # of no leaf, as in a model: attention may write over them
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out)
@@ -75,12 +74,12 @@ def with_rotary_gradients(attend, inputs, rotary):
 
 
 def norm_error(found, expected):
-    """Gives the norm of the difference, as a share of the norm of what is expected."""
+    """Return the norm of the difference as a share of the expected norm."""
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
 
 
 def agree(found, expected, tolerance):
-    """Says whether outputs agree, and gradients as one vector.
+    """Return whether outputs agree, and gradients as one vector.
 
     AttentionArgs few keys a softmax leaves of one gradient the small difference of large terms, whose rounding is of their size.
     """
@@ -94,13 +93,13 @@ def agree(found, expected, tolerance):
 
 
 def attention_of_one(q, k, v, hidden, scale):
-    """Gives output [H, L, D] and log-sum-exp [H, L] of queries [H, L, D] and keys [H, M, D]; hidden: bool [L, M]."""
+    """Return output [H, L, D] and log-sum-exp [H, L] of queries [H, L, D] and keys [H, M, D]. ``hidden``: bool [L, M]."""
     scores = (q @ k.transpose(-1, -2) * scale).masked_fill(hidden, float("-inf"))
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
 def gradient_of_one(grad, q, k, v, out, lse, hidden, scale):
-    """Gives the gradients of q, k and v from a given output and log-sum-exp, which may be over more keys than these."""
+    """Return the gradients of q, k and v for a given output and log-sum-exp, which may cover more keys than these."""
     shares = ((q @ k.transpose(-1, -2) * scale).masked_fill(hidden, float("-inf")) - lse[..., None]).exp()
     inner = shares * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * scale
     return inner @ k, inner.transpose(-1, -2) @ q, shares.transpose(-1, -2) @ grad
@@ -218,7 +217,7 @@ def packed_efficient_backward(
 
 
 def _sequences(q, k, v, starts_q, starts_k, max_q, max_k, mask_type):
-    """Gives the rows of each sequence, and what is hidden in it. What the kernels check is checked."""
+    """Yield the rows of each sequence with its mask, after the checks that the kernels make."""
     assert q.shape[0] == k.shape[0] == v.shape[0] == 1
     assert q.shape[2:] == k.shape[2:] == v.shape[2:]
     assert starts_q.dtype == starts_k.dtype == torch.int32
@@ -239,7 +238,7 @@ GPU_OPERATORS = {
 
 
 def _accumulated_in_fp32(function):
-    """Gives an operator that takes half precision as GPU kernels do: computed in fp32, rounded once, log-sum-exps left fp32."""
+    """Wrap an operator to take half precision as GPU kernels do: computed in fp32, rounded once, log-sum-exps in fp32."""
 
     def run(*args, **kwargs):
         dtype = next(arg.dtype for arg in args if torch.is_tensor(arg))
@@ -258,7 +257,7 @@ def _accumulated_in_fp32(function):
 
 @contextmanager
 def gpu_operators_on_a_cpu():
-    """Gives torch's operators that only GPUs have an implementation on CPUs, for as long as the body runs."""
+    """Give torch's GPU-only operators an implementation on CPUs in the body."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         for name, function in GPU_OPERATORS.items():
             library.impl(name, _accumulated_in_fp32(function), "CPU")

@@ -39,7 +39,7 @@ AUTO_MAP = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM":
 
 
 def write_own_code(source, at, mixes):
-    """Gives a copy of a Qwen3 folder as a model of type own. mixes: its attention sums over all tokens before."""
+    """Copy a Qwen3 folder as a model of type ``own``. With ``mixes`` its attention sums over all earlier tokens of the pack."""
     shutil.copytree(source, at)
     config = json.loads((at / "config.json").read_text())
     own = {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": AUTO_MAP, "mixes": mixes}
@@ -50,7 +50,7 @@ def write_own_code(source, at, mixes):
 
 
 def own_code(monkeypatch, tmp_path):
-    """Lets transformers copy what it runs into tmp_path/modules for the length of a test."""
+    """Let transformers copy the code that it runs into tmp_path/modules during a test."""
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
     for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:

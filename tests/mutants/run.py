@@ -42,7 +42,7 @@ def arrange(function, mutants, class_name):
 
 
 def forget_survivors(folder=Path("mutants")):
-    """Makes mutmut try the survivors again, and ask again which test reaches what: tests may have changed since."""
+    """Make mutmut try the survivors again and find out again which test reaches what, because tests may have changed."""
     shutil.rmtree(folder / "tests", ignore_errors=True)
     (folder / "mutmut-stats.json").unlink(missing_ok=True)
     for path in folder.rglob("*.py.meta"):

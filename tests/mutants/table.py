@@ -31,7 +31,7 @@ NOT_RUN = (None, 34)
 
 
 def results():
-    """Gives (source file, mutant, exit code) of every mutant."""
+    """Return (source file, mutant, exit code) of every mutant."""
     for meta in sorted(MUTANTS.rglob("*.py.meta")):
         source = meta.relative_to(MUTANTS).with_suffix("")
         for mutant, code in json.loads(meta.read_text())["exit_code_by_key"].items():
@@ -45,7 +45,7 @@ def part_of(source):
 
 @cache
 def change(source, mutant):
-    """Gives the one change of a mutant as `function: - line, + line`, which stays the same when its number does not."""
+    """Return the change of a mutant as `function: - line, + line`, which stays the same if the mutant's number changes."""
     lines = get_diff_for_mutant(mutant, path=source).splitlines()[3:]
     function = mutant.rpartition(".")[2].rpartition("__mutmut_")[0].removeprefix("x_").removeprefix("xǁ").replace("ǁ", ".")
     old = " ".join(line[1:].strip() for line in lines if line.startswith("-"))
@@ -54,12 +54,12 @@ def change(source, mutant):
 
 
 def mark(source, what):
-    """Gives eight digits that stand for a change of a file: they do not quote it, and follow the line wherever it moves."""
+    """Return eight digits for a change of a file. They do not quote it, and stay the same wherever the line moves."""
     return sha256(f"{source}: {what}".encode()).hexdigest()[:8]
 
 
 def listed():
-    """Gives the survivors that were looked at: {mark: reason}. A reason is a line, and its marks are indented below it."""
+    """Return the reviewed survivors: {mark: reason}. A reason is a line, and its marks are indented below it."""
     found, reason = {}, ""
     for line in LIST.read_text().splitlines():
         if line.startswith(" "):

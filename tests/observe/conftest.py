@@ -9,7 +9,7 @@ from verl_memopt.observe.samples import Sample
 
 
 def _log_step(folder, step, began, counted=True, validated=False):
-    """One step of 3 seconds: generation 2, update 1; the update peaks at (10 + step) MiB."""
+    """Log a step of 3 seconds: generation 2, update 1. The update peaks at (10 + step) MiB."""
     spans = [Span("gen", began, 2.0), Span("update_actor", began + 2, 1.0), Span("step", began, 3.0)]
     peak = (10 + step) * MIB if counted else None
     memory = PhaseMemory(
@@ -23,7 +23,7 @@ def _log_step(folder, step, began, counted=True, validated=False):
 
 @pytest.fixture
 def make_run(tmp_path):
-    """Gives a function that makes a run of some steps, by name."""
+    """Return a function that makes a run of some steps, by name."""
 
     def make(name="run", steps=3, counted=True, validated=True):
         folder = RunFolder(tmp_path / name)

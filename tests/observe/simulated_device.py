@@ -31,7 +31,7 @@ SMALL, MIDDLE = MIB, 10 * MIB
 
 
 class Driver:
-    """What the device holds: contexts, other processes, and the memory that this process has mapped."""
+    """The memory of the device: contexts, other processes, and what this process has mapped."""
 
     def __init__(self, total, context):
         self.total = total
@@ -48,13 +48,13 @@ class Driver:
         return self.total - self.outside - self.mapped
 
     def reserve(self, size):
-        """Gives an address with nothing behind it."""
+        """Return an address without memory behind it."""
         address = next(self._addresses) * GIB
         self._reserved[address] = size
         return address
 
     def map(self, address):
-        """Puts memory behind an address; False where the device is full."""
+        """Map memory behind an address. False = the device is full."""
         assert address not in self._mapped, "mapped twice"
         size = self._reserved[address]
         if size > self.free:
@@ -68,7 +68,7 @@ class Driver:
         return address in self._mapped
 
     def unmap(self, address):
-        """Takes the memory away; False where there is none."""
+        """Unmap the memory of an address. False = there is none."""
         if address not in self._mapped:
             return False
         self.mapped -= self._mapped.pop(address)
@@ -147,15 +147,15 @@ class SimulatedDevice:
 
     @property
     def held(self):
-        """The truth about what is reserved: bytes of the device behind this process's segments."""
+        """The true number of reserved bytes: device memory behind this process's segments."""
         return self.driver.mapped
 
     def forget_peaks(self):
-        """Starts ``peak_held`` and ``peak_live`` anew; the allocator's own peaks stay as they are."""
+        """Reset ``peak_held`` and ``peak_live``. The allocator's own peaks stay."""
         self.peak_held, self.peak_live = self.held, self.live
 
     def empty(self, size):
-        """Allocates, from the pool that is in use. Raises torch.OutOfMemoryError as torch does."""
+        """Allocate from the pool in use. Raises torch.OutOfMemoryError as torch does."""
         size = max(-(-size // 512) * 512, 512)
         block = self._free_block(size) or self._new_block(size)
         if block is None:
@@ -218,7 +218,7 @@ class SimulatedDevice:
             counter.peak = counter.current
 
     def installed(self, monkeypatch):
-        """Puts this device in the place of GPU 0."""
+        """Replace GPU 0 by this device."""
         values: dict[str, Callable[..., Any]] = {
             "memory_allocated": lambda device=None: self._allocated.current,
             "max_memory_allocated": lambda device=None: self._allocated.peak,

@@ -14,7 +14,7 @@ def rows(*solutions, source="mine"):
 
 
 def scored(settings, *solutions, num_workers=1, **more):
-    """Gives the results of rows with these responses, from a runner of their own."""
+    """Return the results of rows with these responses, from a runner of their own."""
     with RewardRunner(settings, num_workers, **more) as runner:
         return runner.score(rows(*solutions))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def gone(pid):
-    """Whether the process has ended; one that waits for its parent to read its exit code has."""
+    """Return whether the process has ended. One whose parent has not read its exit code counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):

@@ -41,14 +41,14 @@ def runs_it(handler, body):
 
 
 def says(what):
-    """A service that gives one answer, whatever the program."""
+    """A service that gives the same answer to every program."""
     return lambda handler, body: reply(handler, 200, json.dumps(what).encode())
 
 
 class Together:
-    """Waits until a number of programs are under way at the same time, and a moment for more, and counts the most that were.
+    """Waits until a number of programs run at the same time, then a moment longer, and records the largest number.
 
-    Each has printed 2.
+    Each program has printed 2.
     """
 
     def __init__(self, number):
@@ -69,7 +69,7 @@ class Together:
 
 @contextmanager
 def sandbox_service():
-    """A service that runs programs until it is told otherwise."""
+    """A service that runs programs until a test sets another behaviour."""
     service = Judge()
     service.behaviours = [runs_it]
     try:

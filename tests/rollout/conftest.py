@@ -21,7 +21,7 @@ def untied_folder(tmp_path_factory):
 
 
 class SharedVllm:
-    """One engine for most tests, because a start costs seconds; started again after a test had it shut down."""
+    """One engine for most tests, because a start takes seconds. Started again after a test has shut it down."""
 
     def __init__(self, folder):
         self._folder = folder
@@ -48,7 +48,7 @@ def shared_vllm(tied_folder):
 
 @pytest.fixture
 def no_shared_engine(shared_vllm):
-    """Two engines of one process share their groups, and an engine does not outlive the default group."""
+    """End the shared engine: two engines of a process share their groups, and an engine does not outlive the default group."""
     shared_vllm.close()
 
 

@@ -70,7 +70,7 @@ class CumemExtension:
 
 
 class MemPool:
-    """torch.cuda.MemPool: the pool is let go of with the last reference to this object."""
+    """torch.cuda.MemPool: the pool is released with the last reference to this object."""
 
     def __init__(self, device, extension):
         self._device = device
@@ -85,7 +85,7 @@ class MemPool:
 
 
 def sleeping_allocator(device, monkeypatch):
-    """Gives vLLM's CuMemAllocator of this process, new, over a simulated device, and its C half."""
+    """Return a new CuMemAllocator of vLLM on a simulated device, and its C half."""
     from vllm.device_allocator import cumem
 
     extension = CumemExtension(device)
@@ -109,7 +109,7 @@ def sleeping_allocator(device, monkeypatch):
 
 
 class SleepingWorker:
-    """What vLLM's GPU worker does with the allocator: loads weights, takes a KV cache, sleeps and wakes."""
+    """Uses the allocator as vLLM's GPU worker does: loads weights, allocates a KV cache, sleeps and wakes."""
 
     def __init__(self, device, allocator):
         self._device, self._allocator = device, allocator
@@ -117,7 +117,7 @@ class SleepingWorker:
         self.kv = []
 
     def load(self, sizes, scratch=0):
-        """Takes tensors for the weights; scratch: bytes that loading takes and frees, which vLLM then gives back itself."""
+        """Allocate tensors for the weights. ``scratch``: bytes that loading allocates and frees, and vLLM returns itself."""
         assert self._allocator.get_current_usage() == 0, "CuMem allocator can only be used for one instance per process."
         with self._allocator.use_memory_pool(tag="weights"):
             passing = self._device.empty(scratch) if scratch else None
@@ -145,9 +145,9 @@ GPU = torch.device("cuda", 0)
 
 
 def simulated_gpu_worker(device, allocator, monkeypatch):
-    """Lets vLLM's CPU worker do with the simulated device what vLLM's GPU worker does with a real one.
+    """Let vLLM's CPU worker treat the simulated device as vLLM's GPU worker treats a real one.
 
-    Its tensors on the device hang on the model runner, as a model's do.
+    Its tensors on the device belong to the model runner, as a model's do.
     """
     from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -175,7 +175,7 @@ def simulated_gpu_worker(device, allocator, monkeypatch):
 
 
 def on_simulated_gpu(engine, limit=None):
-    """Lets a started engine sleep and wake as on a GPU."""
+    """Let a started engine sleep and wake as on a GPU."""
     engine._can_sleep = True
     engine._place = dataclasses.replace(engine._place, device=GPU, device_limit_bytes=limit)
     engine._cap = DeviceCap(GPU, limit)

@@ -74,13 +74,13 @@ def weights_of(model):
 
 @torch.no_grad()
 def naive_log_probs(model, prompt, response, temperature):
-    """Log-probs of the response from one forward of the whole row."""
+    """Return the log-probs of a response from one forward of the whole row."""
     logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0].tolist()
 
 
 def difference_from_naive(model, rows, answer, temperature=1.0):
-    """The largest difference of an answer's log-probs from those of one forward of each row."""
+    """Return the largest difference between an answer's log-probs and those of one forward of each row."""
     naive = [naive_log_probs(model, row, ids, temperature) for row, ids in zip(rows, answer.response_ids, strict=True)]
     return largest_difference(answer.log_probs, naive)
 

@@ -61,7 +61,7 @@ def write_rows(path, count, source="toy/arithmetic"):
 
 @pytest.fixture(scope="session")
 def run_files(tmp_path_factory, tiny_folder):
-    """What every run here reads: model, prompts and a reward that depends on each answer."""
+    """Files that every run here reads: a model, prompts, and a reward that depends on each answer."""
     folder = tmp_path_factory.mktemp("files")
     (folder / "reward.py").write_text(REWARD)
     return {
@@ -74,7 +74,7 @@ def run_files(tmp_path_factory, tiny_folder):
 
 @pytest.fixture
 def settled(run_files, tmp_path):
-    """Return settings of the least run with some keys changed."""
+    """Return the settings of the minimal run with some keys changed."""
 
     def settle(more=None):
         return settings_from_mapping(LEAST | run_files | {"trainer.default_local_dir": str(tmp_path / "run")} | (more or {}))
@@ -91,7 +91,7 @@ def base_context(run_files, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base_workers(base_context):
-    """A real worker of its own for a module, its engine already given the policy's weights."""
+    """A real worker for the module, whose engine has the policy's weights."""
     with start_workers(base_context, PhaseClock()) as workers:
         workers.all("update_weights", Worker.update_weights)
         yield workers
@@ -99,7 +99,7 @@ def base_workers(base_context):
 
 @pytest.fixture
 def alike(settled, base_context, base_workers):
-    """Return a function that builds a learner on the module's worker, with some of the driver's settings changed."""
+    """Return a function that builds a learner on the module's worker, with changed settings of the driver."""
     learners = []
 
     def build(more=None, workers=base_workers):
@@ -135,7 +135,7 @@ def _shares_rewards():
 
 @contextmanager
 def rewards_of(context):
-    """The reward processes of a run. Runs of one module here that score alike have the same ones."""
+    """The reward processes of a run. Runs of one module with equal settings share them."""
     custom, model = context.settings.custom_reward_function, context.settings.reward_model
     starting = start_rewards(custom, model, context.environment.run_dir)
     if not _sharing:
@@ -151,7 +151,7 @@ def rewards_of(context):
 
 @contextmanager
 def ready(settings, begun=None, listener=None):
-    """A trainer whose workers are ready, as a run has it. begun: a group that waits for its workers; None starts its own."""
+    """A trainer with running workers. ``begun`` is a group that waits for its workers; None = a new one."""
     clock, settings = PhaseClock(), debug_settings(settings)
     with Interrupts() as interrupts:
         context = build_run(settings)
@@ -175,19 +175,19 @@ STARTED = "run_id"
 
 
 def learned(run_dir):
-    """Return each row of a run without what was measured of it and which start logged it."""
+    """Return each row of a run without measurements, and without the number of its start."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in row.items() if not name.startswith((*MEASURED, STARTED))} for row in rows]
 
 
 def memory(name, host=1, **figures):
-    """Return a phase's figures, those not named absent."""
+    """Return the figures of a phase. Figures that are not named are absent."""
     none = dict.fromkeys(("peak_allocated_bytes", "allocated_bytes", "peak_reserved_bytes", "device_used_bytes"))
     return PhaseMemory(name=name, **{"seconds": 1.0, **none, **figures}, host_rss_bytes=host)
 
 
 class Member:
-    """A worker of a few lines: answers calls as a worker does and keeps what it was asked."""
+    """A stub worker that answers calls and records them."""
 
     def __init__(self, rank):
         self.rank = rank
@@ -202,7 +202,7 @@ class Member:
 
 
 class Updater(Member):
-    """Takes an update of its role, and answers with figures that depend on its rank."""
+    """A stub whose updates return figures that depend on its rank."""
 
     role, norm, partial = "actor", 2.0, ()
 
@@ -234,7 +234,7 @@ class Members:
 
 
 class Apart(Members):
-    """Members with devices of their own: a call runs when its result is asked for, and ``begun`` lists it before."""
+    """Members with devices of their own: a call runs when its result is asked for, and is listed in ``begun`` before."""
 
     def __init__(self, members):
         super().__init__(members)

@@ -11,12 +11,12 @@ HOST = "host"
 
 
 class RaceError(AssertionError):
-    """Two accesses in no order: the result depends on which happens to come first."""
+    """Two accesses without an order between them: the result depends on which happens first."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of one storage: bytes ``low`` to ``high`` of what ``key`` names."""
+    """A range of one storage: bytes ``low`` to ``high`` of the storage ``key``."""
 
     key: int
     low: int
@@ -48,7 +48,7 @@ class _Storage:
 
 
 class Clocks:
-    """What each lane (a stream, or the host) knows of all others. Lanes are named."""
+    """What each lane (a stream, or the host) has seen of all others. Lanes are named."""
 
     def __init__(self):
         self._known = {HOST: {HOST: 0}}
@@ -56,13 +56,13 @@ class Clocks:
         self._unknown = {}
 
     def launch(self, lane, op, reads, writes):
-        """Records an operation that the host queues on a lane (or does itself).
+        """Record an operation that the host queues on a lane or does itself.
 
         Args:
-            reads, writes: the spans it touches.
+            reads, writes: The spans that it touches.
 
         Raises:
-            RaceError: an earlier access of the same bytes is not known to come before.
+            RaceError: Nothing orders an earlier access of the same bytes before this one.
         """
         known = self._lane(lane)
         if lane != HOST:
@@ -87,7 +87,7 @@ class Clocks:
         return self._storages[key]
 
     def freed(self, key):
-        """Records that nothing holds a storage any more: its lane may be given the memory again at once."""
+        """Record that a storage has no holder any more. Its lane may reuse the memory at once."""
         storage = self._storages.pop(key, None)
         if storage is None:
             return
@@ -98,23 +98,23 @@ class Clocks:
         self._unknown.setdefault(storage.owner, []).extend(a for a in uses if known.get(a.lane, 0) < a.tick)
 
     def forget(self, key):
-        """Forgets a storage that is gone, and need not be looked at."""
+        """Forget a storage that is gone."""
         self._storages.pop(key, None)
 
     def born(self, key, lane):
-        """Records on which lane's account a storage was taken."""
+        """Record the lane on which a storage was allocated."""
         self._storages[key] = _Storage(lane, before=tuple(self._unknown.get(lane, ())))
 
     def snapshot(self, lane):
-        """Return what a lane knows now: an event."""
+        """Return what a lane has seen so far, as an event."""
         return dict(self._lane(lane))
 
     def wait(self, lane, event):
-        """Makes what a lane does from here on come after an event."""
+        """Order everything that a lane does from here on after an event."""
         _merge(self._lane(lane), event)
 
     def synchronize(self, lane=None):
-        """Makes the host wait for a lane, or for all."""
+        """Make the host wait for a lane, or for all."""
         for each in list(self._known) if lane is None else [lane]:
             _merge(self._known[HOST], self._lane(each))
 

@@ -135,7 +135,7 @@ SCRATCH = {"_flash_attention_backward": flash_scratch, "_efficient_attention_bac
 
 
 def settings_of(run: str, case: Case, folder: Path, other: Path) -> Settings:
-    """Return the settings: the defaults, and what the work needs."""
+    """Return the default settings with the sizes of the work."""
     mini = case.groups
     return load_settings(
         "ppo_trainer",
@@ -154,7 +154,6 @@ def settings_of(run: str, case: Case, folder: Path, other: Path) -> Settings:
 
 
 def plan_of(run: str, settings: Settings, folder: Path, other: Path) -> WorkerPlan:
-    """Return the plan of the worker."""
     own_reference = needs_reference(settings) and not settings.actor_rollout_ref.model.lora_rank
     plan = worker_plan(settings, folder, own_reference)
     if has_critic(settings):
@@ -177,7 +176,7 @@ def student_rows(case: Case) -> StudentRows:
 
 
 def phases(worker: Worker, case: Case, settings: Settings, updates_alone: bool) -> dict[str, int]:
-    """Run one step, and return the peak of each of its passes. ``updates_alone``: without the passes that need no gradients."""
+    """Run one step, and return the peak of each pass. ``updates_alone`` leaves out passes without gradients."""
     roles, found = settings.actor_rollout_ref, dict[str, int]()
     work = UpdateSize(rows=case.groups * case.group, prompt=case.prompt, response=case.response, group=case.group)
     batch = make_batch(work, roles.actor)
@@ -216,7 +215,7 @@ def phases(worker: Worker, case: Case, settings: Settings, updates_alone: bool) 
 
 
 def count(run: str, case: Case, other_shape: TinyShape) -> dict[str, Any]:
-    """Return the counted peaks of the second step of a run, and what the formulas say. In a process that has the fake device."""
+    """Return the counted peaks of a run's second step, and those of the formulas. Needs the fake device."""
     regions = dict[Any, float]()
     # Blocks are alike: two of them have all functions that are compiled.
     _step(run, *(dataclasses.replace(case, shape=_of_layers(case.shape, 2)), _of_layers(other_shape, 2)), regions)
@@ -233,7 +232,7 @@ def _of_layers(shape: TinyShape, layers: int) -> TinyShape:
 
 
 def bare(phases: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """Return the bytes of tensors alone: no context, no reserve of the allocator."""
+    """Return the bytes of tensors alone, without context and allocator reserve."""
     beside = ("context", "allocator", "engine")
     return {name: sum(size for kind, size in kinds.items() if kind not in beside) for name, kinds in phases.items()}
 

@@ -32,7 +32,7 @@ READS_BACK = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonze
 
 
 class WaitError(AssertionError):
-    """The host waited for the device where it must not."""
+    """The host waited for the device in a place where it must not."""
 
 
 class Stream:
@@ -85,9 +85,9 @@ class Event:
 
 
 class VirtualGpu(TorchDispatchMode):
-    """One virtual device, ``cuda:0``. Entered, it is what torch.cuda names. One a process at a time.
+    """One virtual device, ``cuda:0``, that replaces torch.cuda while entered. One per process at a time.
 
-    capability: of the device, by which kernels are chosen. total_bytes: its memory.
+    ``capability`` selects kernels. ``total_bytes`` is its memory.
     """
 
     def __init__(self, capability=(9, 0), total_bytes=TOTAL_BYTES):
@@ -137,9 +137,9 @@ class VirtualGpu(TorchDispatchMode):
 
     @contextlib.contextmanager
     def never_waits(self, where, but_for=()):
-        """Inside the body an operation that makes the host wait for the device is an error.
+        """Forbid operations in the body that make the host wait for the device.
 
-        where: what to call the body. but_for: operations that may.
+        ``where`` names the body in errors. ``but_for`` are operations that may wait.
         """
         before, self._never_waits = self._never_waits, (where, but_for)
         try:
@@ -148,7 +148,7 @@ class VirtualGpu(TorchDispatchMode):
             self._never_waits = before
 
     def host_waits(self, op):
-        """Records that the host waits for the device. Raises: WaitError."""
+        """Record that the host waits for the device. Raises: WaitError."""
         where, but_for = self._never_waits
         if where and op not in but_for:
             raise WaitError(f"{where}: {op} makes the host wait for the device")
@@ -180,7 +180,7 @@ class VirtualGpu(TorchDispatchMode):
         return self._device_op(func, args, kwargs, given)
 
     def owns(self, tensor):
-        """Says whether a tensor lies on this device."""
+        """Return whether a tensor lies on this device."""
         return isinstance(tensor, FakeTensor) and tensor.fake_mode is self.fake and tensor.fake_device.type == "cuda"
 
     def _host_op(self, func, args, kwargs, given):
@@ -235,7 +235,7 @@ class VirtualGpu(TorchDispatchMode):
         return result
 
     def _launch(self, lane, name, given, written, made=()):
-        """Records an operation. written: of what was given; made: results, new unless they lie in what was given."""
+        """Record an operation. ``written``: the arguments that it writes. ``made``: results, new unless part of an argument."""
         there = {_key(tensor) for tensor in given}
         writes = [*_spans(written), *_spans(tensor for tensor in made if _key(tensor) not in there)]
         taken = {id(tensor) for tensor in written}
@@ -296,7 +296,7 @@ class VirtualGpu(TorchDispatchMode):
         return 0 if self._locked.pop(address, None) is not None else 1
 
     def _on_host(self, tensor):
-        """Follows a host storage that the device has read or written."""
+        """Record that the device has read or written a host storage."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._host:
@@ -329,7 +329,7 @@ class VirtualGpu(TorchDispatchMode):
         self.clocks.freed(key)
 
     def resized(self, storage, before):
-        """Takes note of a storage whose size was set: to nothing, its memory is free."""
+        """Record a changed storage size. At size 0 its memory is free."""
         key = storage._cdata
         if key not in self._sizes:
             return
@@ -437,7 +437,7 @@ def _as_host(item):
 
 @functools.cache
 def _only_names(func):
-    """Says whether an operation makes or renames memory without touching what is in it."""
+    """Return whether an operation allocates or renames memory without touching its contents."""
     return func.is_view or func._schema.name.removeprefix("aten::").startswith(("empty", "new_empty", "_unsafe_view"))
 
 

@@ -7,11 +7,11 @@ from recipe.rloo.memory_study.fake_guard import compiled_guard
 
 
 def load_guard():
-    """Makes autograd take fake ``cuda`` tensors in this process.
+    """Let autograd accept fake ``cuda`` tensors in this process.
 
     Raises:
         RuntimeError: torch was imported before.
-        NoCompilerError: the C++ compiler is missing or fails.
+        NoCompilerError: The C++ compiler is missing or fails.
     """
     if "torch" in sys.modules:
         raise RuntimeError("the stand-in must be loaded before torch is imported: torch looks for an accelerator once")

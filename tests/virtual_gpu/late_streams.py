@@ -20,14 +20,14 @@ copy_ = torch.ops.aten.copy_.default
 
 @dataclass(frozen=True)
 class Event:
-    """The end of what a stream was given up to ``place``."""
+    """A point in a stream, after everything that was queued until ``place``."""
 
     stream: object
     place: int
 
 
 class LateStream:
-    """A stream whose copies wait in line. The computing stream is one whose line is always empty."""
+    """A stream whose copies wait in a queue. The computing stream is one with an empty queue."""
 
     def __init__(self, streams, computes=False):
         self.device = torch.device("cpu")
@@ -48,11 +48,11 @@ class LateStream:
         self.wait_event(other.record_event())
 
     def synchronize(self):
-        """Makes the host wait, for which nothing is left to do: what the computing stream has waited for has happened."""
+        """Make the host wait. Nothing is left to do, because the computing stream has waited for everything."""
         assert self._computes, "the host waits for the computation alone"
 
     def queue(self, target, source):
-        """Puts a copy in line. Only the tensors' own holders keep them alive, as on a GPU."""
+        """Queue a copy. Only the holders of the tensors keep them alive, as on a GPU."""
         ends = weakref.ref(target.untyped_storage()), weakref.ref(source.untyped_storage())
         views = [(t.dtype, t.shape, t.stride(), t.storage_offset()) for t in (target, source)]
 
@@ -66,7 +66,7 @@ class LateStream:
         self._streams.copies += 1
 
     def run_to(self, place):
-        """Does what is in line up to a place."""
+        """Run the queued copies up to a place."""
         while self._done < place:
             self._done += 1
             self._line[self._done - 1]()
@@ -78,7 +78,7 @@ class LateStream:
 
 
 class LateStreams:
-    """What torch.cuda offers of streams. copies: how many were put in line."""
+    """The stream functions of torch.cuda. ``copies`` counts queued copies."""
 
     def __init__(self):
         self.copies = 0
@@ -100,7 +100,7 @@ class LateStreams:
             yield
 
     def synchronize(self, device=None):
-        """Does everything that is in line, and shows the host what came from the device."""
+        """Run everything that is queued, and show the host what came from the device."""
         for stream in list(self._all):
             stream.run_to(stream.length)
         for deliver in self._unseen:
@@ -108,13 +108,13 @@ class LateStreams:
         self._unseen.clear()
 
     def hide_from_host(self, target, source):
-        """Takes a copy to the host that the host may not read before it has waited."""
+        """Hide a copy to the host until the host has waited for it."""
         value = source.clone()
         self._unseen.append(lambda: target.copy_(value))
 
 
 class _Queueing(TorchDispatchMode):
-    """Puts the copies of its body in line instead of making them."""
+    """Queues the copies of its body instead of making them."""
 
     def __init__(self, stream):
         super().__init__()
@@ -129,7 +129,7 @@ class _Queueing(TorchDispatchMode):
 
 
 class _Hiding(TorchDispatchMode):
-    """Keeps from the host what a copy that does not wait has brought it."""
+    """Hides from the host the result of a copy that does not wait."""
 
     def __init__(self, streams):
         super().__init__()
@@ -154,7 +154,7 @@ def _view(storage, dtype, shape, stride, offset):
 
 @contextlib.contextmanager
 def late_streams():
-    """Makes the CPU a device with late streams inside the body. Yields: LateStreams."""
+    """Turn the CPU into a device with late streams in the body. Yields LateStreams."""
     streams = LateStreams()
     device_room.STREAMS["cpu"] = streams
     try:

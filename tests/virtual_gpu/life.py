@@ -36,9 +36,9 @@ SLACK_BYTES = 16 * 2**10
 
 @dataclass
 class Life:
-    """What was seen. rests: phase -> kind -> bytes on the device after it; strangers: phase -> bytes of no known part.
+    """What was recorded. ``rests``: phase -> kind -> bytes on the device after it. ``strangers``: phase -> unknown bytes.
 
-    waits: what made the host wait in the update. ops: names of device operations.
+    ``waits`` lists what made the host wait in the update, ``ops`` the names of device operations.
     """
 
     rests: dict = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Life:
 
 @contextmanager
 def first_worker(plan, world_size):
-    """The worker of a group's first rank on a virtual GPU, and the GPU. The other ranks are not there."""
+    """Return the first worker of a group on a virtual GPU, and the GPU. The other ranks do not exist."""
     leave_process_group()
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     with VirtualGpu() as gpu:
@@ -62,11 +62,14 @@ def first_worker(plan, world_size):
 
 
 def live(row, folder, world_size=1, attention=None, whole=True, critic=False, more=None):
-    """Runs a worker's life under a row of knobs and returns what was seen. Raises: whatever goes wrong in it.
+    """Run a worker's life under a row of knobs, and return what was recorded. Errors of the worker are raised.
 
-    world_size: ranks of a group of which this is the first; the others are not there, and what they send is nothing.
-    attention: ``model.attn_implementation``. whole: with generation, an update that finds its own log-probs, a checkpoint.
-    critic: with a critic that has every knob as the policy has it. more: settings on top of the row's.
+    Args:
+        world_size: Ranks of the group. The other ranks do not exist, and send nothing.
+        attention: ``model.attn_implementation``.
+        whole: Include generation, an update with its own log-probs, and a checkpoint.
+        critic: Add a critic with the policy's knobs.
+        more: Settings on top of the row's.
     """
     plan, settings = _plan(row, folder, world_size, attention, more)
     if critic:
@@ -82,7 +85,7 @@ def live(row, folder, world_size=1, attention=None, whole=True, critic=False, mo
 
 
 def compare_packed_rows(row, folder, world_size=1):
-    """Return how far packing changes a row of each model of a worker, as if the models had values. Raises: as :func:`live`."""
+    """Return by how much packing changes a row of each model, as if the models had values. Errors as in :func:`live`."""
     plan, settings = _plan(row, folder, world_size, None)
     ours = settings.actor_rollout_ref
     plan = dataclasses.replace(plan, critic=twin_of(ours.actor, ours.model), critic_folder=str(folder), critic_schedule_steps=2)
@@ -120,7 +123,7 @@ def _plan(row, folder, world_size, attention, more=None):
 
 
 def twin_of(actor, model):
-    """Gives the settings of a critic with the knobs of a policy."""
+    """Return the settings of a critic with the policy's knobs."""
     knobs = {field.name: getattr(model, field.name) for field in dataclasses.fields(CriticModel) if hasattr(model, field.name)}
     return Critic(
         model=CriticModel(**knobs, fsdp_config=actor.fsdp_config),
@@ -131,7 +134,7 @@ def twin_of(actor, model):
 
 
 def _batch(seed, actor):
-    """Return two groups of four answers, one of them empty, of few different lengths: each takes kernels of its own."""
+    """Return two groups of four answers, one empty, with few different lengths, because each length needs kernels of its own."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(lengths):
@@ -256,7 +259,7 @@ def _keys(tensors):
 
 
 def misplaced(row, life):
-    """Return what lies on the device after a phase although its knob says that it rests on the host, in words."""
+    """Describe what lies on the device after a phase although a knob says that it rests on the host."""
     found = []
 
     def rests_on_host(kind, factor, names):

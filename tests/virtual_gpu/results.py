@@ -18,7 +18,7 @@ NEVER_NAMED = ("aten::set_", "aten::resize_", "aten::_unsafe_view", "aten::lift"
 
 
 class _UnknownError(Exception):
-    """An argument of a kind that no signature has."""
+    """An argument has a kind that no signature can hold."""
 
 
 def signature(func, args, kwargs, mode):
@@ -41,18 +41,17 @@ def signature(func, args, kwargs, mode):
 
 
 def plan_of(result, tensors, mode):
-    """Return how to make such a result again from such tensors; None where that is not known.
+    """Return a plan to make an equal result again from equal tensors. None if that is impossible.
 
-    Returns:
-        A tuple whose first item says what the rest is: ``("value", value)``, ``("given", index)`` for an argument that is given
-        back, ``("view", index, shape, stride, offset, dtype, device)``, ``("new", shape, stride, dtype, device)``, or ``("all",
-        type, plans)``.
+    The first item of a plan says what the rest is: ``("value", value)``; ``("given", index)`` for an argument that is returned;
+    ``("view", index, shape, stride, offset, dtype, device)``; ``("new", shape, stride, dtype, device)``; or ``("all", type,
+    plans)``.
     """
     return _plan(result, tensors, [tensor.untyped_storage()._cdata for tensor in tensors], set(), mode)
 
 
 def made_of(plan, tensors, mode):
-    """Return the result that a plan describes."""
+    """Return the result of a plan."""
     kind, *rest = plan
     if kind == "value":
         return rest[0]
@@ -108,12 +107,12 @@ def _key(item, tensors, mode):
 
 
 def _is_plain(tensor, mode):
-    """Say whether a fake tensor is of this mode, and described by its shape, stride, dtype, offset and device."""
+    """Return whether a fake tensor belongs to this mode and is fully described by shape, stride, dtype, offset and device."""
     return tensor.fake_mode is mode and tensor.constant is None and tensor.layout is torch.strided
 
 
 def _plan(result, tensors, storages, new, mode):
-    """Return the plan of a result. new: storages of results that are neither an argument nor a view of one."""
+    """Return the plan of a result. ``new``: storages of results that are neither an argument nor a view of one."""
     kind = type(result)
     if kind in (tuple, list):
         plans = [_plan(part, tensors, storages, new, mode) for part in result]

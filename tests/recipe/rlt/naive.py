@@ -13,7 +13,7 @@ BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def token_text(tokenizer, token):
-    """Returns the bytes of one token."""
+    """Return the bytes of one token."""
     added = tokenizer.added_tokens_decoder
     if token in added:
         return added[token].content.encode()
@@ -21,7 +21,7 @@ def token_text(tokenizer, token):
 
 
 def explanation_of(tokenizer, response, end_tag, stop_ids):
-    """Returns the tokens before the end tag, token by token, and whether there is one."""
+    """Return the tokens before the end tag, token by token, and whether there is one."""
     kept = []
     for token in response:
         if token in stop_ids:
@@ -89,13 +89,13 @@ def sample_of(tokenizer, rlt_format, question, solution, response, stop_ids):
 
 @torch.no_grad()
 def log_probs(lm, ids, temperature):
-    """Returns the log-prob of each token but the first, from whole logits: entry t belongs to token t + 1."""
+    """Return the log-prob of each token but the first, from whole logits: entry t belongs to token t + 1."""
     logits = lm(torch.tensor([ids])).logits[0].float() / temperature
     return logits[:-1].log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
 
 
 def spans(student_lm, teacher_lm, sample, student_temperature, teacher_temperature):
-    """Returns s, u and v of one sample, sliced by the five lengths."""
+    """Return s, u and v of one sample, sliced by the five lengths."""
     x = log_probs(student_lm, sample.student_ids, student_temperature)
     prefix, think, bridge, solution, _ = sample.lengths
     u = x[prefix - 1 : prefix - 1 + think]
@@ -125,7 +125,7 @@ def transformed(name, value):
 
 
 def reward(settings, s, u, v, matched):
-    """Returns the reward, r_ss and r_kl of one sample."""
+    """Return the reward, r_ss and r_kl of one sample."""
     solution = [max(transformed(settings.normalize_log_prob_fn, each), -settings.clip_log_prob) for each in s]
     r_ss = sum(
         weight * reduced(name, solution)

@@ -14,7 +14,7 @@ def as_token(raw):
 
 
 def with_merges(*merges):
-    """Builds a tokenizer of single bytes and of the given merges, pairs of byte strings that may cross any border."""
+    """Build a tokenizer of single bytes and of the given merges, pairs of byte strings that may cross any border."""
     pairs = [(as_token(left), as_token(right)) for left, right in merges]
     names = [*(CHARACTER_OF[byte] for byte in range(256)), *("".join(pair) for pair in pairs)]
     tokenizer = Tokenizer(models.BPE({name: place for place, name in enumerate(dict.fromkeys(names))}, pairs))
@@ -32,7 +32,7 @@ def with_merges(*merges):
 
 
 def ids(tokenizer, *pieces):
-    """Returns the tokens of a response: a byte string is one token, a text is tokenized."""
+    """Return the tokens of a response. A byte string is one token; a text is tokenized."""
     tokens = []
     for piece in pieces:
         if isinstance(piece, bytes):
