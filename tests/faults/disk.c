@@ -1,8 +1,9 @@
-/* A disk that is full, or that cannot be read, for one folder of one family of processes.
+/* A disk that is full, that cannot be read or that refuses a rename, for one folder of one family of processes; and their clock.
 
-   Loaded by LD_PRELOAD. FAULT_FOLDER names the folder. FAULT_STATE names a file of three numbers of 64 bits that all processes
+   Loaded by LD_PRELOAD. FAULT_FOLDER names the folder. FAULT_STATE names a file of seven numbers of 64 bits that all processes
    share: how many changes to the folder there were (writes, new files, new folders, renames, syncs), after how many of them the
-   disk is full (0 = never), and whether the file that FAULT_UNREADABLE names can be read (0 = yes). */
+   disk is full (0 = never), whether the file that FAULT_UNREADABLE names can be read (0 = yes), how many renames there were, which
+   of them fails (0 = none) and with what error, and by how many seconds the wall clock is wrong. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -16,11 +17,12 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 #define WRITES(flags) (((flags) & O_ACCMODE) != O_RDONLY)
 
-struct state { int64_t changes, full_after, unreadable; };
+struct state { int64_t changes, full_after, unreadable, renames, refused, error, seconds; };
 
 static struct state *shared(void) {
     static struct state *found = NULL;
@@ -68,6 +70,14 @@ static int full(void) {
     number = __atomic_add_fetch(&state->changes, 1, __ATOMIC_SEQ_CST);
     if (!state->full_after || number <= state->full_after) return 0;
     errno = ENOSPC;
+    return 1;
+}
+
+/* Counts a rename and says whether it is the one that fails. */
+static int refused(void) {
+    struct state *state = shared();
+    if (!state || __atomic_add_fetch(&state->renames, 1, __ATOMIC_SEQ_CST) != state->refused) return 0;
+    errno = state->error;
     return 1;
 }
 
@@ -131,6 +141,23 @@ int mkdir(const char *path, mode_t mode) {
 int rename(const char *from, const char *to) {
     static int (*real)(const char *, const char *) = NULL;
     if (!real) real = dlsym(RTLD_NEXT, "rename");
-    if (inside(to) && full()) return -1;
+    if (inside(to) && (full() || refused())) return -1;
     return real(from, to);
+}
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    static int (*real)(clockid_t, struct timespec *) = NULL;
+    struct state *state = shared();
+    int failed;
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    failed = real(clock, now);
+    if (!failed && clock == CLOCK_REALTIME && state) now->tv_sec += state->seconds;
+    return failed;
+}
+
+time_t time(time_t *kept) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (kept) *kept = now.tv_sec;
+    return now.tv_sec;
 }

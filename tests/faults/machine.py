@@ -16,6 +16,7 @@ from tests.forked import ForkServer
 
 SOURCE = Path(__file__).with_name("disk.c")
 BUILD = ROOT / "build" / "faults"
+STATE = "7q"
 MARK = "FAULT_RUN"
 """Variable that every process of a run inherits, however far it goes away from it."""
 
@@ -53,15 +54,31 @@ class Machine(ForkServer):
 
     def fill_after(self, changes):
         """Let the disk accept so many more changes (writes, files, folders, renames, syncs), and then none. 0 = no limit."""
-        self._state.write_bytes(struct.pack("qqq", 0, changes, 0))
+        self._write(full_after=changes)
 
     def refuse_reads(self, refused):
         """Refuse reads of the file that the variable FAULT_UNREADABLE names, or allow them again."""
-        self._state.write_bytes(struct.pack("qqq", 0, 0, int(refused)))
+        self._write(unreadable=int(refused))
+
+    def refuse_rename(self, number, error):
+        """Let one rename fail, counted from 1."""
+        self._write(number=number, error=error)
+
+    def set_clock(self, seconds):
+        """Let the wall clock be so many seconds ahead."""
+        self._write(seconds=seconds)
+
+    def _write(self, full_after=0, unreadable=0, number=0, error=0, seconds=0):
+        with self._state.open("r+b" if self._state.exists() else "wb") as file:  # in place: the processes have it mapped
+            file.write(struct.pack(STATE, 0, full_after, unreadable, 0, number, error, seconds))
 
     def changes(self):
         """Return the number of changes that the disk was asked for since :meth:`fill_after`."""
-        return struct.unpack("qqq", self._state.read_bytes())[0]
+        return struct.unpack(STATE, self._state.read_bytes())[0]
+
+    def renames(self):
+        """Return the number of renames that the disk was asked for since then."""
+        return struct.unpack(STATE, self._state.read_bytes())[3]
 
 
 def left(run, seconds=20):

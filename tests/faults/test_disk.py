@@ -1,8 +1,12 @@
 """A disk that fills up at any moment costs at most the step that was being saved, and says so."""
 
+import errno
+import os
+import time
+
 import pytest
 
-from tests.end_to_end.runs import assert_equal_runs
+from tests.end_to_end.runs import assert_equal_runs, metrics, wait_for_step
 from tests.faults.conftest import SHORT
 
 
@@ -22,6 +26,62 @@ def test_a_disk_that_is_full_is_named_and_a_rerun_with_room_ends_as_if_it_never_
     healthy, toy, run_dir, uninterrupted, changes
 ):
     assert_survives(healthy, toy, run_dir, uninterrupted, changes)
+
+
+def assert_survives_a_rename(machine, toy, run_dir, uninterrupted, number, error):
+    machine.refuse_rename(number, error)
+    run = machine.train(toy, run_dir, *SHORT)
+    assert run.returncode in (1, 2), (number, run.stdout[-3000:])
+    assert "Traceback" not in run.stdout, (number, run.stdout[-3000:])
+    assert os.strerror(error) in run.stdout, (number, run.stdout[-3000:])
+    machine.fill_after(0)
+    assert_equal_runs(machine.trained(toy, run_dir, *SHORT), uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(4, errno.EXDEV), pytest.param(15, errno.EACCES, marks=pytest.mark.slow)],
+    ids=["of a save", "of an old save"],
+)
+def test_a_rename_that_is_refused_is_named_and_a_rerun_ends_as_if_it_never_was(
+    healthy, toy, run_dir, uninterrupted, number, error
+):
+    assert_survives_a_rename(healthy, toy, run_dir, uninterrupted, number, error)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_every_rename_may_be_the_one_that_fails(healthy, toy, run_dir, uninterrupted):
+    healthy.trained(toy, run_dir / "counted", *SHORT)
+    for number in range(1, healthy.renames() + 1):
+        error = (errno.EIO, errno.ENOSPC, errno.EXDEV, errno.EACCES)[number % 4]
+        assert_survives_a_rename(healthy, toy, run_dir / str(number), uninterrupted, number, error)
+
+
+YEAR = 365 * 86400
+
+
+def test_a_clock_that_is_years_ahead_and_then_in_1970_changes_no_run(healthy, toy, run_dir, uninterrupted):
+    healthy.set_clock(14 * YEAR)
+    healthy.trained(toy, run_dir, *SHORT, "trainer.total_training_steps=2")
+    healthy.set_clock(60 - int(time.time()))
+    run = healthy.train(toy, run_dir, *SHORT)
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert "--- 1970-01-01" in (run_dir / "console.log").read_text()
+    assert_equal_runs(run_dir, uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [-YEAR, YEAR])
+def test_a_clock_that_is_set_while_a_run_goes_on_changes_nothing(healthy, toy, run_dir, uninterrupted, seconds):
+    run = healthy.start(toy, run_dir, *SHORT)
+    wait_for_step(run, run_dir, 1)
+    healthy.set_clock(seconds)
+    assert run.wait().returncode == 0, run.stdout[-3000:]
+    assert_equal_runs(run_dir, uninterrupted)
+    times = [value for row in metrics(run_dir).values() for name, value in row.items() if name.startswith("timing_s/")]
+    assert times
+    assert all(0 <= each < 3600 for each in times)
 
 
 @pytest.mark.slow

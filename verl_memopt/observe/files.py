@@ -22,8 +22,8 @@ def disk_refusals(path: Path) -> Iterator[None]:
     except OSError as error:
         free = shutil.disk_usage(path.parent).free / 2**20 if path.parent.is_dir() else 0
         raise UserError(
-            f"{path}: cannot be written ({error.strerror}; {free:.0f} MiB free). Free some space or set another "
-            "trainer.default_local_dir, then start again to resume."
+            f"{path}: cannot be written ({error.strerror}; {free:.0f} MiB free). Free some space, let the run write there or set "
+            "another trainer.default_local_dir, then start again to resume."
         ) from error
 
 
