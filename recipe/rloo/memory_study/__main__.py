@@ -13,9 +13,26 @@ from pathlib import Path
 
 import psutil
 
-from recipe.rloo.memory_study.arms import ARMS, AUTO, CPU, CUDA, EXPANSIONS, FAKE, GIB, MIB, Arm, choose_device, needed_bytes
+from recipe.rloo.memory_study.cells import (
+    ARMS,
+    AUTO,
+    COMPLETED,
+    CPU,
+    CUDA,
+    EXIT_CODES,
+    EXPANSIONS,
+    FAKE,
+    GIB,
+    MIB,
+    REFUSED,
+    Arm,
+    Cell,
+    CellResult,
+    choose_device,
+    needed_bytes,
+    worst,
+)
 from recipe.rloo.memory_study.charts import draw_all
-from recipe.rloo.memory_study.records import COMPLETED, EXIT_CODES, REFUSED, Cell, CellResult, worst
 from recipe.rloo.memory_study.results import SUMMARY_NAME, combine, report
 from recipe.rloo.memory_study.runner import CELLS, MEASURE, PRELOAD, How, NoNvmlError, open_device, run_study
 from verl_memopt.distributed.device import device_count

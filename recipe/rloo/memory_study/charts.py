@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe.rloo.memory_study.arms import (
+from recipe.rloo.memory_study.cells import (
     CARD_GIB,
+    COMPLETED,
     EXPANSIONS,
     FIXED_ROWS,
     FULL,
@@ -17,14 +18,18 @@ from recipe.rloo.memory_study.arms import (
     LABELS,
     LEGACY,
     MIB,
+    OOM,
     PEAKS_GIB,
     PLATEAUS,
     PROMPT,
     RESPONSE,
+    SIMULATED_ALLOCATOR,
     TRUNCATED,
     TRUNCATED_TOKENS,
+    CellResult,
+    Point,
+    UpdateRecord,
 )
-from recipe.rloo.memory_study.records import COMPLETED, OOM, SIMULATED_ALLOCATOR, CellResult, Point, UpdateRecord
 from recipe.rloo.memory_study.results import ID_BYTES, SUMMARY_NAME, Row, card_gib, find, held_bytes, live_mib, read_results
 from verl_memopt.observe.charts import INK, PALETTE, figure, note, save, size_text, style, unit_of
 

@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from recipe.rloo.memory_study.arms import MIB
+from recipe.rloo.memory_study.cells import MIB
 
 DEVICE = torch.device("cuda", 0)
 ROUND_BYTES = 512
@@ -29,6 +28,8 @@ SMALL_BYTES, SMALL_SEGMENT_BYTES = MIB, 2 * MIB
 """Largest size of the small pool, and its segments. A larger remainder of a large block is split off."""
 MEDIUM_BYTES, MEDIUM_SEGMENT_BYTES = 10 * MIB, 20 * MIB
 """Sizes below the first share a segment of the second. Larger ones have their own, rounded up to 2 MiB."""
+Block = tuple[int, int, int]
+"""Size, number of the segment, first byte there."""
 
 
 class NoRoom(Exception):  # noqa: N818 - an event, which the meter turns into an error with its phase
@@ -37,50 +38,6 @@ class NoRoom(Exception):  # noqa: N818 - an event, which the meter turns into an
     def __init__(self, requested_bytes: int, held_bytes: int) -> None:
         super().__init__(f"{requested_bytes} bytes beside {held_bytes}")
         self.requested_bytes, self.held_bytes, self.shape = requested_bytes, held_bytes, ""
-
-
-@dataclass(eq=False)
-class _Block:
-    """A stretch of a segment, between its neighbours there."""
-
-    size: int
-    segment: int
-    pool: list[tuple[int, int, int, _Block]] = field(repr=False)
-    """Free blocks of the same kind of segment: size, segment, offset, block, in this order."""
-    offset: int = 0
-    free: bool = False
-    before: _Block | None = field(default=None, repr=False)
-    after: _Block | None = field(default=None, repr=False)
-
-    def into_pool(self) -> None:
-        bisect.insort(self.pool, (self.size, self.segment, self.offset, self))
-
-    def out_of_pool(self) -> None:
-        del self.pool[bisect.bisect_left(self.pool, (self.size, self.segment, self.offset))]
-
-    def split(self, size: int) -> None:
-        """Cut the block to a size if the remainder is large enough for its pool to keep."""
-        remainder = self.size - size
-        if remainder < ROUND_BYTES if size <= SMALL_BYTES else remainder <= SMALL_BYTES:
-            return
-        rest = _Block(remainder, self.segment, self.pool, self.offset + size, free=True, before=self, after=self.after)
-        if self.after is not None:
-            self.after.before = rest
-        self.after, self.size = rest, size
-        rest.into_pool()
-
-    def merge(self) -> None:
-        """Take over the neighbours that are free."""
-        if self.before is not None and self.before.free:
-            self.before.out_of_pool()
-            self.size, self.offset, self.before = self.size + self.before.size, self.before.offset, self.before.before
-            if self.before is not None:
-                self.before.after = self
-        if self.after is not None and self.after.free:
-            self.after.out_of_pool()
-            self.size, self.after = self.size + self.after.size, self.after.after
-            if self.after is not None:
-                self.after.before = self
 
 
 class CachingAllocator:
@@ -99,10 +56,15 @@ class CachingAllocator:
         self.live = self.reserved = self.live_peak = self.reserved_peak = 0
         self.changes: list[tuple[float, int, int | None]] = []
         self._limit_bytes = limit_bytes
-        self._small: list[tuple[int, int, int, _Block]] = []
-        self._large: list[tuple[int, int, int, _Block]] = []
-        self._used: dict[Hashable, _Block] = {}
-        self._segments = 0
+        self._segments: list[int] = []
+        """Size of each segment that there ever was."""
+        self._pools: dict[bool, list[Block]] = {False: [], True: []}
+        """Free blocks, large and small, in order."""
+        self._starts: dict[tuple[int, int], int] = {}
+        """Size of the free block that begins at (segment, byte)."""
+        self._ends: dict[tuple[int, int], int] = {}
+        """First byte of the free block that ends at (segment, byte)."""
+        self._used: dict[Hashable, Block] = {}
 
     def allocate(self, key: Hashable, num_bytes: int) -> None:
         """Take a block, which ``key`` names until it is freed.
@@ -112,37 +74,45 @@ class CachingAllocator:
         """
         assert key not in self._used, key
         size = max(ROUND_BYTES, _rounded(num_bytes, ROUND_BYTES))
-        pool = self._small if size <= SMALL_BYTES else self._large
+        small = size <= SMALL_BYTES
+        pool = self._pools[small]
         place = bisect.bisect_left(pool, (size,))
-        block = pool.pop(place)[3] if place < len(pool) else self._new_segment(pool, size)
-        block.split(size)
-        block.free = False
-        self._used[key] = block
-        self.live += block.size
+        found, segment, start = self._take(pool[place]) if place < len(pool) else self._new_segment(size)
+        remainder = found - size
+        if remainder >= ROUND_BYTES if small else remainder > SMALL_BYTES:
+            self._cache((remainder, segment, start + size))
+            found = size
+        self._used[key] = found, segment, start
+        self.live += found
         self.live_peak = max(self.live_peak, self.live)
-        self._note(block.size)
+        self._note(found)
 
     def free(self, key: Hashable) -> None:
         """Give a block back to its pool, where it stays cached."""
-        block = self._used.pop(key)
-        self.live -= block.size
-        block.free = True
-        block.merge()
-        block.into_pool()
+        size, segment, start = self._used.pop(key)
+        self.live -= size
+        before, after = self._ends.get((segment, start)), self._starts.get((segment, start + size))
+        if after is not None:
+            self._take((after, segment, start + size))
+            size += after
+        if before is not None:
+            self._take((start - before, segment, before))
+            size, start = size + start - before, before
+        self._cache((size, segment, start))
 
     def empty_cache(self) -> None:
         """Return every segment that is wholly free, large ones before small ones, in each pool the smallest first."""
-        for pool in (self._large, self._small):
-            for block in [block for *_, block in pool if block.before is None and block.after is None]:
-                block.out_of_pool()
-                self.reserved -= block.size
-                self._note(block.size)
+        for pool in self._pools.values():
+            for block in [block for block in pool if block[0] == self._segments[block[1]]]:
+                self._take(block)
+                self.reserved -= block[0]
+                self._note(block[0])
 
     def reset_peaks(self) -> None:
         """Start both peaks at the present level."""
         self.live_peak, self.reserved_peak = self.live, self.reserved
 
-    def _new_segment(self, pool: list[tuple[int, int, int, _Block]], size: int) -> _Block:
+    def _new_segment(self, size: int) -> Block:
         segment_bytes = SMALL_SEGMENT_BYTES
         if size > SMALL_BYTES:
             segment_bytes = MEDIUM_SEGMENT_BYTES if size < MEDIUM_BYTES else _rounded(size, 2 * MIB)
@@ -150,10 +120,25 @@ class CachingAllocator:
             self.empty_cache()
             if self.reserved + segment_bytes > self._limit_bytes:
                 raise NoRoom(size, self.reserved)
-        self._segments += 1
+        self._segments.append(segment_bytes)
         self.reserved += segment_bytes
         self.reserved_peak = max(self.reserved_peak, self.reserved)
-        return _Block(segment_bytes, self._segments, pool)
+        return segment_bytes, len(self._segments) - 1, 0
+
+    def _cache(self, block: Block) -> None:
+        size, segment, start = block
+        bisect.insort(self._pool_of(segment), block)
+        self._starts[segment, start], self._ends[segment, start + size] = size, start
+
+    def _take(self, block: Block) -> Block:
+        size, segment, start = block
+        pool = self._pool_of(segment)
+        del pool[bisect.bisect_left(pool, block)]
+        del self._starts[segment, start], self._ends[segment, start + size]
+        return block
+
+    def _pool_of(self, segment: int) -> list[Block]:
+        return self._pools[self._segments[segment] == SMALL_SEGMENT_BYTES]
 
     def _note(self, num_bytes: int) -> None:
         """Note the present levels, unless the block that changed them is small."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import importlib
 import importlib.util
 import os
 import pickle
+import pkgutil
 import subprocess
 import sys
 import tempfile
@@ -21,8 +21,6 @@ from verl_memopt.errors import ConfigError
 
 SOURCE = Path(__file__).with_name("fake_guard.cpp")
 ROOT = Path(__file__).parents[3]
-COMPILE_SECONDS = 300
-
 _loaded = False
 
 
@@ -40,13 +38,13 @@ def call_in_fake_process(function: str, *args: Any) -> Any:
         RuntimeError: The function raised. The message holds its traceback.
     """
     if _loaded:
-        return _call(function, args)
+        return pkgutil.resolve_name(function)(*args)
     library = compiled_guard()
     with tempfile.TemporaryDirectory() as folder:
         request, answer = Path(folder) / "request", Path(folder) / "answer"
         request.write_bytes(pickle.dumps((function, args)))
-        command = [sys.executable, "-c", f"import {__name__} as it; it.serve(*it.sys.argv[1:])"]
-        command += [str(library), str(request), str(answer)]
+        code = f"import {__name__} as it; it.serve(*it.sys.argv[1:])"
+        command = [sys.executable, "-c", code, str(library), str(request), str(answer)]
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         child = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
         if child.returncode:
@@ -73,9 +71,8 @@ def compiled_guard() -> Path:
 
 def _torch_folder() -> Path:
     spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return Path(spec.submodule_search_locations[0])
+    assert spec is not None and spec.origin is not None, "torch is not installed"  # noqa: PT018
+    return Path(spec.origin).parent
 
 
 def _compile(torch_folder: Path, target: Path) -> None:
@@ -83,18 +80,13 @@ def _compile(torch_folder: Path, target: Path) -> None:
     flags = ["-std=c++20", "-O0", "-shared", "-fPIC", f"-I{torch_folder / 'include'}", str(SOURCE), "-o", str(target)]
     links = [f"-L{libraries}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{libraries}"]
     try:
-        done = subprocess.run([compiler, *flags, *links], capture_output=True, text=True, timeout=COMPILE_SECONDS)
+        done = subprocess.run([compiler, *flags, *links], capture_output=True, text=True, timeout=300)
     except FileNotFoundError as error:
         raise NoCompilerError(
             f"There is no C++ compiler named {compiler}. Fake GPU tensors need one: install g++, or name yours in CXX."
         ) from error
     if done.returncode:
         raise NoCompilerError(f"{SOURCE.name} does not compile with {compiler}:\n{done.stderr[-3000:]}")
-
-
-def _call(function: str, args: tuple[Any, ...]) -> Any:
-    module, name = function.split(":")
-    return getattr(importlib.import_module(module), name)(*args)
 
 
 def load(library: str) -> None:
@@ -111,4 +103,4 @@ def serve(library: str, request: str, answer: str) -> None:
         ctypes.CDLL(str(of_cuda))  # a CUDA build registers its own guard when it is loaded, and the last one counts
     load(library)
     function, args = pickle.loads(Path(request).read_bytes())
-    Path(answer).write_bytes(pickle.dumps(_call(function, args)))
+    Path(answer).write_bytes(pickle.dumps(pkgutil.resolve_name(function)(*args)))

@@ -8,6 +8,7 @@ programs sum over the whole vocabulary at once, so that they round alike.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import re
 import tempfile
@@ -18,22 +19,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from recipe.rloo.memory_study.arms import CPU, CUDA, FAKE, LEGACY, OWN_UPDATES, WHOLE_RUN, Arm
-from recipe.rloo.memory_study.fake_device import DEVICE as FAKE_GPU
-from recipe.rloo.memory_study.fake_device import CachingAllocator, NoRoom, fake_device
-from recipe.rloo.memory_study.fake_guard import call_in_fake_process
-from recipe.rloo.memory_study.records import (
+from recipe.rloo.memory_study.cells import (
     BYTE_TRACKER,
+    CPU,
+    CUDA,
     DEVICE_ALLOCATOR,
+    FAKE,
+    LEGACY,
+    OWN_UPDATES,
     SIMULATED_ALLOCATOR,
+    WHOLE_RUN,
+    Arm,
     Cell,
     OutOfMemory,
     Phase,
     Point,
     UpdateRecord,
 )
+from recipe.rloo.memory_study.fake_device import DEVICE as FAKE_GPU
+from recipe.rloo.memory_study.fake_device import CachingAllocator, NoRoom, fake_device
+from recipe.rloo.memory_study.fake_guard import call_in_fake_process
 from recipe.rloo.memory_study.shapes import SHAPES, Shapes, StudyBatch, make_batch, make_model, shortened
 from recipe.rloo.memory_study.updates import (
     Options,
@@ -186,7 +192,8 @@ class Meter:
                 raise
             raise OutOfMemory(name, *refusal) from error
         points = thinned([(moment - started, live, held) for moment, live, held in counter.changes[first:]])
-        phase = Phase(update, name, enter, *figures, time.perf_counter() - started, points)
+        peak, live, reserved = figures
+        phase = Phase(update, name, enter, peak, live, reserved, time.perf_counter() - started, points)
         before = self._phases.get((update, name))
         self._phases[update, name] = phase if before is None else merged(before, phase)
 
@@ -305,27 +312,26 @@ def run_arm(arm: Arm, shapes: Shapes, device: str, limit_bytes: int | None, seed
     Raises:
         OutOfMemory: The limit was passed.
     """
-    batch = batch_of(arm, shapes, folder, seed)
+    run = functools.partial(_run, arm, batch_of(arm, shapes, folder, seed), shapes, folder, options)
     if device == FAKE and arm.update not in OWN_UPDATES:
-        ran = call_in_fake_process(f"{__name__}:run_on_fake_gpu", arm, batch, shapes, limit_bytes, folder, options)
+        ran = call_in_fake_process(f"{__name__}:run_on_fake_gpu", run, limit_bytes)
         if isinstance(ran, OutOfMemory):
             raise ran
         return ran
     if device == CUDA:
         gpu = device_room.local_device("cuda", 0)
         device_room.cap_device_memory(gpu, limit_bytes)
-        return _run(arm, batch, shapes, folder, options, DeviceCounter(gpu))
-    with TrackerCounter(limit_bytes) as tracker:
-        return _run(arm, batch, shapes, folder, options, tracker)
+        return run(DeviceCounter(gpu))
+    tracker = TrackerCounter(limit_bytes)
+    with tracker:
+        return run(tracker)
 
 
-def run_on_fake_gpu(
-    arm: Arm, batch: StudyBatch, shapes: Shapes, limit_bytes: int | None, folder: Path, options: Options
-) -> Ran | OutOfMemory:
+def run_on_fake_gpu(run: Callable[[Counter], Ran], limit_bytes: int | None) -> Ran | OutOfMemory:
     """Run an arm in a process that has the guard. Running out of memory is returned, because errors come back as text."""
     try:
         with fake_device(limit_bytes) as allocator:
-            return _run(arm, batch, shapes, folder, options, FakeCounter(allocator))
+            return run(FakeCounter(allocator))
     except OutOfMemory as error:
         return error
 
@@ -349,9 +355,8 @@ def _program(
         settings = own_settings(arm, shapes, folder)
         policy = stack.enter_context(own_policy(settings, shapes.epochs, meter.device))
         return lambda batch: train_own(policy, settings, shapes, options.for_values, meter, batch)
-    models: list[nn.Module] = []
-    for _ in range(2):
-        models.append(build_model(folder, meter.device, isinstance(meter.counter, FakeCounter), options.dtype))
+    fake = isinstance(meter.counter, FakeCounter)
+    models = [build_model(folder, meter.device, fake, options.dtype) for _ in range(2)]
     if isinstance(meter.counter, ByteTracker):
         # The weights are read from a mapped file, without an operation that the tracker sees.
         for model in models:

@@ -14,7 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipe.rloo.memory_study.arms import (
+from recipe.rloo.memory_study.cells import (
+    COMPLETED,
+    DEVICE_ALLOCATOR,
+    DIVERGED,
     EXPANSIONS,
     FULL,
     GIB,
@@ -24,20 +27,15 @@ from recipe.rloo.memory_study.arms import (
     LAST_GIB,
     LEGACY,
     MIB,
+    OOM,
     PEAKS_GIB,
     TRUNCATED,
     WHOLE_RUN,
     Arm,
-    card_bytes,
-    predicted_bytes,
-)
-from recipe.rloo.memory_study.records import (
-    COMPLETED,
-    DEVICE_ALLOCATOR,
-    DIVERGED,
-    OOM,
     CellResult,
     Failure,
+    card_bytes,
+    predicted_bytes,
     read_result,
     worst,
 )
@@ -452,8 +450,8 @@ def _status(row: Row | None, size: float | None, digits: str) -> str:
     text = "" if size is None else format(size, digits)
     if row is None or row["outcome"] == COMPLETED:
         return text
-    status: str = WORDS.get(row["outcome"], row["outcome"])
-    return f"{status} ({text})" if text else status
+    status = WORDS.get(row["outcome"], row["outcome"])
+    return f"{status} ({text})" if text else f"{status}"
 
 
 def cause_table(summary: Mapping[str, Any], k: int = 4) -> str:

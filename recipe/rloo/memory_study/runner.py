@@ -8,6 +8,7 @@ import datetime
 import importlib
 import multiprocessing
 import os
+import pkgutil
 import platform
 import random
 import resource
@@ -24,19 +25,23 @@ from typing import Any
 
 import psutil
 
-from recipe.rloo.memory_study.arms import CUDA, FAKE, MIB, Arm, larger
-from recipe.rloo.memory_study.records import (
+from recipe.rloo.memory_study.cells import (
     COMPLETED,
+    CUDA,
     EXIT_CODES,
     FAILED,
+    FAKE,
+    MIB,
     OOM,
     REFUSED,
     TIMEOUT,
+    Arm,
     Cell,
     CellResult,
     Failure,
     OutOfMemory,
     UpdateRecord,
+    larger,
     read_result,
     write_result,
 )
@@ -167,8 +172,7 @@ def _cell_main(cell: Cell, how: How) -> None:
     log = os.open(how.path(cell).with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
-    module, _, name = how.measure.partition(":")
-    result = measured(cell, lambda cell: getattr(importlib.import_module(module), name)(cell))
+    result = measured(cell, lambda cell: pkgutil.resolve_name(how.measure)(cell))
     write_result(how.path(cell), result)
     raise SystemExit(EXIT_CODES[result.outcome])
 

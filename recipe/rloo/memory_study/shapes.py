@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from recipe.rloo.memory_study.arms import PROMPT, RESPONSE, TRUNCATED, TRUNCATED_TOKENS, VOCAB, Arm
+from recipe.rloo.memory_study.cells import PROMPT, RESPONSE, TRUNCATED, TRUNCATED_TOKENS, VOCAB, Arm
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.prompts import expand

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention, softmax
 
-from recipe.rloo.memory_study.arms import CHUNKED, RESPONSE_ONLY, SHARED_CHECKPOINTING, WHOLE_RUN, Arm
+from recipe.rloo.memory_study.cells import CHUNKED, RESPONSE_ONLY, SHARED_CHECKPOINTING, WHOLE_RUN, Arm
 from recipe.rloo.memory_study.shapes import Shapes, StudyBatch
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import settings_from_mapping
@@ -438,7 +438,7 @@ def whole_step(arm: Arm, shapes: Shapes, folder: Path, batch: StudyBatch, device
     exists only during the rollout; vLLM's has the size that the user gives it.
     """
     k, settings = arm.k, own_settings(arm, shapes, folder)
-    folders = dict.fromkeys(("folder", "engine_folder", "reference_folder", "tokenizer_folder"), str(folder))
+    folders: dict[str, Any] = dict.fromkeys(("folder", "engine_folder", "reference_folder", "tokenizer_folder"), str(folder))
     plan = WorkerPlan(
         settings=settings, **folders, eos_token_ids=(0,), schedule_steps=shapes.epochs,
         free_engine=bool(settings.rollout.free_cache_engine), track_init=False,

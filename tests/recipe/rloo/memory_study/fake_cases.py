@@ -2,7 +2,7 @@
 
 import torch
 
-from recipe.rloo.memory_study.arms import MIB
+from recipe.rloo.memory_study.cells import MIB
 from recipe.rloo.memory_study.fake_device import NoRoom, fake_device
 
 
@@ -58,7 +58,7 @@ def refused():
 
 def legacy_runs(cases, folder):
     """Return the phases of the published update for each (k, prompt, micro-batch), at the published shapes."""
-    from recipe.rloo.memory_study.arms import Arm
+    from recipe.rloo.memory_study.cells import Arm
     from recipe.rloo.memory_study.measure import run_arm
     from recipe.rloo.memory_study.shapes import PUBLISHED
     from recipe.rloo.memory_study.updates import Options
@@ -73,8 +73,8 @@ def legacy_runs(cases, folder):
 
 def without_room(arm, limit_bytes, folder):
     """Return what is told of an arm that does not fit at the small shapes."""
+    from recipe.rloo.memory_study.cells import OutOfMemory
     from recipe.rloo.memory_study.measure import run_arm
-    from recipe.rloo.memory_study.records import OutOfMemory
     from recipe.rloo.memory_study.shapes import SMALL
     from recipe.rloo.memory_study.updates import Options
 

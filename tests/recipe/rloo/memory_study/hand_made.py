@@ -2,8 +2,7 @@
 
 import dataclasses
 
-from recipe.rloo.memory_study.arms import TRUNCATED, main_arms
-from recipe.rloo.memory_study.records import Cell, CellResult, Failure, UpdateRecord
+from recipe.rloo.memory_study.cells import TRUNCATED, Cell, CellResult, Failure, UpdateRecord, main_arms
 
 MIB, GIB = 2**20, 2**30
 

@@ -12,8 +12,7 @@ import time
 
 import torch
 
-from recipe.rloo.memory_study.arms import FULL, LEGACY, Arm
-from recipe.rloo.memory_study.records import BYTE_TRACKER, Cell, OutOfMemory, UpdateRecord
+from recipe.rloo.memory_study.cells import BYTE_TRACKER, FULL, LEGACY, Arm, Cell, OutOfMemory, UpdateRecord
 from verl_memopt.errors import ConfigError
 from verl_memopt.observe.byte_tracker import ByteTracker, DeviceLimitError
 

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from recipe.rloo.memory_study.arms import MIB
+from recipe.rloo.memory_study.cells import MIB
 from recipe.rloo.memory_study.fake_device import CachingAllocator, NoRoom
 
 

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 from matplotlib.figure import Figure
 
-from recipe.rloo.memory_study.arms import EXPANSIONS, WHOLE_RUN_ARM, card_bytes, saving_arms
+from recipe.rloo.memory_study.cells import EXPANSIONS, WHOLE_RUN_ARM, card_bytes, saving_arms
 from recipe.rloo.memory_study.charts import draw_methods, draw_peaks, draw_savings, draw_timeline
 from recipe.rloo.memory_study.results import (
     cause_table,

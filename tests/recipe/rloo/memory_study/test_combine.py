@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from recipe.rloo.memory_study.arms import ARMS
-from recipe.rloo.memory_study.records import (
+from recipe.rloo.memory_study.cells import (
+    ARMS,
     EXIT_CODES,
     Cell,
     CellResult,

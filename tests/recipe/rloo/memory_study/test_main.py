@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recipe.rloo.memory_study.__main__ import chosen_arms, main, parse
-from recipe.rloo.memory_study.arms import ARMS
+from recipe.rloo.memory_study.cells import ARMS
 
 ROOT = Path(__file__).parents[4]
 STAND_IN = ["--measure", "tests.recipe.rloo.memory_study.stand_in:measure_cell"]

@@ -6,22 +6,25 @@ import sys
 import pytest
 import torch
 
-from recipe.rloo.memory_study.arms import (
+from recipe.rloo.memory_study.cells import (
+    BYTE_TRACKER,
     DESKTOP_BYTES,
     FULL,
     IDLE_BYTES,
     LEGACY,
     MIB,
     PLATEAUS,
+    SIMULATED_ALLOCATOR,
     TRUNCATED,
     WHOLE_RUN_ARM,
     Arm,
+    Cell,
+    OutOfMemory,
     predicted_bytes,
     saving_arms,
 )
 from recipe.rloo.memory_study.fake_guard import NoCompilerError, call_in_fake_process, compiled_guard
 from recipe.rloo.memory_study.measure import measure, measure_cell, run_arm
-from recipe.rloo.memory_study.records import BYTE_TRACKER, SIMULATED_ALLOCATOR, Cell, OutOfMemory
 from recipe.rloo.memory_study.shapes import PUBLISHED, SMALL, make_model
 from recipe.rloo.memory_study.updates import Options, sequence_loss, token_log_probs
 from tests.forked import call_on_fake_gpu

@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
+from recipe.rloo.memory_study.cells import OutOfMemory, Phase
 from recipe.rloo.memory_study.measure import Meter, TrackerCounter, merged, requested_bytes, thinned
-from recipe.rloo.memory_study.records import OutOfMemory, Phase
 from recipe.rloo.memory_study.runner import SAMPLE_COLUMNS, NoNvmlError, Sampler, open_device
 
 

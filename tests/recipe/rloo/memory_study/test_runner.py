@@ -4,8 +4,7 @@ import os
 import pytest
 import torch
 
-from recipe.rloo.memory_study.arms import main_arms, saving_arms
-from recipe.rloo.memory_study.records import EXIT_CODES, Cell, OutOfMemory, read_result
+from recipe.rloo.memory_study.cells import EXIT_CODES, Cell, OutOfMemory, main_arms, read_result, saving_arms
 from recipe.rloo.memory_study.runner import (
     How,
     failure_of,

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from recipe.rloo.memory_study.arms import (
+from recipe.rloo.memory_study.cells import (
     ARMS,
     EXPANSIONS,
     FIXED_ROWS,

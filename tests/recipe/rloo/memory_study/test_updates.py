@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 import torch
 
-from recipe.rloo.memory_study.arms import FULL, TRUNCATED, Arm
+from recipe.rloo.memory_study.cells import FULL, TRUNCATED, Arm
 from recipe.rloo.memory_study.measure import run_arm
 from recipe.rloo.memory_study.shapes import SMALL, make_model
 from recipe.rloo.memory_study.updates import Options, own_settings
