@@ -90,11 +90,6 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_arms(options: argparse.Namespace) -> list[Arm]:
-    """Return the arms that the options ask for.
-
-    Raises:
-        UserError: There is none.
-    """
     arms = [arm for arm in ARMS if arm.expansion in options.expansion and arm.name in options.arm]
     arms = [arm for arm in arms if not options.k or arm.k in options.k]
     if not arms:
@@ -103,7 +98,6 @@ def chosen_arms(options: argparse.Namespace) -> list[Arm]:
 
 
 def run(options: argparse.Namespace) -> set[str]:
-    """Measure the arms, print a line for each cell, and return the outcomes."""
     arms, has_gpu = chosen_arms(options), device_count(CUDA) > 0
     cpu_bytes = _cpu_bytes(options)
     _refuse(options, arms, has_gpu, cpu_bytes)
@@ -131,18 +125,13 @@ def run(options: argparse.Namespace) -> set[str]:
 
 
 def _cpu_bytes(options: argparse.Namespace) -> int:
-    """Return the largest need of an arm that runs with real tensors on a CPU."""
     if options.cpu_limit_gb is not None:
         return int(options.cpu_limit_gb * GIB)
     return min(int((QUICK_CPU_GIB if options.quick else MOST_CPU_GIB) * GIB), psutil.virtual_memory().available // 2)
 
 
 def _refuse(options: argparse.Namespace, arms: Sequence[Arm], has_gpu: bool, cpu_bytes: int) -> None:
-    """Refuse what cannot work before anything runs.
-
-    Raises:
-        UserError: There is such a setting.
-    """
+    """Refuse what cannot work before anything runs."""
     if options.device == CUDA and not has_gpu:
         raise UserError("--device cuda: no GPU is visible to this process. Use --device auto or fake.")
     largest = max(arms, key=needed_bytes)
@@ -174,7 +163,6 @@ def _cell_line(result: CellResult) -> str:
 
 
 def combine_results(options: argparse.Namespace) -> set[str]:
-    """Write combined.csv and summary.json, print the tables, and return the outcomes."""
     summary = combine(options.out)
     sys.stdout.write(report(summary) + "\n")
     return set(summary["outcomes"])

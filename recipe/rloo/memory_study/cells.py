@@ -45,7 +45,6 @@ class Arm:
     prompt: str
     update: str
     k: int
-    """Answers to a prompt."""
     micro_batch: int
     """Rows of one forward; it divides ``k``. A shared prompt takes the token budget of the project's defaults instead."""
 
@@ -171,8 +170,6 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRecord(Phase):
-    """A phase, and what ran in it."""
-
     rows: int
     prompt_len: int
     response_len: int
@@ -206,7 +203,6 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """A name for files, unique in the study."""
         return f"{self.arm.cell}_r{self.repeat}" + ("" if self.limit_bytes is None else "_limited")
 
 
@@ -225,8 +221,6 @@ class Failure:
 
 @dataclass(frozen=True)
 class CellResult:
-    """What became of a cell."""
-
     cell: Cell
     outcome: str
     records: tuple[UpdateRecord, ...] = ()

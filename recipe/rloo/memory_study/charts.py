@@ -42,7 +42,6 @@ Summary = Mapping[str, Any]
 
 
 def draw_all(out: Path) -> list[Path]:
-    """Draw the four charts of a results folder that has a summary, and return their paths."""
     summary = json.loads((out / SUMMARY_NAME).read_text(encoding="utf-8"))
     return [
         draw_peaks(summary, out / "peak_memory_comparison.png"),

@@ -67,11 +67,7 @@ class CachingAllocator:
         self._used: dict[Hashable, Block] = {}
 
     def allocate(self, key: Hashable, num_bytes: int) -> None:
-        """Take a block, which ``key`` names until it is freed.
-
-        Raises:
-            NoRoom: The limit would be passed even after the cached segments are returned.
-        """
+        """Take a block, which ``key`` names until it is freed."""
         assert key not in self._used, key
         size = max(ROUND_BYTES, _rounded(num_bytes, ROUND_BYTES))
         small = size <= SMALL_BYTES

@@ -176,11 +176,7 @@ class Meter:
 
     @contextmanager
     def phase(self, name: str, update: int = 0) -> Iterator[None]:
-        """Measure the body.
-
-        Raises:
-            OutOfMemory: The body ran out of memory.
-        """
+        """Measure the body."""
         counter = self.counter
         enter, first, started = counter.begin(name), len(counter.changes), time.perf_counter()
         try:
@@ -238,10 +234,6 @@ def measure(cell: Cell, shapes: Shapes) -> list[UpdateRecord]:
     """Return a record for each phase of each update of a cell. An update is one optimizer step; an arm takes ``epochs`` of them.
 
     Device ``fake`` measures this project's own updates on the CPU, and their records say so.
-
-    Raises:
-        OutOfMemory: The device, or the limit of the cell, had no room.
-        ConfigError: The device is unknown.
     """
     arm = cell.arm
     if cell.device not in (CPU, FAKE, CUDA):
@@ -307,11 +299,7 @@ Ran = tuple[list[Phase], str, Values]
 
 
 def run_arm(arm: Arm, shapes: Shapes, device: str, limit_bytes: int | None, seed: int, folder: Path, options: Options) -> Ran:
-    """Run an arm once, with the model in ``folder``.
-
-    Raises:
-        OutOfMemory: The limit was passed.
-    """
+    """Run an arm once, with the model in ``folder``."""
     run = functools.partial(_run, arm, batch_of(arm, shapes, folder, seed), shapes, folder, options)
     if device == FAKE and arm.update not in OWN_UPDATES:
         ran = call_in_fake_process(f"{__name__}:run_on_fake_gpu", run, limit_bytes)

@@ -48,11 +48,6 @@ Row = dict[str, Any]
 
 
 def combine(out: Path) -> dict[str, Any]:
-    """Write both files of a results folder, and return the summary.
-
-    Raises:
-        DataError: The folder has no cells.
-    """
     results, controls = check(read_results(out))
     with (out / CSV_NAME).open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
@@ -65,11 +60,6 @@ def combine(out: Path) -> dict[str, Any]:
 
 
 def read_results(out: Path) -> list[CellResult]:
-    """Return the results of a folder, in the order of their names.
-
-    Raises:
-        DataError: There are none.
-    """
     results = [read_result(path) for path in sorted((out / CELLS).glob("*.json"))]
     if not results:
         raise DataError(f"{out / CELLS}: no results. Run the study first: python -m recipe.rloo.memory_study run --out {out}")
@@ -191,7 +181,6 @@ def _sample_rows(readings: Sequence[Row]) -> Iterator[Row]:
 
 
 def summarize(results: Sequence[CellResult], controls: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the summary: a row per arm and group size, findings, controls, published figures, outcomes, and where it ran."""
     rows, counts = rows_of(results), Counter(result.outcome for result in _runs_and_needs(results)[0])
     return {
         "outcome": worst(set(counts)),
@@ -296,7 +285,6 @@ def card_gib(row: Row | None) -> float | None:
 
 
 def find(rows: Iterable[Row], **values: Any) -> Row | None:
-    """Return the row with these values, or None."""
     return next((row for row in rows if all(row[name] == value for name, value in values.items())), None)
 
 
@@ -402,14 +390,16 @@ STEPS = {
 
 
 def report(summary: Mapping[str, Any]) -> str:
-    """Return the tables of a summary, and what its controls found."""
     controls, whole = summary["controls"], summary["findings"]["whole_run"]
+    tables = {
+        "GiB of the whole published card, micro-batch = k as published": methods_table(summary),
+        "GiB of the whole published card, 2 rows in a forward": methods_table(summary, coupled=False),
+        "What the cut saves": cause_table(summary),
+        "M = 641 MiB + B V (14 T + 8 R), above the desktop": formula_table(summary),
+        "What really saves: live MiB of one update, and times smaller than published": savings_table(summary, times=True),
+    }
     parts = [
-        "GiB of the whole published card, micro-batch = k as published:\n\n" + methods_table(summary),
-        "GiB of the whole published card, 2 rows in a forward:\n\n" + methods_table(summary, coupled=False),
-        "What the cut saves:\n\n" + cause_table(summary),
-        "M = 641 MiB + B V (14 T + 8 R), above the desktop:\n\n" + formula_table(summary),
-        "What really saves: live MiB of one update, and times smaller than published:\n\n" + savings_table(summary, times=True),
+        *(f"{title}:\n\n{table}" for title, table in tables.items() if table),
         *(
             f"A whole step of this project at k = {row['k']} (rollout, log-probs, update, weight sync): "
             f"{row['peak']['median'] / MIB:,.0f} MiB live, in {row['peak_phase']} ({row['measured_by']})."
@@ -435,7 +425,9 @@ def methods_table(summary: Mapping[str, Any], coupled: bool = True) -> str:
             was_run = (prompt == TRUNCATED) == (expansion == "string")
             published = [_published((expansion, k)) if was_run else "" for k in KS if coupled]
             found = [find(rows, prompt=prompt, expansion=expansion, k=k) for k in ks]
-            lines.append([WORDS[prompt], LABELS[expansion], *published, *(_status(row, card_gib(row), ".2f") for row in found)])
+            if coupled or any(found):
+                here = (_status(row, card_gib(row), ".2f") for row in found)
+                lines.append([WORDS[prompt], LABELS[expansion], *published, *here])
     return _table(heads, lines, 2)
 
 
@@ -502,7 +494,7 @@ def live_mib(row: Row | None) -> float | None:
 
 
 def _table(heads: Sequence[str], lines: Iterable[Sequence[str]], words: int) -> str:
-    """Return a table in Markdown, in which the first columns are words and the others figures."""
+    """Return a table in Markdown, in which the first columns are words and the others figures. Empty = it has no lines."""
     ruler = "|" + "|".join("---" if place < words else "---:" for place in range(len(heads))) + "|"
     head, *rest = ("| " + " | ".join(cells) + " |" for cells in (heads, *lines))
-    return "\n".join([head, ruler, *rest])
+    return "\n".join([head, ruler, *rest]) if rest else ""

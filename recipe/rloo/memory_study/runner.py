@@ -56,8 +56,6 @@ Measure = Callable[[Cell], Sequence[UpdateRecord]]
 
 @dataclass(frozen=True)
 class How:
-    """How the cells are run."""
-
     out: Path
     measure: str = MEASURE
     """Module and name of the function that measures a cell."""
@@ -244,11 +242,6 @@ class NoNvmlError(Exception):
 
 
 def open_device(index: int = 0) -> tuple[Any, Any]:
-    """Return NVML and the handle of a device.
-
-    Raises:
-        NoNvmlError: nvidia-ml-py is not installed, or it finds no driver or no such device.
-    """
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError as error:

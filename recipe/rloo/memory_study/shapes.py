@@ -102,7 +102,6 @@ class StudyBatch:
 
 
 def make_model(folder: Path, shapes: Shapes, seed: int) -> Path:
-    """Write the model into a folder, unless it is there, and return the folder."""
     target = folder / f"{shapes.name}-{seed}"
     return target if (target / "config.json").exists() else make_tiny_model(target, shapes.model, seed=seed)
 
@@ -127,9 +126,6 @@ def prompt_text(shapes: Shapes, tokenizer: Any, seed: int) -> str:
     """Return a chat turn with a document and an instruction, of exactly ``shapes.prompt`` tokens.
 
     The document is cut to the tokens that the turn leaves. Single digits, which are one token each, fill what a cut word leaves.
-
-    Raises:
-        ConfigError: The document is too short.
     """
 
     def turn(document: str) -> str:
@@ -157,7 +153,6 @@ def prompt_text(shapes: Shapes, tokenizer: Any, seed: int) -> str:
 
 
 def choose_document(shapes: Shapes, seed: int) -> str:
-    """Return the document of a seed: from the user's files, or made of random words."""
     draw = random.Random(seed)
     if shapes.documents is None:
         # A word has more than one character, and no token of the tiny tokenizer is longer than a word.
@@ -166,11 +161,7 @@ def choose_document(shapes: Shapes, seed: int) -> str:
 
 
 def read_documents(path: Path) -> list[str]:
-    """Return the documents of a ``.txt`` or JSON-lines file (GovReport as SCROLLS publishes it), or of all those of a folder.
-
-    Raises:
-        ConfigError: There is no document.
-    """
+    """Return the documents of a ``.txt`` or JSON-lines file (GovReport as SCROLLS publishes it), or of all those of a folder."""
     documents: list[str] = []
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.suffix == ".txt":

@@ -169,7 +169,6 @@ class PublishedTrainer:
         self.optimizer = torch.optim.AdamW(policy.parameters(), lr=shapes.learning_rate, weight_decay=0.0, fused=True)
 
     def train(self, batch: StudyBatch) -> Values:
-        """Run the published step and return the values of its first epoch."""
         meter, temperature = self.meter, self.shapes.temperature
         queries, responses = (self._on_device(rows) for rows in (batch.prompts, batch.answers))
         rewards = self._on_device(batch.rewards)
@@ -229,7 +228,6 @@ class PublishedTrainer:
     def _epoch(
         self, epoch: int, ids: Tensor, responses: Tensor, old_log_probs: Tensor, advantages: Tensor, drift: Tensor | None
     ) -> Values:
-        """Take one optimizer step over all rows."""
         meter, shapes, size = self.meter, self.shapes, self.options.micro_batch
         context, shares = ids.shape[1] - responses.shape[1], len(ids) // size
         total, values = torch.zeros((), device=meter.device), Values()
