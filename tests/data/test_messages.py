@@ -5,9 +5,13 @@ import json
 import pytest
 
 from verl_memopt.config.schema import Data
+from verl_memopt.data import template_trial
 from verl_memopt.data.dataset import PromptDataset
+from verl_memopt.data.encoder import end_of_turn
 from verl_memopt.data.responses import build_supervised_dataset
-from verl_memopt.errors import DataError
+from verl_memopt.errors import DataError, UserError
+from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts
+from verl_memopt.run.chat import Chat, ChatOptions
 
 from .conftest import row
 
@@ -147,3 +151,41 @@ def test_an_answer_can_be_begun_for_the_model(jsonl, tokenizer):
     begun |= {"chat_template_kwargs": {"continue_final_message": True, "add_generation_prompt": False}}
     whole, prefix = texts(jsonl(begun, row()), tokenizer)
     assert whole == prefix + "It is"
+
+
+NEVER_ENDS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+TOO_LARGE = {
+    "{{ 'x' * 10**12 }}": "needs more than",
+    "{{ 'x' | center(10**10) }}": "needs more than",
+    "{% for i in range(99999) %}{{ 'x' * 99 }}{% endfor %}": "writes more than",
+    NEVER_ENDS: "processor time",
+}
+
+
+@pytest.mark.parametrize("template", TOO_LARGE)
+def test_a_template_that_takes_all_memory_or_never_ends_is_one_error_at_every_door(template, jsonl, tokenizer):
+    said = rf"the chat template.* cannot render .*{TOO_LARGE[template]}"
+    before, tokenizer.chat_template = tokenizer.chat_template, template
+    try:
+        with pytest.raises(DataError, match=rf"rows\.jsonl:1: {said}"):
+            texts(jsonl(row()), tokenizer)
+        with pytest.raises(DataError, match=said):
+            end_of_turn(tokenizer, {})
+        with pytest.raises(DataError, match=said):
+            RltPrompts(tokenizer, FORMATS["r1"], {}, False).student("1+1=")
+        with pytest.raises(UserError, match=said):
+            Chat(None, tokenizer, ChatOptions(0, 3, None), {}).turn(TURNS[:1])
+    finally:
+        tokenizer.chat_template = before
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1: {said}"):
+        texts(jsonl({**row(), "chat_template_kwargs": {"chat_template": template}}), tokenizer)
+
+
+def test_a_conversation_that_becomes_too_long_is_an_error_of_its_row(jsonl, tokenizer, monkeypatch):
+    monkeypatch.setattr(template_trial, "LARGEST_PROMPT", 200)
+    growing = "{% for m in messages %}{{ m.content * 100 }}{% endfor %}"
+    rows = [{**row(), "prompt": [{"role": "user", "content": text}]} for text in ("a", "abcd")]
+    rows = [{**each, "chat_template_kwargs": {"chat_template": growing}} for each in rows]
+    assert texts(jsonl(rows[0]), tokenizer) == ["a" * 100]
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: the chat template cannot render .*it writes 400 characters"):
+        texts(jsonl(*rows), tokenizer)

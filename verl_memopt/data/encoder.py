@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
 
+from verl_memopt.data.template_trial import render_bounded
 from verl_memopt.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -255,7 +256,7 @@ class SpecialTokens:
         shown = self.hide(messages) if hides else messages
         if hides and "tools" in arguments:
             arguments["tools"] = self.hide(arguments["tools"])
-        text = tokenizer.apply_chat_template(shown, tokenize=False, **arguments)
+        text = render_bounded(tokenizer, shown, **arguments)
         return self.reveal(text) if hides else (text, ())
 
     def encode(self, texts: Sequence[str], plain: Sequence[Spans], adds: bool = False) -> list[list[int]]:
@@ -373,7 +374,7 @@ def end_of_turn(tokenizer: Any, chat_kwargs: Mapping[str, Any]) -> str:
     """
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
     try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False, **chat_kwargs)
+        text = render_bounded(tokenizer, turns, **chat_kwargs)
     except RENDER_ERRORS as problem:
         raise DataError(
             f"data.apply_chat_template_kwargs: the chat template cannot render an answer ({problem}). Correct them, or set "

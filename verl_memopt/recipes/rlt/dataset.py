@@ -20,6 +20,7 @@ from verl_memopt.data.dataset import PromptRow, chosen_rows, within_limit
 from verl_memopt.data.encoder import RENDER_ERRORS, Spans, end_of_turn, moved, special_tokens_of
 from verl_memopt.data.responses import with_responses
 from verl_memopt.data.sources import RawRow, read_source
+from verl_memopt.data.template_trial import render_bounded
 from verl_memopt.errors import DataError
 
 
@@ -166,9 +167,8 @@ class RltPrompts:
         hides = bool(self.plain(question))
         shown = special.hide(user) if hides else user
         messages = [{"role": "system", "content": system}, shown] if system else [shown]
-        arguments = {"tokenize": False, "add_generation_prompt": True, **self.chat_kwargs}
         try:
-            text = self.tokenizer.apply_chat_template(messages, **arguments)
+            text = render_bounded(self.tokenizer, messages, **{"add_generation_prompt": True, **self.chat_kwargs})
             return special.reveal(text) if hides else (text, ())
         except RENDER_ERRORS as problem:
             raise DataError(

@@ -1,0 +1,121 @@
+"""A chat template is a program that comes with a model: it is tried once, in a process that may be ended, before it runs here.
+
+Jinja's sandbox bounds neither time nor memory. Loops in loops, or ``'x' * 10**12``, take all there is, and some of it happens
+in one instruction, which no signal and no thread can end. So each template is first rendered in a child with limits.
+
+The child imports the standard library and Jinja alone, so the trial takes about a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+CPU_SECONDS = 2
+"""Most processor time of the trial."""
+WALL_SECONDS = 120
+"""Most time of the trial, also where the processor is busy with something else."""
+MEMORY_BYTES = 2**30
+"""Most address space of the trial."""
+LARGEST_TEXT = 2**22
+"""Most characters that a template makes of a few words. Real ones make some thousands, with a long system prompt."""
+LARGEST_PROMPT = 2**26
+"""Most characters of a rendered conversation."""
+
+TOO_MUCH, TOO_LONG = 3, 4
+REASONS = {
+    TOO_MUCH: f"needs more than {MEMORY_BYTES // 2**20} MiB of memory",
+    TOO_LONG: f"writes more than {LARGEST_TEXT:,} characters",
+}
+"""Exit code of the child -> what a template does."""
+
+
+class TemplateLimitError(ValueError):
+    """A chat template takes more time or memory, or writes more, than any conversation needs."""
+
+
+def render_bounded(tokenizer: Any, messages: Any, **arguments: Any) -> str:
+    """Render messages with the tokenizer's chat template, or that of the arguments, after a trial of it.
+
+    The trial renders a few words without the other arguments. What a template makes of a certain row or argument is not tried:
+    of that only the length of the result is checked.
+
+    Raises:
+        TemplateLimitError: The template takes too much. The text can stand in another error's sentence.
+    """
+    given = arguments.get("chat_template") or getattr(tokenizer, "chat_template", None) or ""
+    for template in given.values() if isinstance(given, dict) else (given,):
+        if reason := fault_of(str(template)):
+            raise TemplateLimitError(f"for a few words it {reason}")
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+    if len(text) > LARGEST_PROMPT:
+        raise TemplateLimitError(f"it writes {len(text):,} characters, and a prompt has at most {LARGEST_PROMPT:,}")
+    return text
+
+
+@cache
+def fault_of(template: str) -> str | None:
+    """Return in words what a template takes too much of; None if it renders a few words within the limits, or fails at once."""
+    try:
+        trial = subprocess.run(
+            [sys.executable, "-I", __file__], input=json.dumps(template).encode(), timeout=WALL_SECONDS, check=False,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"takes more than {WALL_SECONDS} s"
+    if trial.returncode < 0:
+        return f"takes more than {CPU_SECONDS} s of processor time"
+    return REASONS.get(trial.returncode)
+
+
+# The child.
+
+WORDS = (
+    [{"role": "user", "content": "a"}],
+    [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}],
+)
+
+
+def _parts(template: str) -> Iterator[str]:
+    """Yield what a template writes, with the names that transformers gives it as far as they matter for size and time."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = lambda value, **_: json.dumps(value)
+    environment.globals |= {"raise_exception": _raised, "strftime_now": lambda _: "today"}
+    compiled = environment.from_string(template.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
+    for messages in WORDS:
+        for prompts in (True, False):
+            names = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "</s>")
+            yield from compiled.generate(messages=messages, add_generation_prompt=prompts, tools=None, documents=None, **names)
+
+
+def _raised(text: str) -> None:
+    raise ValueError(text)
+
+
+def main() -> int:
+    """Render the template on standard input within the limits, and return one of :data:`REASONS`, or 0."""
+    template = json.load(sys.stdin)
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    length = 0
+    try:
+        for part in _parts(template):
+            length += len(part)
+            if length > LARGEST_TEXT:
+                return TOO_LONG
+    except MemoryError:
+        return TOO_MUCH
+    except Exception:  # noqa: BLE001 - the rendering of a conversation tells it, with its row
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
