@@ -29,7 +29,7 @@ def batch():
 
 
 def test_computed_tokens_leave_out_the_last_response_token_and_rows_without_a_response():
-    assert batch().row_tokens().each() == [2, 0, 4]
+    assert batch().row_tokens().row_lengths() == [2, 0, 4]
 
 
 def test_response_row_names_the_row_of_each_response_token():

@@ -51,7 +51,7 @@ class Reader(Member):
 
     def read(self, batch, micro_batches, with_entropy=False, statistics=()):
         assert sorted(row for rows in micro_batches for row in rows) == list(range(batch.num_rows))
-        assert all(sum(batch.row_tokens().each()[row] for row in rows) <= 8 for rows in micro_batches)
+        assert all(sum(batch.row_tokens().row_lengths()[row] for row in rows) <= 8 for rows in micro_batches)
         values = batch.responses.flat.float()
         return LogProbs(values, -values if with_entropy else None, dict.fromkeys(statistics, values / 16))
 

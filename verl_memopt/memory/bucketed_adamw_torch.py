@@ -394,13 +394,13 @@ class Bucketed(Optimizer, ABC):
         if section.gradients is not None:
             away[GRADIENT] = section.gradients
         # What rests on the device is used in place; the rest passes through the lanes.
-        here = {name: plane for name, plane in section.planes.items() if name not in away}
+        on_device = {name: plane for name, plane in section.planes.items() if name not in away}
         passing: Iterable[Planes] = [{}] * len(buckets)
         if away:
             assert self._lanes is not None
             passing = self._lanes.passing(away, [{name: ranges[name] for name in away} for ranges in parts], (GRADIENT,))
         for ranges, arrived in zip(parts, passing, strict=True):
-            yield {**{name: plane[ranges[name]] for name, plane in here.items()}, **arrived}
+            yield {**{name: plane[ranges[name]] for name, plane in on_device.items()}, **arrived}
 
     def _scratch_count(self, section: Section) -> int:
         return max(section.format.scratch, 0 if section.dtype == torch.float32 else 2)
@@ -415,9 +415,9 @@ class Bucketed(Optimizer, ABC):
         room += 0 if self.computes_in is None else COMPARED_BYTES
         # Three slots of a lane each hold a bucket of everything that passes.
         resting = sum(plane.dtype.itemsize / plane.per_entry for plane in section.resting)
-        beside = resting * (SLOTS * self._offload + (may_stop and not section.format.repeats))
-        beside += 0 if section.gradients is None else SLOTS * section.gradients.itemsize
-        elements = int(SLOTS * self._bucket_bytes / ((room + beside) or SLOTS * 2 * itemsize))
+        extra = resting * (SLOTS * self._offload + (may_stop and not section.format.repeats))
+        extra += 0 if section.gradients is None else SLOTS * section.gradients.itemsize
+        elements = int(SLOTS * self._bucket_bytes / ((room + extra) or SLOTS * 2 * itemsize))
         return max(elements // section.cut, 1) * section.cut
 
     def _work(self, section: Section, elements: int) -> BucketScratch:

@@ -56,8 +56,8 @@ def logit_bytes(shapes: Shapes, update: bool) -> int:
 
 
 def _enough_chunk(need: Need, settings: Settings) -> int | None:
-    chunk, there = settings.actor_rollout_ref.model.logprob_chunk_tokens, need.work.responses
-    return need.part(min(chunk or there, there or chunk), LEAST_CHUNK)
+    chunk, num_responses = settings.actor_rollout_ref.model.logprob_chunk_tokens, need.work.responses
+    return need.part(min(chunk or num_responses, num_responses or chunk), LEAST_CHUNK)
 
 
 def _saved(update: bool) -> Callable[[Shapes, Shapes], float]:

@@ -99,7 +99,7 @@ class Peaks:
         return sum(self.host.values())
 
 
-OF_POOLS: dict[str, tuple[str, ...]] = {"critic": CRITIC_PHASES, "reward_model": ("reward",)}
+POOL_PHASES: dict[str, tuple[str, ...]] = {"critic": CRITIC_PHASES, "reward_model": ("reward",)}
 """Role that may have devices of its own -> the phases that no other role has."""
 SHARED_PHASES: dict[str, tuple[str, ...]] = {"critic": ("init", "save_checkpoint"), "reward_model": ("init",)}
 """Such a role -> its phases that other roles have too."""
@@ -159,13 +159,13 @@ class _Prediction:
         found = dict(peaks.phases)
         for role in own_pools(self.settings):
             own = replace(self, pool=role).own_peaks(phases)
-            found |= {phase if phase in OF_POOLS[role] else f"{phase}_{role}": kinds for phase, kinds in own.phases.items()}
+            found |= {phase if phase in POOL_PHASES[role] else f"{phase}_{role}": kinds for phase, kinds in own.phases.items()}
             hosts[role] = own.host_bytes
         return replace(peaks, phases=found, pool_hosts=hosts)
 
     def own_peaks(self, phases: Collection[str]) -> Peaks:
-        others = {phase for role in own_pools(self.settings) for phase in OF_POOLS[role]}
-        own = set(phases) - others if self.pool is None else {*OF_POOLS[self.pool], *SHARED_PHASES[self.pool]} & set(phases)
+        others = {phase for role in own_pools(self.settings) for phase in POOL_PHASES[role]}
+        own = set(phases) - others if self.pool is None else {*POOL_PHASES[self.pool], *SHARED_PHASES[self.pool]} & set(phases)
         found = {phase: sum_kinds({"other": OTHER}, *make()) for phase, make in self._phases.items() if phase in own}
         on_gpu = self.device == "cuda"
         eager = self.roles.rollout.enforce_eager or self.pool is not None
@@ -240,7 +240,7 @@ class _Prediction:
         """The reward models beside the first one."""
         model = self.settings.reward_model.model
         held = [self._frozen(REWARD_MODEL, model.fsdp_config, size, model.quantization) for size in self.sizes.further]
-        return [replace(each, has_logits=False) for each in held]
+        return [replace(model_held, has_logits=False) for model_held in held]
 
     def _frozen(self, part: str, fsdp: Fsdp, size: ModelSize, quantization: str) -> Held:
         sharding = TrainedFsdp(**{setting.name: getattr(fsdp, setting.name) for setting in fields(fsdp)})
@@ -256,8 +256,9 @@ class _Prediction:
             held = own[self.pool]
         else:
             apart = own_pools(self.settings)
-            held = [self.policy, self.reference, *(each for role, models in own.items() if role not in apart for each in models)]
-        return [each for each in held if each is not None]
+            others = [model for role, models in own.items() if role not in apart for model in models]
+            held = [self.policy, self.reference, *others]
+        return [model for model in held if model is not None]
 
     # The rollout engine.
 
@@ -309,8 +310,8 @@ class _Prediction:
         # Activations and logits of one vLLM step, in bytes.
         size, rollout = self.sizes.policy, self.roles.rollout
         step = rollout.max_num_batched_tokens * (2 * size.hidden + 3 * size.mlp) * width(rollout.dtype)
-        decoded = 2 * self.policy.decoded if self._packed else 0  # gate and up are one layer
-        return step + 3 * rollout.max_num_seqs * size.vocab * 4 + decoded
+        decode_scratch = 2 * self.policy.decode_scratch if self._packed else 0  # gate and up are one layer
+        return step + 3 * rollout.max_num_seqs * size.vocab * 4 + decode_scratch
 
     @property
     def _share(self) -> float:
@@ -416,7 +417,7 @@ class _Prediction:
         if self.pool is not None:
             return {}
         passing = {"activations"} | (set() if self.roles.rollout.name == "vllm" else {"kv"})
-        return {kind: each for kind, each in self._generation().items() if kind not in passing}
+        return {kind: num_bytes for kind, num_bytes in self._generation().items() if kind not in passing}
 
     def _with(self, model: Held, phase: str, own: Kinds) -> list[Kinds]:
         return [self._others(phase, model), own]
@@ -481,9 +482,9 @@ class _Prediction:
         return self.policy.at_rest.compute_bytes * self.policy.adapters if starts else 0
 
     def _host(self) -> Kinds:
-        model, parts = self.roles.model, [*(each.on_host for each in self.models), {"params": self._start_bytes}]
+        model, parts = self.roles.model, [*(held.on_host for held in self.models), {"params": self._start_bytes}]
         # Each parameter that streams begins at a multiple of the alignment. A block has 32 at most, with biases and scales.
-        parts += [{"params": ALIGNMENT * 32 * (each.size.layers + 1)} for each in self.models if each.fsdp.streams]
+        parts += [{"params": ALIGNMENT * 32 * (held.size.layers + 1)} for held in self.models if held.fsdp.streams]
         if self.sleeps and not self.shares and self.roles.rollout.sleep_level == 1:
             parts.append({"rollout weights": 2 * self.engine_weights})  # at most: each segment is rounded up to a power of two
         offloading: list[tuple[Held | None, Literal["actor", "critic"], bool]] = [

@@ -218,8 +218,8 @@ class Shapes:
             # The norm of the whole input, of which what is read is kept once more; norms of queries and keys keep nothing here.
             norm = (4 + 2 * b) * self.skipped * self.hidden + b * queries.tokens * self.hidden
             return queries.backward_bytes + norm + 2 * b * self.skipped * key - (4 + b) * queries.tokens * (query + key)
-        beside = b * self.skipped * (self.hidden + 2 * key)  # inputs, keys and values of U more
-        normal = self.final_norm_bytes if model.checkpointing is not None else beside + queries.final_norm_bytes
+        extra = b * self.skipped * (self.hidden + 2 * key)  # inputs, keys and values of U more
+        normal = self.final_norm_bytes if model.checkpointing is not None else extra + queries.final_norm_bytes
         # One head's: its keys turned, gradients of keys and values, over all tokens in place of those that are read.
         head = b * self.head_dim * (3 * self.skipped + 4 * queries.tokens)
         call = b * (3 * self.heads // self.kv_heads * self.head_dim) * max(self.skipped - queries.tokens, 0)
@@ -231,7 +231,7 @@ class Shapes:
         # At the products of keys and values: the input and its gradient, their gradients, rotary tables, and a tile of the norm.
         tile = -(-self.tokens // -(-self.tokens // PRODUCT_ROWS[self.device]))
         last = b * (self.tokens * 2 * (self.hidden + key + self.head_dim) + (tile + 2 * queries.tokens) * self.hidden)
-        return max(normal, beside + max(mlp, attention), last + self._at_norm(tile))
+        return max(normal, extra + max(mlp, attention), last + self._at_norm(tile))
 
     def tiled_block_bytes(self, tile: int) -> int:
         """Return what a block holds at the peak of its own backward if it runs over tiles of ``tile`` tokens.
@@ -251,8 +251,8 @@ class Shapes:
         weights = self.linear_params // self.layers
         sums = weights * (b if rows == queries else wide)
         product = 0 if b == wide or rows == queries else b * self.hidden * self.mlp
-        beside = rows * (2 * self.hidden + 3 * query)
-        at_mlp = b * (beside + part * (self.hidden + 3 * self.mlp)) + self._at_gate(part) + product
+        extra = rows * (2 * self.hidden + 3 * query)
+        at_mlp = b * (extra + part * (self.hidden + 3 * self.mlp)) + self._at_gate(part) + product
         at_attention = b * rows * (self.hidden + 5 * query + 6 * query // self.kv_heads)
         return whole + sums + max(at_mlp, at_attention)
 
@@ -287,10 +287,10 @@ class Shapes:
         # Fp32 scratch beside the gradient of a norm over `rows` rows: two tensors of one tile, or three.
         return self._elementwise_bytes(rows * self.hidden, TILE_ELEMENTS, 4 * (2 if self.compute_bytes == 4 else 3))
 
-    def _elementwise_bytes(self, elements: int, tile: dict[str, int], each: int) -> int:
+    def _elementwise_bytes(self, elements: int, tile: dict[str, int], per_element: int) -> int:
         if self.device == "cpu":
             return 3 * 4 * min(elements, TILE_ELEMENTS["cpu"])
-        return 0 if self.compiles else min(elements, tile[self.device]) * each
+        return 0 if self.compiles else min(elements, tile[self.device]) * per_element
 
     @property
     def attention_bytes(self) -> int:
@@ -307,14 +307,14 @@ class Shapes:
         """
         if self.flash:
             return self.flash_backward_bytes(self.tokens)
-        query, each = self.heads * self.head_dim, self.heads // (self.kv_heads * self.key_copies) * self.head_dim
-        head = self.tokens * (2 * each + 3 * self.head_dim)
+        query, query_elements = self.heads * self.head_dim, self.heads // (self.kv_heads * self.key_copies) * self.head_dim
+        head = self.tokens * (2 * query_elements + 3 * self.head_dim)
         call = max(self.suffix_tokens, self.tokens - self.suffix_tokens) * (
-            3 * each + (self.head_dim if each > self.head_dim else 0)
+            3 * query_elements + (self.head_dim if query_elements > self.head_dim else 0)
         )
         held = self.compute_bytes * self.sequence_ranks * (head + call)
         if self.device == "cuda":
-            held = self._efficient_backward_bytes(each)
+            held = self._efficient_backward_bytes(query_elements)
         # Tensors of these key heads are of the tokens of all devices. Before, two buffers exchange the heads of the gradient.
         exchange = 0 if self.sequence_ranks == 1 else 2 * self.tokens * query
         return self._at_attention + max(held, self.compute_bytes * exchange)
@@ -322,13 +322,13 @@ class Shapes:
     def efficient_heads(self) -> int:
         """How many key heads a GPU's memory-efficient kernel computes at once."""
         kv_heads, ranks = self.kv_heads * self.key_copies, self.sequence_ranks
-        each = self.heads // kv_heads * self.head_dim
-        return key_heads_at_once(ranks * self.tokens * each, kv_heads // ranks, ATTENTION_ELEMENTS["cuda"])
+        query_elements = self.heads // kv_heads * self.head_dim
+        return key_heads_at_once(ranks * self.tokens * query_elements, kv_heads // ranks, ATTENTION_ELEMENTS["cuda"])
 
-    def _efficient_backward_bytes(self, each: int) -> int:
+    def _efficient_backward_bytes(self, query_elements: int) -> int:
         """Return what the backward of memory-efficient attention allocates for the heads it computes at once.
 
-        ``each`` is the number of query elements that share a key head. For all tokens there are rotated queries and keys, and
+        ``query_elements`` is the number of elements that share a key head. For all tokens there are rotated queries and keys, and
         gradients, unless one call makes them all. One call has: keys and values repeated for the query heads, if it takes several
         key heads; columns of the output and of its gradient, if further key heads remain; gradients of queries, and of keys and
         values for each query head. Answers that share prompts have a call of their own. Source: ``_efficient_attention_backward``
@@ -337,19 +337,19 @@ class Shapes:
         """
         b, tokens, key = self.compute_bytes, self.sequence_ranks * self.tokens, self.head_dim
         heads, answers, tile = self.efficient_heads(), self.sequence_ranks * self.suffix_tokens, ATTENTION_ELEMENTS["cuda"]
-        repeated = 2 * each if heads > 1 and each > key else 0
-        columns = 2 * each if heads * self.sequence_ranks < self.kv_heads * self.key_copies else 0
-        prompts, call_width = tokens - answers, repeated + columns + 3 * each
+        repeated = 2 * query_elements if heads > 1 and query_elements > key else 0
+        columns = 2 * query_elements if heads * self.sequence_ranks < self.kv_heads * self.key_copies else 0
+        prompts, call_width = tokens - answers, repeated + columns + 3 * query_elements
 
         def workspace(rows: int) -> int:
-            exact = rows * heads * each
+            exact = rows * heads * query_elements
             return 4 * max(exact, min(self.segments * exact, tile))
 
-        gradients = tokens * (each + 2 * key)
-        rows = max(answers, prompts) if answers else min(tokens, tile // (heads * each))
+        gradients = tokens * (query_elements + 2 * key)
+        rows = max(answers, prompts) if answers else min(tokens, tile // (heads * query_elements))
         first = max(tokens * call_width, gradients + rows * call_width if self.segments > 1 else 0)
-        second = gradients + prompts * (repeated + 2 * each) + answers * 4 * each if answers else 0
-        turned = tokens * (each + key)
+        second = gradients + prompts * (repeated + 2 * query_elements) + answers * 4 * query_elements if answers else 0
+        turned = tokens * (query_elements + key)
         return max(b * heads * (turned + first) + workspace(tokens), b * heads * (turned + second) + workspace(answers))
 
     @property

@@ -202,9 +202,9 @@ class OffloadedGradients:
         return self._optimizer.bucket_bytes
 
     def norm(self) -> Tensor:
-        here = current_stream(self._device)
+        compute_stream = current_stream(self._device)
         while self._leaving:
-            self._wait_for_first(here)
+            self._wait_for_first(compute_stream)
         # In the order of the parameters, as the norm of gradients that are all there.
         norms = [self._norms[id(parameter)] for parameter in self._parameters if id(parameter) in self._optimizer.arrived]
         self._norms.clear()  # a scalar on the device for each parameter
@@ -220,11 +220,11 @@ class OffloadedGradients:
         self._make_room(parameter.numel() * dtype.itemsize)  # what leaves may be as large: the same matrix, of the pass before
         grad = torch.empty_like(parameter, dtype=dtype)
         if id(parameter) in self._optimizer.arrived:
-            here = current_stream(self._device)
-            wait_for(self._stream, mark_done(here))
+            compute_stream = current_stream(self._device)
+            wait_for(self._stream, mark_done(compute_stream))
             with on_stream(self._stream):
                 grad.copy_(self._places[id(parameter)], non_blocking=True)
-            wait_for(here, mark_done(self._stream))
+            wait_for(compute_stream, mark_done(self._stream))
         else:
             grad.zero_()
         parameter.grad = grad
@@ -273,21 +273,21 @@ class OffloadedGradients:
         shard = local(gradient)
         mark(KIND, [shard])
         self._make_room(shard.nbytes)
-        here = current_stream(self._device)
+        compute_stream = current_stream(self._device)
         if name in self._optimizer.arrived and name not in self._brought:
             # In pieces, so that the sum that comes back never takes as much as the gradient.
             for sum_so_far, added in zip(place.view(-1).split(PIECE), shard.view(-1).split(PIECE), strict=True):
                 with scope(kind=KIND):
                     arriving = torch.empty_like(added)
-                wait_for(self._stream, mark_done(here))
+                wait_for(self._stream, mark_done(compute_stream))
                 with on_stream(self._stream):
                     arriving.copy_(sum_so_far, non_blocking=True)
-                wait_for(here, mark_done(self._stream))
+                wait_for(compute_stream, mark_done(self._stream))
                 # Summed on the device: an addition on the host is slower than both copies.
                 added.add_(arriving)
         # Taken on the device, while the whole sum is there.
         self._norms[name] = torch.linalg.vector_norm(gradient)
-        wait_for(self._stream, mark_done(here))
+        wait_for(self._stream, mark_done(compute_stream))
         with on_stream(self._stream), scope(kind=KIND):
             place.copy_(shard, non_blocking=True)
         if self._stream is not None:
@@ -299,9 +299,9 @@ class OffloadedGradients:
 
     def _make_room(self, num_bytes: int) -> None:
         # Make later work wait until the gradients under way, plus `num_bytes`, are no more than a block's.
-        here = current_stream(self._device)
+        compute_stream = current_stream(self._device)
         while self._leaving and num_bytes + sum(tensor.nbytes for tensor, _ in self._leaving) > self._most:
-            self._wait_for_first(here)
+            self._wait_for_first(compute_stream)
 
     def _wait_for_first(self, stream: Any) -> None:
         # The gradient is let go after the wait for its copy.

@@ -85,16 +85,16 @@ class Held:
     @property
     def base(self) -> float:
         shapes = self.at_rest
-        each = shapes.compute_bytes if self._base_rests_as_computed else shapes.master_bytes
-        saved = shapes.linear_params * each - shapes.packed_bytes(self.quantization) if self.is_quantized else 0
-        return (self.params_count * each - saved) / (1 if self.whole else self.ranks)
+        per_param = shapes.compute_bytes if self._base_rests_as_computed else shapes.master_bytes
+        saved = shapes.linear_params * per_param - shapes.packed_bytes(self.quantization) if self.is_quantized else 0
+        return (self.params_count * per_param - saved) / (1 if self.whole else self.ranks)
 
     @property
     def is_quantized(self) -> bool:
         return self.quantization != "none"
 
     @property
-    def decoded(self) -> float:
+    def decode_scratch(self) -> float:
         # Upper bound of the scratch of a quantised layer: its decoded weight, its codes' positions and its scales.
         return (2.25 + self.at_rest.compute_bytes) * self.size.hidden * self.size.widest if self.is_quantized else 0
 
@@ -121,16 +121,16 @@ class Held:
             return 0
         # Each tensor has a step counter, and its part of the state begins at a multiple of 64 bytes.
         tensors = 64 * 5 * (14 if self.adapters else 12) * (size.layers + 1)
-        each = self.at_rest.state_bytes
+        per_param = self.at_rest.state_bytes
         if dtype in MOST_BLOCK:
             rows = (size.hidden, size.mlp, size.heads * size.head_dim)
             blocks = [block_size(row, MOST_BLOCK[dtype]) for row in rows]
             # A row that has no blocks keeps fp32 moments, as those of adapters do, and vectors with biases.
             exact = bool(self.adapters) or None in blocks
-            each = 8 if exact else 2 * ((1 if dtype == "int8" else 0.5) + 4 / min(block or 1 for block in blocks))
-            each += self.at_rest.remainder_bytes
+            per_param = 8 if exact else 2 * ((1 if dtype == "int8" else 0.5) + 4 / min(block or 1 for block in blocks))
+            per_param += self.at_rest.remainder_bytes
             tensors += 8 * size.layers * (2 * size.hidden + 2 * size.head_dim + 3 * size.heads * size.head_dim)
-        return each * self.learning + tensors
+        return per_param * self.learning + tensors
 
     @property
     def leaves(self) -> bool:
@@ -157,11 +157,11 @@ class Held:
     @property
     def _matrices(self) -> tuple[int, int]:
         """Elements of the vocabulary's matrices that the root unit gathers, and of the largest that is a unit of its own."""
-        matrix, one = self.size.vocab * self.size.hidden, not self.has_logits
-        tied = self.size.tied and not one
+        matrix, has_value_head = self.size.vocab * self.size.hidden, not self.has_logits
+        tied = self.size.tied and not has_value_head
         if self.fsdp.own_units and not tied:
             return 0, matrix
-        return matrix * (1 if tied or one else 2), 0
+        return matrix * (1 if tied or has_value_head else 2), 0
 
     def forward(self, work: Pass) -> dict[str, float]:
         """Kind -> bytes at the peak of a pass without gradients, parameters included."""
@@ -181,42 +181,42 @@ class Held:
             attention = b * work.tokens * (2 * h + (3 + wide) * query // 2 + 3 * key + 2 * s.head_dim) + 2 * b * answers * query
         elif self.device == "cuda":
             # Of the key heads of a call: queries and keys turned, keys and values repeated for query heads, and the output.
-            each = query // (s.kv_heads * s.key_copies)
-            turned = s.efficient_heads() * (4 * each + s.head_dim)
+            query_elements = query // (s.kv_heads * s.key_copies)
+            turned = s.efficient_heads() * (4 * query_elements + s.head_dim)
             attention = b * work.tokens * (2 * h + 2 * query + 2 * key + 2 * s.head_dim + s.sequence_ranks * turned)
         attention = max(attention + (norm if self.size.qk_norm else 0), 2 * b * work.tokens * h + norm)
         # Also the state before the block, and rotary tables.
         mlp = b * work.tokens * (4 * h + wide * s.mlp + 2 * s.head_dim)
         block = max(mlp, attention) + self._prefixes(work, b)
-        block += self.decoded
+        block += self.decode_scratch
         states = b * (work.tokens * h + 3 * work.responses * h) + self._prefixes(work, b)
         logits = self._logits(s, update=False)
         moments = self._gathered(block, {"activations": states, "logits": logits})
         if self.fsdp.streams:
-            moments = [sum_kinds(moment, {"params": each}) for moment, each in zip(moments, self._streamed, strict=True)]
+            moments = [sum_kinds(moment, {"params": params}) for moment, params in zip(moments, self._streamed, strict=True)]
         held = {"activations": _packed(work)} | ({} if self.fsdp.streams else {"params": self.params})
         return sum_kinds(largest(moments), held)
 
     @property
     def _streamed(self) -> tuple[float, float]:
         # Bytes of streamed parameters at a block (two blocks) and at the head (a vocabulary matrix); the final norm in both.
-        each, hidden, vocab = self.at_rest.master_bytes, self.size.hidden, self.size.vocab
+        per_param, hidden, vocab = self.at_rest.master_bytes, self.size.hidden, self.size.vocab
         matrices = vocab * hidden * (1 if self.size.tied or not self.has_logits else 2)
-        blocks = self.params - each * matrices
-        return each * hidden + 2 * blocks / self.size.layers, each * (hidden + vocab * hidden)
+        blocks = self.params - per_param * matrices
+        return per_param * hidden + 2 * blocks / self.size.layers, per_param * (hidden + vocab * hidden)
 
     def _gathered(self, block: float, head: Kinds) -> list[Kinds]:
         if not self.is_cast:
             return [{"activations": block}, head]
-        (root, own), one, stay, first = self._gathered_matrices, self._unit, self._stay, self._first_stays
+        (root, own), unit, stay, first = self._gathered_matrices, self._unit, self._stay, self._first_stays
         # A head that stays gathered is there in the next micro-batch too.
         stays = own if stay and self.has_logits else 0
         if not self._alone:
-            blocks = {"activations": block, "gathered parameters": stay + first + root + stays + 2 * one}
-            blocks["collective buffers"] = max(2 * one, root)
+            blocks = {"activations": block, "gathered parameters": stay + first + root + stays + 2 * unit}
+            blocks["collective buffers"] = max(2 * unit, root)
             at_head = stay + first + root + own
             return [blocks, {**head, "gathered parameters": at_head, "collective buffers": max(root, own)}]
-        blocks = {"activations": block, "gathered parameters": max(stay, one) + first + root + stays}
+        blocks = {"activations": block, "gathered parameters": max(stay, unit) + first + root + stays}
         at_head = stay + root + (first + own if self.has_logits else own)
         states = {"activations": head["activations"], "collective buffers": self._passing}
         return [blocks, {**head, "gathered parameters": at_head}, {**states, "gathered parameters": at_head}]
@@ -237,18 +237,18 @@ class Held:
     @property
     def _passing(self) -> float:
         # Scratch of a matrix from the host while it is cast into the gathered one; on one rank other casts are in place.
-        each = self.at_rest.compute_bytes + self.at_rest.master_bytes
-        return each * self.size.vocab * self.size.hidden if self.fsdp.offload_policy else 0
+        per_param = self.at_rest.compute_bytes + self.at_rest.master_bytes
+        return per_param * self.size.vocab * self.size.hidden if self.fsdp.offload_policy else 0
 
     @property
     def _unit(self) -> float:
         return self.at_rest.compute_bytes * (self.size.block_params + self.adapters / self.size.layers)
 
-    def _prefixes(self, work: Pass, each: int) -> float:
+    def _prefixes(self, work: Pass, per_element: int) -> float:
         if not work.prefix:
             return 0
         key = self.size.kv_heads * self.size.head_dim
-        return each * (
+        return per_element * (
             work.prefix * 2 * self.size.layers * key + (work.prefix + work.tokens) * (2 * key + 2 * self.size.head_dim)
         )
 
@@ -333,7 +333,7 @@ class Held:
             kept,
             states,
             head={"activations": states + lows, "logits": self._logits(s, update=True)},
-            block={"activations": self._block_bytes(s, work) + self.decoded + prefixes + lows},
+            block={"activations": self._block_bytes(s, work) + self.decode_scratch + prefixes + lows},
             end={"activations": 2 * s.input_bytes + prefixes},
         )
         # Over several micro-batches whole gradients are summed, and reduced at the last.
@@ -381,23 +381,23 @@ class Held:
         return replace(windows, head=head, block=block, end=end)
 
     def _gathered_by_ranks(self, s: Shapes, windows: _Windows, summed: bool) -> _Windows:
-        b, (root, own), one = s.compute_bytes, self._matrices, self._unit
+        b, (root, own), unit = s.compute_bytes, self._matrices, self._unit
         root_size, _, matrix_size, tile = self._whole_gradients
         grads, stay, first = 0 if self.adapters else b, self._stay, self._first_stays
         whole = 4 * self.learning * self.ranks if summed else 0
         head = windows.head | {
-            "gathered parameters": b * (root + own) + first + (stay or 2 * one),
+            "gathered parameters": b * (root + own) + first + (stay or 2 * unit),
             "collective buffers": b * max(root, own) + (0 if tile is None else sum(self._reduction(tile).values())),
             "whole gradients": grads * matrix_size + whole,
         }
         if self.adapters:
-            gathered, buffers, gradients = max(stay, 2 * one), 2 * one, whole
+            gathered, buffers, gradients = max(stay, 2 * unit), 2 * unit, whole
         else:
             # As fake runs of FSDP2 over several ranks have it; the input of the head's reduction is still alive.
-            gathered, gradients = max(stay, one), grads * (root_size + s.block_params) + whole
+            gathered, gradients = max(stay, unit), grads * (root_size + s.block_params) + whole
             buffers = 4.5 * s.block_params + 4 * (own if tile is None else 0)
         block = windows.block | {"gathered parameters": b * root + first + gathered, "collective buffers": buffers}
-        end = windows.end | {"gathered parameters": b * (root + own) + 2 * one, "whole gradients": grads * matrix_size + whole}
+        end = windows.end | {"gathered parameters": b * (root + own) + 2 * unit, "whole gradients": grads * matrix_size + whole}
         end |= {"collective buffers": 0} if self.adapters else self._reduction(matrix_size)
         return replace(windows, head=head, block=block | {"whole gradients": gradients}, end=end)
 
@@ -470,13 +470,13 @@ class Held:
             return 4 * self.learning
         if not self.in_buckets:
             return 0
-        decoded = 4 * optim.num_moments if optim.moment_bytes(width(self.fsdp.model_dtype)) != 4 else 0
-        copies = 8 if decoded or s.master_bytes != 4 else 0
+        moment_scratch = 4 * optim.num_moments if optim.moment_bytes(width(self.fsdp.model_dtype)) != 4 else 0
+        copies = 8 if moment_scratch or s.master_bytes != 4 else 0
         # Weights that compute in half precision are compared before and after: both, and whether they differ.
         copies += 5 if s.compute_bytes == 2 and not self.adapters else 0
         passing = s.state_bytes if self.fsdp.optimizer_offload else 0
         passing += s.gradient_bytes if self.fsdp.grad_offload else 0
-        return min(3 * optim.bucket_megabytes * MIB, (decoded + copies + passing) * self.learning)
+        return min(3 * optim.bucket_megabytes * MIB, (moment_scratch + copies + passing) * self.learning)
 
 
 def _packed(work: Pass) -> float:

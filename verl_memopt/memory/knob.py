@@ -266,7 +266,7 @@ def for_roles(name: str, *, roles: tuple[str, ...] = ("actor", "ref"), lossy: bo
 def knobs() -> tuple[Knob, ...]:
     found = ((name, _module(name).KNOB) for name in KNOBS)
     return tuple(
-        dataclasses.replace(knob, name=name, advice=tuple(dataclasses.replace(each, cost=knob.cost) for each in knob.advice))
+        dataclasses.replace(knob, name=name, advice=tuple(dataclasses.replace(advice, cost=knob.cost) for advice in knob.advice))
         for name, knob in found
     )
 
@@ -375,8 +375,8 @@ def for_devices(role: SequenceRole, rule: Callable[[tuple[str, str]], Refusal]) 
         yield rule(DEVICES)
         return
     for keys, own in ((DEVICES, False), (pool_keys(role), True)):
-        each = rule(keys)
-        yield dataclasses.replace(each, when=_where(role, own, each.when))
+        refusal = rule(keys)
+        yield dataclasses.replace(refusal, when=_where(role, own, refusal.when))
 
 
 def _where(role: SequenceRole, own: bool, when: Predicate) -> Predicate:

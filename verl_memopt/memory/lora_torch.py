@@ -290,8 +290,8 @@ def merged_weights(
         if stored in packed:
             name, layer = stored.removesuffix("qweight") + "weight", packed[stored]
             # A quantised base is merged from its exact weight where one can be read.
-            decoded = layer.packing.dequantize(value.detach(), layer.computes) if exact is None else exact(name)
-            weight = decoded.to(value.device)
+            exact_weight = layer.packing.dequantize(value.detach(), layer.computes) if exact is None else exact(name)
+            weight = exact_weight.to(value.device)
         yield name, _merged(weight, layers[name]) if name in layers else weight
 
 
@@ -392,27 +392,27 @@ def load_adapter(folder: Path, model: nn.Module, key: str = KEY) -> None:
     Raises:
         ConfigError: A tensor is missing, left over or of another shape. The message lists them.
     """
-    own, beside = stored_adapters(model), _beside(whole_parameters(model))
-    tensors = _read(folder, own | beside, own, key)
-    for name, parameter in (own | beside).items():
+    own, modules_beside = stored_adapters(model), _beside(whole_parameters(model))
+    tensors = _read(folder, own | modules_beside, own, key)
+    for name, parameter in (own | modules_beside).items():
         if name in tensors:
             _copy_whole(parameter, tensors[name])
 
 
-def _read(folder: Path, known: Mapping[str, Tensor], needed: Mapping[str, Tensor], key: str) -> dict[str, Tensor]:
-    # Read a peft folder. It must have every tensor of `needed`, and none outside `known`.
+def _read(folder: Path, allowed: Mapping[str, Tensor], needed: Mapping[str, Tensor], key: str) -> dict[str, Tensor]:
+    # Read a peft folder. It must have every tensor of `needed`, and none outside `allowed`.
     setting, path = f"{key}.lora_adapter_path={folder}", folder / "adapter_model.safetensors"
     if not path.is_file():
         raise ConfigError(f"{setting}: it has no adapter_model.safetensors. Give a folder in the peft format.")
     tensors = load_file(path)
     # All problems at once: a wrong rank or a wrong list of layers shows as a pattern.
     problems = [f"missing {name}" for name in needed if name not in tensors]
-    problems += [f"unexpected {name}" for name in tensors if name not in known]
+    problems += [f"unexpected {name}" for name in tensors if name not in allowed]
     problems += [f"{name} holds whole numbers" for name, tensor in tensors.items() if not tensor.is_floating_point()]
     problems += [
-        f"{name} has shape {tuple(tensors[name].shape)}, the settings ask for {tuple(known[name].shape)}"
-        for name in known.keys() & tensors.keys()
-        if tensors[name].shape != known[name].shape
+        f"{name} has shape {tuple(tensors[name].shape)}, the settings ask for {tuple(allowed[name].shape)}"
+        for name in allowed.keys() & tensors.keys()
+        if tensors[name].shape != allowed[name].shape
     ]
     if problems:
         raise ConfigError(f"{setting}: it does not fit lora_rank and target_modules: {'; '.join(problems[:6])}.")

@@ -210,17 +210,17 @@ class StateLanes:
             one_way: Names that are read but not written back.
             from_zero: Read nothing: each bucket starts as zeros.
         """
-        here = current_stream(self._device)
+        compute_stream = current_stream(self._device)
         # Allocated once and reused: each is as large as the largest bucket.
         slots = [self._slot(resting, buckets) for _ in range(min(SLOTS, len(buckets)))]
         # A new slot is free as soon as work queued so far is done.
-        left = [mark_done(here)] * len(slots)
+        left = [mark_done(compute_stream)] * len(slots)
         arrived = self._fetch(resting, buckets[0], slots[0], left[0]) if buckets and not from_zero else None
         try:
             for number, ranges in enumerate(buckets):
                 # A slot is filled again only after the copy out of it: ``left`` marks when that is done.
                 place, following = number % SLOTS, (number + 1) % SLOTS
-                wait_for(here, left[place] if from_zero else arrived)
+                wait_for(compute_stream, left[place] if from_zero else arrived)
                 if number + 1 < len(buckets) and not from_zero:
                     # The next bucket is on its way while the caller computes on this one.
                     arrived = self._fetch(resting, buckets[number + 1], slots[following], left[following])
@@ -230,7 +230,7 @@ class StateLanes:
                         view.zero_()
                 yield views
                 # Marked after the yield, so that the event covers the work that the caller has queued on the bucket.
-                wait_for(self._leaving, mark_done(here))
+                wait_for(self._leaving, mark_done(compute_stream))
                 with on_stream(self._leaving):
                     for name, view in views.items():
                         if name not in one_way:
@@ -239,12 +239,12 @@ class StateLanes:
         finally:
             # Also after an error in the caller: the memory of the slots must not be used anew under a copy.
             for event in (*left, arrived):
-                wait_for(here, event)
+                wait_for(compute_stream, event)
 
     def _slot(self, resting: Mapping[str, Tensor], buckets: Sequence[Ranges]) -> dict[str, Tensor]:
         longest = {name: max(_length(ranges[name]) for ranges in buckets) for name in resting}
         with scope(kind=self._kind):
-            return {name: torch.empty(longest[name], dtype=each.dtype, device=self._device) for name, each in resting.items()}
+            return {name: torch.empty(longest[name], dtype=plane.dtype, device=self._device) for name, plane in resting.items()}
 
     def _fetch(self, resting: Mapping[str, Tensor], ranges: Ranges, slot: Mapping[str, Tensor], free: Done) -> Done:
         # The slot's last bucket must have left before the next one overwrites it.

@@ -161,11 +161,11 @@ class RunParts:
     def absent(self) -> tuple[str, ...]:
         """Return the prefixes of keys that have no effect in the run."""
         own_student = self.reward_model is not None and self.reward_model.model.path is not None
-        there = {"critic.": self.critic is not None, "actor_rollout_ref.ref.": self.reference}
-        there |= {"reward_model.": self.reward_model is not None, "reward_model.model.": own_student}
+        present = {"critic.": self.critic is not None, "actor_rollout_ref.ref.": self.reference}
+        present |= {"reward_model.": self.reward_model is not None, "reward_model.model.": own_student}
         policys = ("actor.fsdp_config.", "actor.optim.", "model.", "rollout.", "ref.")
-        there |= {f"actor_rollout_ref.{start}": False for start in policys if not self.policy}
-        return tuple(start for start, is_there in there.items() if not is_there)
+        present |= {f"actor_rollout_ref.{start}": False for start in policys if not self.policy}
+        return tuple(start for start, is_there in present.items() if not is_there)
 
 
 GROWING = ("activations", "logits", "kv")
@@ -222,7 +222,7 @@ def advice(phase: str, kinds: Iterable[str], parts: RunParts, need: Callable[[st
     found = [advice for kind in kinds for advice in advices() if advice.kind == kind and advice.helps_in(phase)]
     found = [advice for advice in found if not advice.key.startswith(parts.absent()) and advice.when(seen)]
     asked = [(advice, need(advice.kind)) for advice in found]
-    asked.sort(key=lambda each: not _is_enough(*each))
+    asked.sort(key=lambda pair: not _is_enough(*pair))
     ways = [_way(advice, seen, asked) for advice, asked in asked]
     return list({way.text: way for way in ways if way is not None}.values())
 
@@ -240,8 +240,8 @@ def _way(advice: Advice, seen: schema.Settings, asked: Need) -> Way | None:
     number = advice.to(asked, seen) if advice.to else _scaled(present, asked.share)
     if number is None:
         return None
-    there = f"the fullest micro-batch has {work.tokens} tokens, the longest sequence {work.longest}" if work.tokens else ""
-    now = "; ".join(filter(None, ["" if present is None else f"now {shown(present)}", there]))
+    where = f"the fullest micro-batch has {work.tokens} tokens, the longest sequence {work.longest}" if work.tokens else ""
+    now = "; ".join(filter(None, ["" if present is None else f"now {shown(present)}", where]))
     return Way(f"lower {key} to {shown(number)}" + (f" ({now})" if now else ""), ((key, number),), advice.cost)
 
 

@@ -45,7 +45,7 @@ def gigabytes(size: str) -> float:
     """
     if sizes := _sizes_of(size):
         if len(sizes) > 1:
-            raise ValueError(f"{size} is made with {' and '.join(each.upper() + 'B' for each in sizes)}. Write which")
+            raise ValueError(f"{size} is made with {' and '.join(card_size.upper() + 'B' for card_size in sizes)}. Write which")
         size = sizes[0]
     found = SIZE.fullmatch(size.strip())
     number = float(found[1]) if found else 0.0
@@ -59,8 +59,8 @@ def _sizes_of(name: str) -> list[str]:
     from verl_memopt.memory.seconds import DATASHEETS  # it reads the settings, which know the profiles
 
     sizes = [size for size, cards in DATASHEETS.items() if any(_short(card.name) == _short(name) for card in cards)]
-    said = re.search(r"(\d+)\s*gi?b$", name.lower())
-    return [f"{said[1]}g"] if said is not None and f"{said[1]}g" in sizes else sizes
+    unit = re.search(r"(\d+)\s*gi?b$", name.lower())
+    return [f"{unit[1]}g"] if unit is not None and f"{unit[1]}g" in sizes else sizes
 
 
 def _short(card: str) -> str:

@@ -30,9 +30,9 @@ class PruneLastBlock:
     prune_last_block: bool = True
     """The last block skips prompt outputs that nothing reads. Set it to false only to compare."""
 
-    def left_out(self, unread: int) -> int:
-        """Return how many of ``unread`` tokens, whose outputs nothing reads, the last block leaves out."""
-        return unread if self.prune_last_block else 0
+    def left_out(self, num_unread_outputs: int) -> int:
+        """Return how many of the outputs that nothing reads the last block skips."""
+        return num_unread_outputs if self.prune_last_block else 0
 
 
 KNOB = Knob(

@@ -189,7 +189,7 @@ class _RecomputedProducts(torch.autograd.Function):
         recomputable, tensors, needed = ctx.recomputable, kept(ctx), ctx.needs_input_grad[7:]
         first, second = recomputable.sources, recomputable.sources + ctx.parameters
         sources, parameters, weights = tensors[:first], tensors[first:second], tensors[second:]
-        beside = grads[len(weights)] if len(grads) > len(weights) else None
+        passed_grad = grads[len(weights)] if len(grads) > len(weights) else None
         further = any(needed[:second])
         # A gate's sources are not read again, so their memory takes their gradients.
         into = sources if recomputable.overwrites else tuple(torch.empty_like(source) for source in sources if further)
@@ -206,15 +206,15 @@ class _RecomputedProducts(torch.autograd.Function):
             cut = tuple(source[rows] for source in sources)
             # The recomputation: a tile of the value exists only until its gradients are added.
             value = recomputable.compute(cut, parameters)
-            here, places = (rows, None) if ctx.rows is None else ctx.rows.within(rows)
-            above = [product.grad[here if product.marked else rows] for product in products]
+            marked_rows, places = (rows, None) if ctx.rows is None else ctx.rows.within(rows)
+            above = [product.grad[marked_rows if product.marked else rows] for product in products]
             for product, grad in zip(products, above, strict=True):
                 if product.total is not None:
                     product.total.add(grad, value[places] if product.marked else value, alone=len(cuts) == 1)
             if further:
                 # The value is not read any more, so its memory takes its own gradient from here on.
                 _through(above, products, places, value)
-                plus = None if beside is None else beside[rows]
+                plus = None if passed_grad is None else passed_grad[rows]
                 recomputable.differentiate(value, cut, parameters, tuple(source[rows] for source in into), sums, plus)
             del value, above  # freed before those of the next tile are allocated
         source_grads = into if further else (None,) * first

@@ -291,7 +291,7 @@ def tiled_linears(
     """Wrap the layers of :func:`tensors_and_traits`. ``needed``: which tensors get a gradient; None = none."""
     needed = (False,) * len(tensors) if needed is None else needed
     fours = [slice(4 * place, 4 * place + 4) for place in range(len(traits))]
-    return [TiledLinear(tensors[four], each, needed[four]) for four, each in zip(fours, traits, strict=True)]
+    return [TiledLinear(tensors[four], trait, needed[four]) for four, trait in zip(fours, traits, strict=True)]
 
 
 class GateAndUp:

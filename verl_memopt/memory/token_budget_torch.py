@@ -163,7 +163,7 @@ def _cut_again(failed: int | None, tokens: RowTokens, rows: Sequence[int], recor
     # The rank with the largest failed micro-batch is the one that is named.
     cost, worst = max((cost, rank) for rank, (cost, _) in enumerate(every) if cost is not None)
     # Half, but no less than the longest row, which cannot be cut.
-    cap = max([cost // 2, *(length for _, share in every for length in share.each())])
+    cap = max([cost // 2, *(length for _, share in every for length in share.row_lengths())])
     if cap >= cost:
         if failed is None:
             raise OtherRankError(
@@ -180,11 +180,11 @@ def _cut_again(failed: int | None, tokens: RowTokens, rows: Sequence[int], recor
     return Cut(chosen, cut.spans) if isinstance(cut, Cut) else chosen
 
 
-def _on_any_rank(here: bool, ranks: int) -> bool:
+def _on_any_rank(happened: bool, ranks: int) -> bool:
     if ranks == 1 or active_fake_mode() is not None:  # fake tensors have no values, and never run out
-        return here
+        return happened
     with scope(tier=HOST):
-        flag = torch.tensor(int(here), dtype=torch.int32)
+        flag = torch.tensor(int(happened), dtype=torch.int32)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag.item())
 

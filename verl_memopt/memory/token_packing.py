@@ -298,7 +298,7 @@ class RowTokens:
         group_sizes = Counter(self.groups[row] for row in rows)
         return len(rows) + sum(size > 1 for size in group_sizes.values())
 
-    def each(self) -> list[int]:
+    def row_lengths(self) -> list[int]:
         return [prompt + answer for prompt, answer in zip(self.prompts, self.answers, strict=True)]
 
     def families(self) -> list[list[int]]:
@@ -395,14 +395,14 @@ def alike(cut: Sequence[list[list[int]]], tokens_per_rank: Sequence[RowTokens]) 
             own += [others[rank].pop() if others[rank] else [] for _ in range(length - len(chain))]
     count = max(map(len, others))
     for rank, own in enumerate(aligned):
-        own += split_to_count(others[rank], count, tokens_per_rank[rank].each())
+        own += split_to_count(others[rank], count, tokens_per_rank[rank].row_lengths())
     return aligned
 
 
 def _parts(tokens: RowTokens, family: list[int], budget: int, names: Sequence[str], key: str) -> list[list[int]]:
     if len(family) == 1 or tokens.cost(family) <= budget:
         return [family]
-    alone = tokens.each()
+    alone = tokens.row_lengths()
     # Packed only for its check: a row that does not fit by itself is refused here, by its name.
     pack([alone[row] for row in family], budget, names=[names[row] for row in family], key=key)
     prompt = max(tokens.prompts[row] for row in family)

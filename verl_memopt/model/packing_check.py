@@ -206,9 +206,9 @@ def refuse_sliding_window(config: PretrainedConfig, actor: Actor) -> None:
         raise ConfigError(_no_sharing(size, f"{config.model_type} model's"))
 
 
-def _no_sharing(window: int, whose: str = "model's") -> str:
+def _no_sharing(window: int, owner: str = "model's") -> str:
     key = "actor_rollout_ref.actor.use_prefix_grouper"
-    return f"{key}=true: the {whose} sliding_window={window} would cut the prompt that answers share. Set {key}=false."
+    return f"{key}=true: the {owner} sliding_window={window} would cut the prompt that answers share. Set {key}=false."
 
 
 def _random_rows(packed_model: PackedModel, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
@@ -283,7 +283,7 @@ def check_architecture(model: Model | CriticModel, folder: Path, longest: int, a
     shapes = {name: tuple(parameter.shape) for name, parameter in named_weights(packed_model)}
     weights = WeightFolder(folder, key)
     check_dtypes(folder, f"{key}.path={folder}")
-    read = {there: shape for name, shape in shapes.items() if (there := stored.get(name, name)) is not None}
+    read = {stored_name: shape for name, shape in shapes.items() if (stored_name := stored.get(name, name)) is not None}
     # Before anything is computed: a number too many in the config would ask for any amount of memory.
     check_shapes(weights, read, key)
     rebuild_buffers(packed_model, torch.device("cpu"), key)

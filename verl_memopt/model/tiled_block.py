@@ -213,10 +213,10 @@ class _Block:
             hidden = self.after_attention(tile.queries, self.attend(query, keys, values, tile.calls)[0])
             del query
             for rows in self.mlp_rows(tile.queries):
-                here = hidden[rows.start - tile.queries.start : rows.stop - tile.queries.start]
-                _, sources = self.gate_and_up(here)
+                tile_hidden = hidden[rows.start - tile.queries.start : rows.stop - tile.queries.start]
+                _, sources = self.gate_and_up(tile_hidden)
                 value = SWIGLU.compute(sources, (), sources[0])
-                torch.add(here, self.project(6, value), out=out[rows])
+                torch.add(tile_hidden, self.project(6, value), out=out[rows])
                 del sources, value
         return whole
 
@@ -412,17 +412,17 @@ class _Backward:
         # Turn the gradient of a tile's output [t, h] into that of the state between attention and MLP, in place.
         block = self.block
         for rows in block.mlp_rows(queries):
-            here = slice(rows.start - queries.start, rows.stop - queries.start)
-            normal, sources = block.gate_and_up(hidden[here])
+            tile_rows = slice(rows.start - queries.start, rows.stop - queries.start)
+            normal, sources = block.gate_and_up(hidden[tile_rows])
             value = SWIGLU.compute(sources, ())
-            self.layers[6].add(grad[here], value, self.mlp_alone)
+            self.layers[6].add(grad[tile_rows], value, self.mlp_alone)
             # The value's memory takes its own gradient, and gate and up become theirs.
-            self.layers[6].through(grad[here], value, add=False)
+            self.layers[6].through(grad[tile_rows], value, add=False)
             SWIGLU.differentiate(value, sources, (), sources, ())
             del value
             for layer, above in zip(self.layers[4:6], sources, strict=True):
                 layer.add(above, normal, self.mlp_alone)
-            self._add_norm(1, self._through((4, 5), sources, normal), hidden[here], block.mlp_norm, grad[here])
+            self._add_norm(1, self._through((4, 5), sources, normal), hidden[tile_rows], block.mlp_norm, grad[tile_rows])
 
     def _through(self, places: Sequence[int], grads: Sequence[Tensor], out: Tensor) -> Tensor:
         # Write the gradient of some layers' common input into `out`, given those of their outputs.

@@ -96,10 +96,10 @@ def classifier_config(config: PretrainedConfig) -> PretrainedConfig:
     changed = type(config).from_dict(config.to_dict())
     changed.name_or_path = config.name_or_path
     changed.num_labels = 1
-    known: Any = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
-    if known is None:
+    classes: Any = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
+    if classes is None:
         logger.warning("transformers has no token classifier of type %s: the critic is read back here only", config.model_type)
-    changed.architectures = ["ValueModel" if known is None else known.__name__]
+    changed.architectures = ["ValueModel" if classes is None else classes.__name__]
     return changed
 
 

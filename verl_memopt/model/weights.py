@@ -266,7 +266,7 @@ def fill_from_folder(
     """
     weights, renamed = WeightFolder(folder, key), stored or {}
     named = dict(base_weights(model))
-    for name in (name for name, there in renamed.items() if there is None):
+    for name in (name for name, new_name in renamed.items() if new_name is None):
         # The parameters are leaves that may require gradients, which autograd lets nobody write to in place.
         with torch.no_grad():
             named.pop(name).zero_()

@@ -67,7 +67,7 @@ class Budget:
             ConfigError: One row alone is over the limit.
         """
         if self.by_tokens:
-            lengths = tokens.each()
+            lengths = tokens.row_lengths()
             longest = max(lengths, default=1)
             if self.ranks > 1 and longest > self.limit:
                 raise ConfigError(
@@ -194,7 +194,7 @@ def uneven_shares(tokens: RowTokens, world_size: int) -> list[list[int]]:
     Rows of a group stay together if there are enough groups.
     """
     families = tokens.families()
-    units = split_to_count(families, max(world_size, len(families)), tokens.each())
+    units = split_to_count(families, max(world_size, len(families)), tokens.row_lengths())
     shares: list[list[int]] = [[] for _ in range(world_size)]
     load = [(0, rank) for rank in range(world_size)]
     for unit in sorted((rows for rows in units if rows), key=tokens.cost, reverse=True):

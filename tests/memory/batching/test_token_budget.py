@@ -411,7 +411,7 @@ def test_a_group_costs_its_prompt_once_and_every_answer():
     assert TOKENS.cost([0, 1, 2]) == 10 + 3 + 4 + 5
     assert TOKENS.cost([0, 3, 4]) == 10 + 3 + 4 + 6
     assert TOKENS.cost([4]) == 0
-    assert TOKENS.each() == [13, 14, 15, 10, 0]
+    assert TOKENS.row_lengths() == [13, 14, 15, 10, 0]
     assert RowTokens.alone([7, 8]).cost([0, 1]) == 15
 
 

@@ -169,7 +169,7 @@ def test_reused_log_probs_are_those_of_a_pass_of_the_teacher_over_explanations(t
 def test_the_order_of_rows_the_cap_and_the_chunk_do_not_show(student):
     samples = random_samples(24, seed=2)
     rows, _ = encode(samples)
-    longest = max(student_batch(rows).row_tokens().each())
+    longest = max(student_batch(rows).row_tokens().row_lengths())
     expected = scored(student, rows, NO_LIMIT, shared=False)
     for cap in (64, 256, longest, NO_LIMIT):
         for shared in (True, False):

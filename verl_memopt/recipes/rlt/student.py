@@ -165,7 +165,7 @@ def student_micro_batches(tokens: RowTokens, max_tokens: int) -> list[list[int]]
 
     ``tokens``: tokens of the rows, as ``student_batch(rows).row_tokens()`` returns them.
     """
-    lengths = tokens.each()
+    lengths = tokens.row_lengths()
     long = [[row] for row, length in enumerate(lengths) if length > max_tokens]
     others = [row for row, length in enumerate(lengths) if length <= max_tokens]
     if not others and long:
