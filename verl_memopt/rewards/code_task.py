@@ -45,8 +45,6 @@ _call_by_name({name!r})
 
 @dataclass(frozen=True)
 class Case:
-    """One test case."""
-
     stdin: str | None
     """What the program reads from its standard input."""
     expected: str | None
@@ -57,8 +55,6 @@ class Case:
 
 @dataclass(frozen=True)
 class CodeTask:
-    """The test cases of a row."""
-
     cases: tuple[Case, ...]
     """The cases that count: the first ten."""
     function: str | None = None
@@ -100,7 +96,6 @@ class CodeTask:
         return cls(tuple(cases), str(function) if function else None)
 
     def trial(self, code: str, case: Case) -> Trial:
-        """Return the whole program that is run for a test case, and what shows that it passes."""
         right = prints(case.expected)
         if not case.assertion.strip():
             return Trial(self._whole(f"{code}\n\n{case.assertion}"), case.stdin, right)
@@ -118,7 +113,6 @@ class CodeTask:
         )
 
     def _whole(self, tested: str) -> str:
-        """Return a program with the modules and the call of a function by name, where the task has one."""
         if self.function is None:
             return tested
         stars = "".join(f"from {module} import *\n" for module in PREDEFINED)
@@ -128,8 +122,6 @@ class CodeTask:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a program on a test case."""
-
     program: str
     stdin: str | None
     """What the program reads from its standard input."""
@@ -140,7 +132,7 @@ class Trial:
 
 
 def prints(expected: str | None) -> Callable[[str], bool]:
-    """Return what says whether a text is the expected one, apart from line breaks at the end. None = any text is."""
+    """Return a check that an output equals ``expected``, apart from line breaks at the end. None = any output passes."""
     return lambda printed: expected is None or printed.rstrip("\n") == expected.rstrip("\n")
 
 
@@ -362,7 +354,7 @@ def _parted(printed: str, mark: str) -> tuple[list[str], str]:
 
 
 def _literal(text: str) -> list[Any]:
-    """Return the value of a text in a list, which is empty where the text is no literal."""
+    """Return [value of the text], or [] if the text is not a literal."""
     try:
         return [ast.literal_eval(text)]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
@@ -370,7 +362,7 @@ def _literal(text: str) -> list[Any]:
 
 
 def _shows(mark: str, values: Sequence[Any], right: Callable[[str], bool], printed: str) -> bool:
-    """Return whether a program printed all values after the mark, in order, and else what is right."""
+    """Return whether a program printed exactly ``values`` after the mark, in order, and the right output besides."""
     shown, others = _parted(printed, mark)
     if len(shown) != len(values) or not right(others):
         return False
@@ -379,13 +371,13 @@ def _shows(mark: str, values: Sequence[Any], right: Callable[[str], bool], print
 
 
 class Verdict(Enum):
-    """What one run of a program on a test case shows."""
+    """What one run of a program shows for a test case."""
 
     PASSED = auto()
     FAILED = auto()
-    """It printed something else, ended with an error, or took too much time or memory."""
+    """It printed a wrong output, ended with an error, or took too much time or memory."""
     NOT_COMPILED = auto()
-    """It could not be compiled, which concerns the further cases too."""
+    """It could not be compiled, so all further cases fail too."""
     UNKNOWN = auto()
     """The service could not run it."""
 
@@ -393,8 +385,8 @@ class Verdict(Enum):
 def program_in(response: str) -> str | None:
     """Return the code of a response, or None if it has no code block.
 
-    It is the last block marked ``python``, else the first block, without a first line that is one word. A block that is not
-    closed ends with the response. verl chooses in the same way.
+    It is the last block marked ``python``, else the first block, without a first line that is a single word. An unclosed block
+    ends with the response. verl chooses in the same way.
     """
     if "```python" in response:
         return response.split("```python")[-1].split("```")[0]
@@ -409,7 +401,7 @@ def verdict_of(answer: Any, passes: Callable[[str], bool]) -> Verdict:
     """Return what an answer of the service shows.
 
     Raises:
-        RewardError: The answer is none of a SandboxFusion service. verl counts it as a case that is not passed.
+        RewardError: The answer is not from a SandboxFusion service. verl counts the case as failed.
     """
     parts = answer if isinstance(answer, dict) else {}
     run, compiled = ({} if part is None else part for part in (parts.get("run_result"), parts.get("compile_result")))
@@ -425,7 +417,6 @@ def verdict_of(answer: Any, passes: Callable[[str], bool]) -> Verdict:
 
 
 def _went_wrong(result: Mapping[str, Any]) -> bool:
-    """Return whether a command did not end well."""
     status = result.get("status")
     return status in ("Error", "TimeLimitExceeded") or (status == "Finished" and result.get("return_code") != 0)
 

@@ -24,7 +24,7 @@ from verl_memopt.config.secrets import hide_shapes
 from verl_memopt.errors import RewardError
 
 PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)
-"""HTTP statuses that another attempt may mend."""
+"""HTTP statuses after which another attempt may succeed."""
 
 LARGEST_ANSWER_BYTES = 16 << 20
 PART_BYTES = 1 << 16
@@ -34,10 +34,8 @@ MOST_THREADS = 1024
 
 @dataclass(frozen=True)
 class Patience:
-    """How long and how often a judge is asked."""
-
     limit_seconds: float = 45.0
-    """Longest time of a judgment with all its attempts. Keep it below ``custom_reward_function.timeout_seconds``."""
+    """Longest time of a request with all its attempts. Keep it below ``custom_reward_function.timeout_seconds``."""
     attempt_seconds: float = 15.0
     """Longest time of one attempt."""
     attempts: int = 4
@@ -47,17 +45,17 @@ class Patience:
     headers: Mapping[str, str] = field(default_factory=dict)
     """Further headers, such as Authorization."""
     name: str = "judge"
-    """What messages call the service."""
+    """Name of the service in messages."""
     way_out: str = "Start the judge, or allow more time."
-    """How messages say to correct that the service gives no answer."""
+    """Advice in messages if the service gives no answer."""
 
 
 class LongAnswerError(RewardError):
-    """An answer is longer than ``LARGEST_ANSWER_BYTES``. Another attempt would not mend that."""
+    """An answer is longer than ``LARGEST_ANSWER_BYTES``. Another attempt would not help."""
 
 
 class _PassingError(Exception):
-    """An attempt failed in a way that another one may mend. Its arguments are the reason, and the least pause in seconds."""
+    """An attempt failed, and another one may succeed. The arguments are the reason and the shortest pause in seconds."""
 
 
 CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
@@ -68,13 +66,13 @@ def ask(url: str, body: Any, patience: Patience = Patience(), pause: Callable[[f
 
     Args:
         url: Address of the judge, http or https.
-        body: What JSON can hold.
+        body: Anything that JSON can hold.
         patience: Time limits, attempts and headers.
         pause: Waits for some seconds between attempts.
 
     Raises:
-        RewardError: The judge gave no answer within the limits, or refused the request. The message says how often it was asked
-            and what went wrong last.
+        RewardError: The judge gave no answer within the limits, or refused the request. The message has the number of attempts
+            and the last failure.
         LongAnswerError: The answer is too long.
     """
     text = json.dumps(body).encode()
@@ -98,23 +96,23 @@ def ask(url: str, body: Any, patience: Patience = Patience(), pause: Callable[[f
 
 
 def _error(text: str, kind: type[RewardError] = RewardError) -> RewardError:
-    """Return an error of one line that does not tell what opens a service."""
+    # One line, and without keys or tokens that the address or the answer may contain.
     return kind(hide_shapes(" ".join(text.split())))
 
 
 async def ask_async(url: str, body: Any, patience: Patience = Patience()) -> Any:
-    """Do as :func:`ask` does, and let other rows run meanwhile. Arguments and errors are the same."""
+    """Ask as :func:`ask` does, without blocking other rows."""
     return await asyncio.get_running_loop().run_in_executor(_threads(), lambda: ask(url, body, patience))
 
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """Return the threads that wait for judges. One starts only when no other is free."""
+    # A thread starts only when no other is free.
     return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="judge")
 
 
 def _attempt(url: str, text: bytes, patience: Patience, seconds: float) -> Any:
-    """Return the answer to one request. A _PassingError says that another attempt may do better, a RewardError that none can."""
+    # _PassingError means that another attempt may succeed, RewardError that none can.
     end = time.monotonic() + seconds
     connection = _prepared(url, len(text), patience, seconds)
     try:
@@ -151,10 +149,10 @@ def _attempt(url: str, text: bytes, patience: Patience, seconds: float) -> Any:
 
 
 def _prepared(url: str, length: int, patience: Patience, seconds: float) -> http.client.HTTPConnection:
-    """Return a connection that holds the head of a request, of which nothing is sent yet.
+    """Return a connection with the head of a request, of which nothing is sent yet.
 
     Raises:
-        RewardError: HTTP cannot send the address or a header. The value of a header, which may be a secret, is not told.
+        RewardError: HTTP cannot send the address or a header. The message hides the value of a header, which may be a secret.
     """
     headers = {"Content-Type": "application/json", "Content-Length": length, "Connection": "close", **patience.headers}
     try:
@@ -185,25 +183,20 @@ def _prepared(url: str, length: int, patience: Patience, seconds: float) -> http
 
 
 class _Bounded(io.RawIOBase):
-    """What ``http.client`` reads an answer from: a socket until a moment, even if the answer comes in drops."""
+    """A socket as ``http.client`` reads it, with a deadline for the whole answer, even if it comes byte by byte."""
 
     def __init__(self, socket: socket_module.socket, end: float) -> None:
-        """Read from ``socket`` until ``end``, in seconds of the monotonic clock."""
         self._socket, self._end = socket, end
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        """Return the stream, as a socket does."""
         return io.BufferedReader(self)
 
-    def close(self) -> None:
-        """Leave the socket open: the connection closes it before the answer is read."""
+    def close(self) -> None: ...
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read what has come, or raise TimeoutError at the end."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise TimeoutError
@@ -212,7 +205,6 @@ class _Bounded(io.RawIOBase):
 
 
 def _read(answer: http.client.HTTPResponse) -> bytes:
-    """Return the whole answer, or the start of one that is too long."""
     parts: list[bytes] = []
     size = 0
     while part := answer.read1(PART_BYTES):
@@ -220,6 +212,7 @@ def _read(answer: http.client.HTTPResponse) -> bytes:
         size += len(part)
         if size > LARGEST_ANSWER_BYTES:
             return b"".join(parts)
+    # The server announced more bytes than it sent.
     if answer.length:
         raise OSError("the answer ended early")
     return b"".join(parts)

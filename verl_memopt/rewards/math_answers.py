@@ -10,14 +10,14 @@ from typing import Any
 from verl_memopt.errors import RewardError
 
 MATH_SECONDS = 2
-"""Longest time in which math-verify must read an answer, and compare it."""
+"""Longest time for math-verify to read an answer, and again to compare it."""
 
 UNREADABLE = "[unparseable]"
-"""Written in the place of what math-verify cannot read, as in TRL."""
+"""Stands for an answer that math-verify cannot read, as in TRL."""
 
 
 def math_seconds() -> int | None:
-    """Return :data:`MATH_SECONDS`, or None in a thread other than the main one, where math-verify's alarm does not work."""
+    """Return :data:`MATH_SECONDS`, or None outside the main thread, where math-verify's alarm does not work."""
     if threading.current_thread() is threading.main_thread():
         return MATH_SECONDS
     for name in ("math_verify.parser", "math_verify.grader"):  # each would warn of the missing limit
@@ -54,8 +54,6 @@ def math_answer(solution: str, ground_truth: Any) -> float:
 
 @dataclass(frozen=True)
 class LatexAnswer:
-    """The score of an answer, with what math-verify has read of solution and answer."""
-
     score: float | None
     """1.0 or 0.0; None where the solution cannot be read."""
     solution: str
@@ -63,9 +61,9 @@ class LatexAnswer:
 
 
 def latex_answer(text: str, solution: str) -> LatexAnswer:
-    """Return whether the LaTeX of a text equals a solution.
+    """Compare the LaTeX in a text with a solution.
 
-    Source: ``accuracy_reward`` of TRL. The boxed answer is tried first, and a text without LaTeX has no answer.
+    Source: ``accuracy_reward`` of TRL. The boxed answer is tried first. A text without LaTeX has no answer.
     """
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify

@@ -1,10 +1,10 @@
 """Reward functions given as Python objects, by :func:`verl_memopt.train` or TRL's trainers.
 
 They are pickled into the run's folder (functions of a notebook, lambdas and closures by value, with cloudpickle) and run in the
-reward processes like a function of a file: under time and memory limits, and apart from the run. So what a function changes in a
-variable of the notebook stays in its process.
+reward processes like a function of a file: under time and memory limits, in processes of their own. If a function changes a
+variable of the notebook, it changes only there.
 
-Three signatures are told apart by the names of the arguments:
+The names of the arguments decide between three signatures:
 
 - TRL's: ``f(prompts, completions, completion_ids, trainer_state, **columns)`` gets lists, and returns a list.
 - verl's: ``f(data_source, solution_str, ground_truth, extra_info)``, or its plural for a whole batch.
@@ -36,11 +36,11 @@ from verl_memopt.rewards.scorer import ARGUMENTS, BATCH_ARGUMENTS, is_async
 logger = logging.getLogger(__name__)
 
 FILE = "rewards.pkl"
-"""File of a run's inputs with its functions."""
+"""File in a run's inputs that holds its functions."""
 RM_SCORE = "rm_score"
-"""Name of the reward model's score among what a reward function receives, and among the entries of a row."""
+"""Name of the reward model's score in the arguments of a reward function, and in the entries of a row."""
 RM_SCORES = "rm_scores"
-"""The same of the further reward models: a dict of their scores by name."""
+"""Name of the further reward models' scores there: a dict by name of the model."""
 TRL, VERL, VERL_BATCH, PLAIN = "TRL's", "verl's", "verl's for a batch", "plain"
 Row = tuple[str, str, Any, dict[str, Any]]
 """data_source, response, ground truth, extra_info."""
@@ -57,7 +57,7 @@ class NamedFunction:
 
     @classmethod
     def of(cls, name: str, function: Any, weight: float) -> NamedFunction:
-        """Return a function with what its signature says."""
+        """Return a function with the kind of its signature."""
         if not callable(function):
             raise RewardError(f"rewards: {function!r:.100} is not a function. Give a function, or a list of functions.")
         try:
@@ -84,12 +84,11 @@ class NamedFunction:
         return cls(name, weight, PLAIN, function)
 
     @property
-    def of_batch(self) -> bool:
-        """Whether one call scores all rows."""
+    def scores_batch(self) -> bool:
         return self.kind in (TRL, VERL_BATCH)
 
     def call(self, rows: Sequence[Row]) -> Any:
-        """Return what the function gives for rows: a list, or one value where it scores a row. A coroutine where it is async."""
+        """Call the function: for all rows if it takes a batch, else for one row. Returns a coroutine if it is async."""
         if self.kind == VERL_BATCH:
             return self.function(**dict(zip(BATCH_ARGUMENTS, map(list, zip(*rows, strict=True)), strict=True)))
         if self.kind == TRL:
@@ -105,7 +104,6 @@ class NamedFunction:
         return self.function(answer, {**extra, "data_source": source, "ground_truth": truth})
 
     def _call_as_trl(self, rows: Sequence[Row]) -> Any:
-        """Return the scores of a function with TRL's signature, and what it logs as further entries of its rows."""
         logged: dict[str, Sequence[Any]] = {}
         arguments = _trl_arguments(rows) | {
             "log_extra": logged.__setitem__,
@@ -119,7 +117,7 @@ class NamedFunction:
 
 
 def _trl_arguments(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the arguments of a function with TRL's signature. Answers to messages are messages."""
+    """Return the arguments of a function with TRL's signature. A completion is a message if its prompt is messages."""
     extras = [extra for *_, extra in rows]
     answers = [answer for _, answer, _, _ in rows]
     chats = [[{"role": "assistant", "content": text}] for text in answers]
@@ -135,29 +133,28 @@ async def _finished(given: Any, logged: Mapping[str, Sequence[Any]]) -> Any:
 
 
 def _with_logged(values: Any, logged: Mapping[str, Sequence[Any]]) -> Any:
-    """Return the scores of rows, each with its part of what was logged."""
     if not logged or not isinstance(values, Sequence):
         return values
     parts = [dict(zip(logged, part, strict=True)) for part in zip(*logged.values(), strict=True)]
+    # What a function logs becomes further entries of its rows.
     return [value if value is None else {"score": value, **part} for value, part in zip(values, parts, strict=False)]
 
 
 class ModelScore:
-    """The score of a reward model of the run as a function beside others. The workers have computed it.
+    """A reward function that returns the score of a reward model, which the workers have computed.
 
-    ``further``: It is not the first of the reward models.
+    ``further`` says that it is not the first of the reward models.
     """
 
     def __init__(self, name: str, further: bool = False) -> None:
         self.__name__, self.further = name, further
 
     def __call__(self, answer: str, row: Mapping[str, Any]) -> float:
-        """Return the score that came with the row."""
         return float(row[RM_SCORES][self.__name__] if self.further else row[RM_SCORE])
 
 
 def is_model(given: Any) -> bool:
-    """Return whether a reward is a model: an object of transformers, or the folder or hub id of one."""
+    """Return whether a reward is a model: an object of transformers, or a folder or hub id."""
     if isinstance(given, str | Path):
         text = str(given)
         return not (text.endswith(".py") or ".py:" in text) and ("/" in text or is_there(text))
@@ -167,16 +164,16 @@ def is_model(given: Any) -> bool:
 def reward_settings(
     rewards: Any, weights: Sequence[float] | None, tokenizers: Sequence[Any] | None, inputs: Path
 ) -> dict[str, Any]:
-    """Return the settings of the rewards of a call, by key. What is no file is written into ``inputs``.
+    """Return the settings of the rewards of a call, by key, and write functions and models into ``inputs``.
 
     Args:
-        rewards: Functions, and reward models among them; or ``"file.py:function"``. None = the rules.
-        weights: One for each. None = 1.
-        tokenizers: One for each, of those that are models; None in it = that of the model's folder. None = so for all.
-        inputs: Folder of what came from Python.
+        rewards: Functions and reward models; or ``"file.py:function"``. None = the rules.
+        weights: One per reward. None = 1 each.
+        tokenizers: One per reward, None for a function or for the tokenizer of the model's folder. None = None for all.
+        inputs: Folder of a run for inputs from Python.
 
     Raises:
-        RewardError: A reward is none, or cannot be used beside the others.
+        RewardError: An entry is neither a function nor a model, or cannot be combined with the others.
     """
     if rewards is None:
         return {}
@@ -204,7 +201,7 @@ def reward_settings(
 
 
 def with_names(rewards: Any) -> dict[str, Any]:
-    """Return name -> reward of a reward, a list of them, or a mapping. The second of one name gets the number 2."""
+    """Return name -> reward for a reward, a list, or a mapping. A repeated name gets the suffix 2, 3 and so on."""
     if isinstance(rewards, Mapping):
         return dict(rewards)
     listed = isinstance(rewards, Iterable) and not callable(rewards) and not isinstance(rewards, str)
@@ -228,7 +225,7 @@ def _name_of(reward: Any) -> str:
 def named_functions(rewards: Any, weights: Sequence[float] | None = None) -> list[NamedFunction]:
     """Return reward functions with their names and weights (default 1).
 
-    ``rewards``: a function, a list of functions, or name -> function.
+    ``rewards`` is a function, a list of functions, or name -> function.
     """
     named = list(with_names(rewards).items())
     if not named:
@@ -240,7 +237,7 @@ def named_functions(rewards: Any, weights: Sequence[float] | None = None) -> lis
 
 
 def save_functions(functions: Sequence[NamedFunction], path: Path) -> dict[str, Any]:
-    """Pickle functions, and return the settings that have the reward processes call them, by key."""
+    """Pickle functions into a file, and return the settings that let the reward processes call them."""
     import cloudpickle
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -256,7 +253,7 @@ def save_functions(functions: Sequence[NamedFunction], path: Path) -> dict[str, 
     buffer = io.BytesIO()
     cloudpickle.dump(list(functions), buffer)
     path.write_bytes(buffer.getvalue())
-    batch = any(each.of_batch for each in functions)
+    batch = any(each.scores_batch for each in functions)
     asynchronous = any(is_async(each.function) for each in functions)
     name = f"{'score_batch' if batch else 'score_row'}{'_async' if asynchronous else ''}"
     return {
@@ -269,7 +266,7 @@ def save_functions(functions: Sequence[NamedFunction], path: Path) -> dict[str, 
 
 
 def say_secrets(what: str, function: Any, pickled: bytes, path: Path) -> None:
-    """Warn of what looks like a secret in a function that is kept in a file of the run."""
+    """Warn if a pickled function contains what looks like a secret, because the file stays in the run's folder."""
     if found := secrets_in(function, pickled):
         logger.warning(
             "%s brings along what looks like a secret (%s), which is kept in %s as it is. Read it inside the function, from "
@@ -283,7 +280,7 @@ _loaded: dict[str, list[NamedFunction]] = {}
 
 
 def _functions(path: str) -> list[NamedFunction]:
-    """Return the functions of a file, unpickled once in a process."""
+    # Unpickled once per process: a function may load a model.
     if path not in _loaded:
         import pickle
 
@@ -299,7 +296,7 @@ def _functions(path: str) -> list[NamedFunction]:
 
 
 def score_row(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], functions: str) -> Any:
-    """Return the weighted sum of the functions' scores for a row, and each by name."""
+    """Return the weighted sum of the functions' scores for a row, with each score by name."""
     row, found = (data_source, solution_str, ground_truth, extra_info), _functions(functions)
     return _weighed(found, [each.call([row]) for each in found])
 
@@ -307,26 +304,23 @@ def score_row(data_source: str, solution_str: str, ground_truth: Any, extra_info
 async def score_row_async(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], functions: str
 ) -> Any:
-    """As :func:`score_row`; async functions run at the same time."""
     row, found = (data_source, solution_str, ground_truth, extra_info), _functions(functions)
     return _weighed(found, await asyncio.gather(*(_awaited(each.call([row])) for each in found)))
 
 
 def score_batch(data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any, functions: str) -> list[Any]:
-    """As :func:`score_row`, for all rows."""
     rows, found = list(zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)), _functions(functions)
-    columns = [each.call(rows) if each.of_batch else [each.call([row]) for row in rows] for each in found]
+    columns = [each.call(rows) if each.scores_batch else [each.call([row]) for row in rows] for each in found]
     return _weighed_rows(found, columns, len(rows))
 
 
 async def score_batch_async(
     data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any, functions: str
 ) -> list[Any]:
-    """As :func:`score_batch`; async functions run at the same time."""
     rows, found = list(zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)), _functions(functions)
 
     async def column(each: NamedFunction) -> Any:
-        if each.of_batch:
+        if each.scores_batch:
             return await _awaited(each.call(rows))
         return await asyncio.gather(*(_awaited(each.call([row])) for row in rows))
 
@@ -347,9 +341,9 @@ def _weighed_rows(functions: Sequence[NamedFunction], columns: Sequence[Any], nu
 
 
 def _weighed(functions: Sequence[NamedFunction], values: Sequence[Any]) -> Any:
-    """Return the sum of the scores times their weights, and each score by name.
+    """Return the weighted sum of the scores, with each score by name.
 
-    A function that gives None does not count, and where all of them do the row has no score: None.
+    A function that returned None does not count. If all did, the row has no score: None.
     """
     total = 0.0
     named: dict[str, float | None] = {}

@@ -16,10 +16,10 @@ from verl_memopt.rewards.code_task import CODE_SOURCES
 from verl_memopt.rewards.math_answers import math_answer
 
 Rule = Callable[[str, Any], Any]
-"""From a response and its ground truth to a score, or to a dict with ``score``."""
+"""Returns the score of a response and its ground truth, or a dict with ``score``."""
 
 LAST_CHARACTERS = 300
-"""Characters at the end of a response that verl's rules for GSM8K and DAPO's problems read."""
+"""Number of characters at the end of a response that verl's rules for GSM8K and DAPO read."""
 
 _STRICT_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 _FINAL_ANSWER = re.compile(r"####\s*(\$?-?[0-9][0-9.,]*)")
@@ -27,7 +27,7 @@ _THINK_THEN_ANSWER = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>\s*<answe
 
 
 def exact_match(solution: str, ground_truth: Any) -> float:
-    """Return 1.0 when the response equals the ground truth, apart from surrounding white space; else 0.0."""
+    """Return 1.0 if the response equals the ground truth, apart from surrounding white space; else 0.0."""
     return float(solution.strip() == str(ground_truth).strip())
 
 
@@ -41,7 +41,7 @@ def final_answer(solution: str) -> str | None:
 
 
 def gsm8k(solution: str, ground_truth: Any) -> float:
-    """Return 1.0 when the last ``#### x`` in the last 300 characters is the ground truth, apart from commas; else 0.0.
+    """Return 1.0 if the last ``#### x`` in the last 300 characters is the ground truth, apart from commas; else 0.0.
 
     This is verl's rule: a currency sign, a final dot or another form of the number scores 0.0.
     """
@@ -50,18 +50,18 @@ def gsm8k(solution: str, ground_truth: Any) -> float:
 
 
 def tolerant_gsm8k(solution: str, ground_truth: Any) -> float:
-    """Return 1.0 when the last ``#### x`` is the ground truth, apart from commas, a currency sign and a final dot; else 0.0."""
+    """Return 1.0 if the last ``#### x`` is the ground truth, apart from commas, a currency sign and a final dot; else 0.0."""
     return float(final_answer(solution) == _plain_number(str(ground_truth)))
 
 
 def final_answer_format(solution: str, ground_truth: Any) -> float:
-    """Return 1.0 when the response has exactly one ``#### x`` and ends with it, right or wrong; else 0.0."""
+    """Return 1.0 if the response has exactly one ``#### x`` and ends with it, right or wrong; else 0.0."""
     matches = list(_FINAL_ANSWER.finditer(solution))
     return float(len(matches) == 1 and not solution[matches[0].end() :].strip())
 
 
 def think_format(solution: str, ground_truth: Any) -> float:
-    """Return 1.0 when the response is one ``<think>..</think>`` and then one ``<answer>..</answer>``; else 0.0."""
+    """Return 1.0 if the response is one ``<think>..</think>`` and then one ``<answer>..</answer>``; else 0.0."""
     return float(_THINK_THEN_ANSWER.fullmatch(solution) is not None)
 
 
@@ -82,7 +82,7 @@ def boxed_answer(solution: str, ground_truth: Any) -> float:
 
 
 def _last_box(text: str, command: str = "\\boxed") -> str | None:
-    r"""Return what stands in the last box of a text, None where it is not closed. Boxes are searched by ``command``."""
+    """Return the contents of the last box in a text, or None if it is not closed. ``command`` begins a box."""
     start, depth = text.rfind(command), 0
     if start < 0 or not text.startswith("\\boxed{", start):
         return None
@@ -94,9 +94,10 @@ def _last_box(text: str, command: str = "\\boxed") -> str | None:
 
 
 def _one_form(text: str) -> str:
-    """Return LaTeX in one of the forms that mean the same.
+    """Normalise LaTeX, so that some spellings of a value become equal.
 
-    A ValueError says that a fraction, a root or a unit has no end.
+    Raises:
+        ValueError: A fraction, a root or a unit is incomplete.
     """
     text = text.replace("\n", "").replace("\\!", "").replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
     for part in ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$"):
@@ -167,11 +168,10 @@ _MINERVA_PATTERNS = (
     (r"(\\overline\{)(.*?)(\})", r"\2"), (r"(\\boxed\{)(.*)(\})", r"\2"), (r"(frac)([^{])(.)", r"frac{\2}{\3}"),
     (r"(sqrt)([^{])", r"sqrt{\2}"),
 )  # fmt: skip
-"""What Minerva's code makes of an answer, in this order: words of units and of filling go, and LaTeX takes one form."""
+"""Minerva's normalisation of an answer, in this order: remove units and filler words, then unify LaTeX."""
 
 
 def _minerva_form(answer: str) -> str:
-    """Return an answer in Minerva's form."""
     answer = answer.split("=")[-1]
     for before, after in (*_MINERVA_REPLACED, *((word, "") for word in _MINERVA_REMOVED)):
         answer = answer.replace(before, after)
@@ -201,11 +201,11 @@ RULES: dict[str, Rule] = {
 scored as ``math_dapo``, as in verl."""
 
 TOLERANT_RULES: dict[str, Rule] = {"openai/gsm8k": tolerant_gsm8k, **dict.fromkeys(_MATH, math_answer)}
-"""Rules that forgive more than verl's, by data source."""
+"""Rules that are more lenient than verl's, by data source."""
 
 
 def rule_of(source: str, tolerant: bool = False) -> Rule | None:
-    """Return the rule of a data source, None where there is none. ``tolerant``: prefer one that forgives more than verl's."""
+    """Return the rule of a data source, or None. ``tolerant`` prefers one that is more lenient than verl's."""
     if tolerant and source in TOLERANT_RULES:
         return TOLERANT_RULES[source]
     return RULES.get("math_dapo" if source.startswith("aime") else source)
@@ -219,20 +219,20 @@ _RIGHT_ANSWERS: dict[Rule, str] = {
     dapo_answer: "Answer: {}",
     math_answer: "\\boxed{{{}}}",
 }
-"""A response whose answer is the ground truth itself, by rule. A rule that is not here does not read the ground truth."""
+"""Rule -> a response that answers with the ground truth. Rules that are missing here do not read the ground truth."""
 
 MOST_READ = 200
-"""Ground truths that math-verify reads before a run; it takes up to a tenth of a second for each."""
+"""Ground truths that math-verify checks before a run. Each takes up to 0.1 s."""
 
 
 def check_rows(rows: Iterable[tuple[str, str, Any, str]], sandbox: bool = False, tolerant: bool = False) -> None:
-    """Check that each row has a rule, and a ground truth that some answer can be equal to. For runs without a custom function.
+    """Check that each row has a rule, and a ground truth that some answer can equal. For runs without a custom function.
 
-    ``rows`` are (data_source, address, ground_truth, prompt). ``sandbox``: there is a service that runs programs of code tasks.
+    ``rows`` are (data_source, address, ground_truth, prompt). ``sandbox`` says that a service runs the programs of code tasks.
 
     Raises:
-        DataError: A data source has no rule, what its rule needs is missing, or every answer to a row would be wrong. The message
-            names the first such row.
+        DataError: A data source has no rule, its rule lacks something, or every answer to a row would be wrong. The message names
+            the first such row.
     """
     read = set[tuple[str, str]]()
     for source, address, truth, prompt in rows:
@@ -264,7 +264,7 @@ def check_rows(rows: Iterable[tuple[str, str, Any, str]], sandbox: bool = False,
 
 
 def _check_truth(rule: Rule, truth: str) -> None:
-    """Refuse a ground truth to which the rule calls every answer wrong, that truth itself among them."""
+    """Refuse a ground truth for which the rule rejects even a response that answers with it."""
     response = _RIGHT_ANSWERS[rule].format(truth)
     result = rule(response, truth)
     if (result["score"] if isinstance(result, dict) else result) <= 0:
@@ -277,10 +277,10 @@ def _check_truth(rule: Rule, truth: str) -> None:
 
 
 def plain_truth(truth: Any) -> str:
-    """Return a ground truth as the text that rules compare: 65 for 65.0, and the one entry of a list.
+    """Return a ground truth as the text that rules compare: 65 for 65.0, and the only entry of a list.
 
     Raises:
-        RewardError: It is no text and no number.
+        RewardError: It is neither a text nor a number.
     """
     if hasattr(truth, "tolist"):  # of numpy
         truth = truth.tolist()
@@ -299,7 +299,7 @@ def plain_truth(truth: Any) -> str:
 def score_by_rule(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, tolerant: bool = False
 ) -> Any:
-    """Return the score by the rule of ``data_source``, or a dict with ``score``. ``tolerant`` is as in :func:`rule_of`."""
+    """Score a response by the rule of ``data_source``. Returns a number, or a dict with ``score``."""
     rule = rule_of(data_source, tolerant)
     if rule is None:
         raise RewardError(f"cannot score this row: {_no_rule(data_source)}")
@@ -313,7 +313,6 @@ def score_batch_by_rule(
     extra_infos: Sequence[Any],
     tolerant: bool = False,
 ) -> list[Any]:
-    """Return the score of each row by the rule of its data source, as :func:`score_by_rule`."""
     rows = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
     return [score_by_rule(*row, tolerant=tolerant) for row in rows]
 

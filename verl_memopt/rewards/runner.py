@@ -45,7 +45,7 @@ from verl_memopt.run.process_tree import kill_marked, safe_path
 logger = logging.getLogger(__name__)
 
 CHUNKS_PER_PROCESS = 4
-"""Pieces per process, so that an idle process can take over rows of a slow one."""
+"""Chunks per process, so that an idle process can take rows that a slow one has not begun."""
 
 CHECK_SECONDS = 0.2
 """Longest wait for scores before time limits and deaths are checked."""
@@ -67,9 +67,9 @@ class RewardRunner:
         num_workers: Number of reward processes; the manager ``prime`` may start more.
         logs: Folder for what the function prints, one file per process. None = the standard output of this process.
         manager: How rows reach the function, ``reward_model.reward_manager``.
-        max_concurrent: Rows that an async function has under way at a time in one process.
-        sandbox: The service that runs programs for the rules, ``reward_model.sandbox_fusion``. None = there is none.
-        tolerant_rules: Rules that forgive more than verl's score GSM8K and MATH, ``reward_model.tolerant_rules``.
+        max_concurrent: Rows that an async function scores at the same time in one process.
+        sandbox: The service that runs programs for the rules, ``reward_model.sandbox_fusion``. None = none.
+        tolerant_rules: Score GSM8K and MATH by rules that are more lenient than verl's, ``reward_model.tolerant_rules``.
     """
 
     custom: schema.CustomReward
@@ -81,32 +81,28 @@ class RewardRunner:
     tolerant_rules: bool = schema.RewardModel.tolerant_rules
 
     def __post_init__(self) -> None:
-        """Start the processes."""
         number, sandbox = num_processes(self.manager, self.num_workers), self.sandbox
         self._sandboxes: Sequence[Sandbox | None] = [None] * number if sandbox is None else share_out(sandbox, number)
         self._manager = MANAGERS[self.manager]
         self.stopped: Callable[[], bool] = lambda: False
-        """Called while rows are scored. Once it returns True, the rows are abandoned and ``score`` raises Stopped."""
+        """Called while rows are scored. Once it returns True, ``score`` abandons the rows and raises Stopped."""
         self.trainer_state: dict[str, int] = {}
-        """Where the run is: ``global_step`` and ``max_steps``, for functions that ask for it."""
+        """``global_step`` and ``max_steps`` of the run, for functions that take them."""
         self._processes = [self._start(index) for index in range(len(self._sandboxes))]
         self._begun: Round | None = None
 
     def __enter__(self) -> Self:
-        """Return the runner itself."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End the processes."""
         self.close()
 
     def check(self) -> None:
-        """Wait until every process has loaded the function."""
         for process in self._processes:
             process.wait_until_loaded()
 
     def begin(self, num_rows: int) -> Round:
-        """Begin to score rows that come one after another. :meth:`score` ends it."""
+        """Begin a round of rows that arrive one after another. :meth:`score` ends it."""
         if self._begun is not None:
             # The scores of that round were never asked for, and must not be taken for those of this one.
             self.close()
@@ -118,7 +114,7 @@ class RewardRunner:
     def score(self, rows: Sequence[RewardRow], begun: Round | None = None) -> list[RewardResult]:
         """Return the result of each row, in order.
 
-        ``begun`` is the round of :meth:`begin` that has some of the rows already; None = a new one.
+        ``begun`` is a round of :meth:`begin` that has some of the rows already. None = a new one.
 
         Raises:
             RewardError: A row failed, with ``on_error=raise``. The message names the row.
@@ -153,7 +149,6 @@ class RewardRunner:
         self._processes, self._begun = [], None
 
     def pids(self) -> list[int]:
-        """Return the process ids of the supervisors, one per reward process."""
         return [process.pid for process in self._processes]
 
     def _start(self, index: int) -> RewardProcess:
@@ -174,15 +169,14 @@ class RewardRunner:
 
 
 class Round:
-    """The rows of one call of ``score``: which wait, which process scores which rows, and the results so far."""
+    """The rows of one call of ``score``: those that wait, those that a process scores, and the results so far."""
 
     def __init__(self, num_rows: int, runner: RewardRunner) -> None:
-        """Begin without rows. ``num_rows`` will come."""
         self.failures: dict[int, str] = {}
         self.busy_seconds = 0.0
-        """How long processes were at work in :meth:`turn`."""
+        """Seconds of :meth:`turn` in which processes were scoring."""
         self.error: BaseException | None = None
-        """What went wrong in another thread. :meth:`finish` raises it."""
+        """An error of another thread, which :meth:`finish` raises."""
         self._rows: list[RewardRow | None] = [None] * num_rows
         self._processes, self._custom, self._manager = runner._processes, runner.custom, runner._manager
         self._start, self._stopped = runner._start, runner.stopped
@@ -192,7 +186,7 @@ class Round:
         self._retried: set[int] = set()
 
     def add(self, rows: Mapping[int, RewardRow]) -> None:
-        """Take rows by index. A row that is there already stays as it is."""
+        """Add rows by index. Rows that were added before are ignored."""
         new = [index for index in rows if self._rows[index] is None]
         for index in new:
             self._rows[index] = rows[index]
@@ -200,7 +194,7 @@ class Round:
             self._waiting = deque(self._pieces(sorted([*itertools.chain.from_iterable(self._waiting), *new])))
 
     def finish(self, rows: Sequence[RewardRow]) -> list[RewardResult]:
-        """Return the results in row order, once all are there. ``rows`` are all rows, also those that came before."""
+        """Wait for all results and return them in row order. ``rows`` are all rows, including those added before."""
         if self.error is not None:
             raise self.error
         self.add(dict(enumerate(rows)))
@@ -209,7 +203,7 @@ class Round:
         return [self._results[index] for index in range(len(self._rows))]
 
     def turn(self, seconds: float) -> None:
-        """Hand out waiting rows, and take the scores that arrive within so many seconds."""
+        """Hand out waiting rows, and collect the scores that arrive within so many seconds."""
         if self._stopped():
             raise Stopped
         self._hand_out()
@@ -220,11 +214,11 @@ class Round:
             self._collect(process)
 
     def _pieces(self, indices: Sequence[int]) -> list[Chunk]:
-        """Return the pieces in which rows are handed out."""
         if self._manager.whole_batch:
             return [indices] if indices else []
         if self._manager.row_by_row and indices:
             self._processes[0].wait_until_loaded()
+            # An async function keeps many rows under way itself, so one row at a time would only slow it.
             if not self._processes[0].runs_concurrently:
                 return [[index] for index in indices]
         return _chunks(indices, len(self._processes))
@@ -242,7 +236,6 @@ class Round:
             process.send(chunk, [row for index in chunk if (row := self._rows[index]) is not None])
 
     def _collect(self, process: RewardProcess) -> None:
-        """Record what ``process`` has sent. Replace it if it has died or is over the time limit."""
         chunk = self._at_work[process]
         try:
             outcomes = process.receive({index for index in chunk if index not in self._results})
@@ -263,11 +256,11 @@ class Round:
             self._replace(process, f"sent no score for {seconds:.0f} s{process.last_output()}", blames_row=True)
 
     def _replace(self, process: RewardProcess, failure: str, blames_row: bool = False) -> None:
-        """Fail the row that the process was scoring, and queue the rest of its chunk again, first in line.
+        """Fail the row that the process was scoring, and put the rest of its chunk at the head of the queue.
 
-        If a process died between rows, something else ended it, and no row fails. If that happens again, the next row fails.
-        With ``blames_row`` one of the rows is at fault, whatever the process says it was at: the rows are tried again one by one,
-        and the one that does it alone fails. Where one call scores all rows, they fail together.
+        If a process died between rows, something else ended it, and no row fails. If that happens again, the next row fails. With
+        ``blames_row`` one of the rows is at fault, although the process does not say which: they are tried again one by one, and
+        the row that does it alone fails. If one call scores all rows, they fail together.
         """
         at, _ = process.position()
         chunk = self._at_work.pop(process)
@@ -297,11 +290,11 @@ class Round:
             return
         failure = printable(failure)
         if self._custom.on_error != "score":
-            of = "of the rules" if self._custom.path is None else f"{self._custom.name} of {self._custom.path}"
+            name = "of the rules" if self._custom.path is None else f"{self._custom.name} of {self._custom.path}"
             row = self._rows[index]
             assert row is not None, index
             raise RewardError(
-                f"{row.address}: the reward function {of} {failure}\nCorrect it, or set "
+                f"{row.address}: the reward function {name} {failure}\nCorrect it, or set "
                 "custom_reward_function.on_error=score to continue with custom_reward_function.fallback_score."
             )
         self.failures[index] = failure
@@ -309,7 +302,6 @@ class Round:
 
 
 def _chunks(indices: Sequence[int], num_processes: int) -> list[Chunk]:
-    """Return even pieces of some rows: one piece for one process, several per process for more."""
     size = max(1, math.ceil(len(indices) / (1 if num_processes == 1 else num_processes * CHUNKS_PER_PROCESS)))
     return [indices[first : first + size] for first in range(0, len(indices), size)]
 
@@ -323,14 +315,12 @@ MOST_PROCESSES = 64
 
 @dataclass(frozen=True)
 class Manager:
-    """How rows are handed to the reward processes."""
-
     whole_batch: bool = False
     """The function is called once, with the lists of all rows."""
     row_by_row: bool = False
-    """A process gets one row at a time, so that a slow row delays no other, and there is one process per core at least."""
+    """A process gets one row at a time, so that a slow row delays no other, and each core has at least one process."""
     calls_function: bool = True
-    """There is a reward function. False = a recipe's model in the workers scores, and there are no reward processes."""
+    """False = a recipe's model in the workers scores, and there are no reward processes."""
 
 
 MANAGERS = {
@@ -344,21 +334,20 @@ MANAGERS = {
 
 
 def num_processes(manager: str, num_workers: int) -> int:
-    """Return how many reward processes a manager has."""
     if not MANAGERS[manager].calls_function:
         return 0
     cores = len(os.sched_getaffinity(0)) if MANAGERS[manager].row_by_row else 0
     return max(num_workers, min(MOST_PROCESSES, cores))
 
 
-# The run's side of one reward process: start it, send rows, receive scores, find the row it is at, end it.
+# The run's side of one reward process: start it, send rows, receive scores, find its present row, end it.
 
 
 SEND_SECONDS = 60
 """Longest time in which a process must take rows that are sent to it."""
 SILENCE, SILENCE_SECONDS = 2, 10.0
-"""A process that sends no outcome for so many time limits of a row, and so many seconds more, is ended. An outcome may wait for
-the next one."""
+"""A process is ended if it sends no outcome for so many time limits of a row, plus so many seconds. An outcome may wait for the
+next one, so one limit is not enough."""
 
 LOAD_SECONDS = 120.0
 """Longest time in which the file with the reward function must be imported."""
@@ -367,16 +356,14 @@ LOAD_SECONDS = 120.0
 class RewardProcess:
     """A new interpreter that runs one reward function under a supervisor. It starts in the background.
 
-    It and all that it starts end with this process, however this process ends. It has its own session and ignores the signals
-    that end a run, so that a stopped run can still finish its step. ``threads``: OMP_NUM_THREADS of the function, which may run a
-    model. ``log`` is the file for what the function prints; None = the
-    standard output of this process.
+    It and everything that it starts end with this process, however this process ends. It has its own session and ignores the
+    signals that end a run, so that a stopped run can still finish its step. ``threads`` is OMP_NUM_THREADS of the function, which
+    may run a model. ``log`` is the file for what the function prints; None = the standard output of this process.
     """
 
     def __init__(self, call: FunctionCall, limits: Limits, threads: int, log: Path | None = None) -> None:
-        """Start the process and send it the name of its function."""
         self.runs_concurrently = False
-        """The function is async and has many rows under way at a time. Known once it is loaded."""
+        """The function is async and scores many rows at a time. Set once it is loaded."""
         run_end, process_end = socket.socketpair()
         lifeline_end, self._lifeline = os.pipe()
         self._progress = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
@@ -414,11 +401,9 @@ class RewardProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the supervisor."""
         return self._process.pid
 
     def wait_until_loaded(self) -> None:
-        """Wait until the function is imported."""
         if self.loaded:
             return
         try:
@@ -446,23 +431,20 @@ class RewardProcess:
         self.loaded = True
 
     def send(self, indices: Sequence[int], rows: Sequence[RewardRow]) -> None:
-        """Send rows, with an index for each.
-
-        A dead process raises no error here; :meth:`receive` reports it.
-        """
+        """Send rows with their indices. A dead process raises no error here; :meth:`receive` reports it."""
         self.wait_until_loaded()
         self._round += 1
         self._heard = time.monotonic()
-        told = [(row.data_source, row.solution, row.ground_truth, row.extra_info) for row in rows]
+        sent = [(row.data_source, row.solution, row.ground_truth, row.extra_info) for row in rows]
         # One that takes nothing from the connection is found by its silence.
         with contextlib.suppress(ConnectionError, BlockingIOError):
-            self.connection.send((self._round, indices, told))
+            self.connection.send((self._round, indices, sent))
 
     def receive(self, expected: Collection[int]) -> list[Outcome] | None:
-        """Return the outcomes that have arrived, or None if the process has died. ``expected``: rows that have none yet.
+        """Return the outcomes that have arrived, or None if the process has died. ``expected`` are the rows without an outcome.
 
         Raises:
-            InvalidMessageError: What has arrived is no outcome of these rows.
+            InvalidMessageError: Something else than outcomes of these rows has arrived.
         """
         # Asked before the poll: what a process sends just before its death would otherwise be lost.
         alive, outcomes, left = self.is_alive(), list[Outcome](), set(expected)
@@ -478,21 +460,19 @@ class RewardProcess:
         return outcomes if outcomes or alive else None
 
     def _messages(self) -> list[Any]:
-        """Return the messages of this round that have arrived. Those of an earlier one come from what the function has forked."""
         data = os.read(self.connection.fileno(), LARGEST_MESSAGE)
         if not data:
             raise EOFError
+        # A message of an earlier round comes from a process that the function has forked.
         return [value for number, value in self._reader.feed(data) if number == self._round]
 
     def has_news(self) -> bool:
-        """Return whether something has arrived that was not read."""
         try:
             return self._reader.holds_part or self.connection.poll()
         except (EOFError, ConnectionError):
             return True
 
     def silent_seconds(self) -> float:
-        """Return the seconds since rows were sent or an outcome arrived."""
         return time.monotonic() - self._heard
 
     def position(self) -> tuple[int, float]:
@@ -502,11 +482,10 @@ class RewardProcess:
         return index, time.monotonic() - since if index >= 0 else 0.0
 
     def is_alive(self) -> bool:
-        """Return whether the supervisor is running."""
         return self._process.poll() is None
 
     def ending(self) -> str:
-        """Return, in words, how the process ended, followed by its last output."""
+        """Describe how the process ended, with its last output."""
         code = self._process.wait()
         clean, reason = self._verdict()
         if not clean:
@@ -515,11 +494,10 @@ class RewardProcess:
         return f"{reason or words}{self.last_output()}"
 
     def last_output(self) -> str:
-        """Return the last lines that the function printed, for messages. Empty where there are none."""
         return last_lines(self._log, self._log_start)
 
     def close(self) -> None:
-        """End the process and all that it started. May be called twice."""
+        """End the process and everything that it started. May be called twice."""
         if self.connection.closed:
             return
         # The supervisor ends everything once the lifeline closes. Killing it first would leave the orphans that it has
@@ -544,7 +522,7 @@ class RewardProcess:
         return clean, record[VERDICT.size : VERDICT.size + length].decode(errors="replace")
 
     def _kill_left_over(self) -> None:
-        """Kill the processes with the mark, where the supervisor was killed itself or could not end all of them."""
+        """Kill processes with the mark, if the supervisor was killed itself or could not end all of them."""
         killed = kill_marked(self._mark, END_SECONDS)
         if killed:
             logger.warning("killed %d processes that a reward function had started and left behind", len(killed))

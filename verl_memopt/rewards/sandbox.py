@@ -3,10 +3,10 @@
 The service is https://github.com/bytedance/SandboxFusion, at ``reward_model.sandbox_fusion.url``. No program of a response ever
 runs in a process of the run.
 
-The score is the share of the first ten test cases that the program passes, and 0 for a response without code. Of two things verl
-makes a wrong answer, and this rule an error of the row: the service does not answer, or the row's ground truth is no code task.
-Then the response has no score, and ``custom_reward_function.on_error`` decides, as for every reward function. Beyond the tenth
-case nothing is run, since nothing else would count. Where a function that is called by name raises, or does not exist, the case
+The score is the share of the first ten test cases that the program passes, and 0 for a response without code. If the service does
+not answer, or the row's ground truth is not a code task, verl counts a wrong answer. Here the row has an error, and
+``custom_reward_function.on_error`` decides, as for every reward function. Cases after the tenth are not run, because they would
+not count. Where a function that is called by name raises, or does not exist, the case
 fails; verl compares what was printed before, so such a program passes a case that expects no output.
 """
 
@@ -35,29 +35,27 @@ PATIENCE = Patience(
     name="sandbox service",
     way_out=f"Start the service, or correct {URL}.",
 )
-"""How long and how often the service is asked for one run. It may take the two time limits and as much again to answer."""
+"""Limits of the requests for one run. The service needs up to the two time limits of a case, and may wait as long again."""
 
 TRIES = 3
-"""How often a program is run that the service says it could not run."""
+"""Attempts with a program that the service could not run."""
 
 
 @dataclass(frozen=True)
 class Sandbox:
-    """The service, as one reward process uses it."""
-
     url: str
-    """Where programs are sent."""
+    """Address for programs."""
     slots: int
-    """Most programs that this process has under way."""
+    """Largest number of programs that this process runs at the same time."""
     memory_limit_mb: int
-    """Memory of a program."""
+    """Memory limit of a program."""
 
 
 def share_out(settings: SandboxFusion, num_processes: int) -> list[Sandbox]:
-    """Return the part of each reward process in the service, whose slots add up to ``max_concurrent``.
+    """Divide the service among the reward processes, so that their slots add up to ``max_concurrent``.
 
-    There may be fewer processes than ``num_processes``, so that each has slots for all test cases of a row. One process waits for
-    many programs at a time.
+    There may be fewer processes than ``num_processes``, so that each has slots for all test cases of a row. One process can wait
+    for many programs at a time.
     """
     assert settings.url is not None
     total = settings.max_concurrent
@@ -68,11 +66,10 @@ def share_out(settings: SandboxFusion, num_processes: int) -> list[Sandbox]:
 class Grader:
     """Scores responses to code tasks.
 
-    Never more than ``slots`` of the service's calls are under way, also where rows were given up.
+    No more than ``slots`` calls of the service run at a time, even if rows were given up.
     """
 
     def __init__(self, sandbox: Sandbox, patience: Patience = PATIENCE) -> None:
-        """Start no thread yet: each starts with the first call that needs it."""
         self._sandbox = sandbox
         self._patience = patience
         self._threads = ThreadPoolExecutor(sandbox.slots, thread_name_prefix="sandbox")
@@ -80,10 +77,10 @@ class Grader:
     async def score(self, solution: str, ground_truth: Any) -> float:
         """Return the share of the test cases that the program of a response passes.
 
-        Where one case shows that the program does not compile, the cases after it are not passed.
+        If one case shows that the program does not compile, the cases after it count as failed.
 
         Raises:
-            RewardError: The ground truth is no code task, or the service gives no answer.
+            RewardError: The ground truth is not a code task, or the service gives no answer.
         """
         code = program_in(solution)
         try:
@@ -97,8 +94,8 @@ class Grader:
         return sum(verdict is Verdict.PASSED for verdict in compiled) / len(verdicts)
 
     async def _verdicts(self, task: CodeTask, code: str) -> Sequence[Verdict]:
-        """Return the verdict of each case. With the first error, the calls that still wait are given up."""
         loop = asyncio.get_running_loop()
+        # All cases at once. The first error gives up those that still wait.
         calls = [loop.run_in_executor(self._threads, self.run, task.trial(code, case)) for case in task.cases]
         try:
             return await asyncio.gather(*calls)
@@ -109,12 +106,10 @@ class Grader:
                 call.cancel()
 
     def run(self, trial: Trial) -> Verdict:
-        """Return what a program does on a test case.
-
-        A program that prints more than an answer can hold has failed.
+        """Run a program on a test case. A program that prints more than an answer can hold has failed.
 
         Raises:
-            RewardError: The service gives no answer, or says in each of ``TRIES`` that it could not run the program.
+            RewardError: The service gives no answer, or could not run the program in ``TRIES`` attempts.
         """
         body: dict[str, Any] = {
             "code": trial.program,
@@ -147,10 +142,7 @@ class Grader:
 
 
 def check_service(settings: SandboxFusion, patience: Patience = PATIENCE) -> None:
-    """Let the service run a first program, so that a wrong address is an error before a run begins.
-
-    Without a url nothing happens. The error names key and address.
-    """
+    """Let the service run a first program, so that a wrong address shows before a run begins. Does nothing without a url."""
     if settings.url is None:
         return
     [sandbox] = share_out(settings, 1)
@@ -161,7 +153,6 @@ def check_service(settings: SandboxFusion, patience: Patience = PATIENCE) -> Non
 
 
 def rules_with_sandbox(sandbox: Sandbox, whole_batch: bool = False, tolerant: bool = False) -> Callable[..., Awaitable[Any]]:
-    """Return the rules as an async reward function that scores code tasks too. ``tolerant`` is as in ``rule_of``."""
     grader = Grader(sandbox)
 
     async def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> Any:

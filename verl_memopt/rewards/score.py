@@ -1,4 +1,4 @@
-"""What a reward function returns or raises, as an outcome that can be sent to the run."""
+"""The result or error of a reward function, as an outcome that can be sent to the run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from verl_memopt.config.schema import CustomReward
 
 Outcome = tuple[int, float, dict[str, Any], str | None]
-"""Row index, score, further entries, and what went wrong (None = nothing)."""
+"""Row index, score, further entries, and the failure (None = none)."""
 
 
 def outcome_of(index: int, value: Any) -> Outcome:
-    """Return the outcome of a row whose function returned ``value``."""
     try:
         score, extra = read_score(value)
     except RewardError as problem:
@@ -36,8 +35,7 @@ def outcome_of(index: int, value: Any) -> Outcome:
 def failure(index: int, problem: BaseException, limits: Limits, frames: int = 1) -> Outcome:
     """Return the outcome of a row whose function raised.
 
-    ``limits`` are named where memory was missing. ``frames`` counts outermost frames that belong to this package, and are left
-    out.
+    ``limits`` are named if memory ran out. ``frames`` outermost frames belong to this package, and are left out of the traceback.
     """
     if isinstance(problem, RewardError):
         return index, 0.0, {}, shortened(str(problem))
@@ -53,16 +51,13 @@ def failure(index: int, problem: BaseException, limits: Limits, frames: int = 1)
 
 
 def shortened(text: str) -> str:
-    """Return a text of bounded length: its beginning and its end."""
+    """Shorten a text to a bounded length by cutting out its middle."""
     half = LARGEST_ENTRIES // 16
     return text if len(text) <= 2 * half else f"{text[:half]}\n[...]\n{text[-half:]}"
 
 
 def outcomes_of_batch(indices: Sequence[int], values: Any) -> list[Outcome]:
-    """Return the outcome of each row of a call that scored them all.
-
-    ``values`` is what the function returned: a number or a dict with ``score`` for each row.
-    """
+    """Return the outcome of each row of a call that scored all of them. ``values`` is the return value of the function."""
     if isinstance(values, str | dict) or not hasattr(values, "__iter__") or not hasattr(values, "__len__"):
         what = f"returned {values!r:.200} of type {type(values).__name__}, not a list of scores"
     elif len(values) != len(indices):
@@ -73,7 +68,7 @@ def outcomes_of_batch(indices: Sequence[int], values: Any) -> list[Outcome]:
 
 
 def read_score(value: Any) -> tuple[float, dict[str, Any]]:
-    """Return the score in the return value of a reward function, and its other entries. None is no score: NaN."""
+    """Return the score in the return value of a reward function, and its other entries. None = no score: NaN."""
     if not isinstance(value, dict):
         return _finite(value, "returned"), {}
     if "score" not in value:
@@ -83,7 +78,6 @@ def read_score(value: Any) -> tuple[float, dict[str, Any]]:
 
 
 def _finite(value: Any, phrase: str) -> float:
-    """Return a finite number, or NaN for None."""
     if value is None:
         return math.nan
     number = _unwrapped(value)
@@ -100,14 +94,14 @@ def _finite(value: Any, phrase: str) -> float:
 
 
 def _unwrapped(value: Any) -> Any:
-    """Return the Python number inside an array or tensor of one element; anything else unchanged."""
+    # A score may come as an array or tensor of one element.
     numel = getattr(value, "numel", None)
     count = numel() if callable(numel) else getattr(value, "size", None)
     return value.item() if count == 1 and hasattr(value, "item") else value
 
 
 def _plain(entry: Any, name: str) -> Any:
-    """Return the entry as plain data, because only that can be sent to the other process."""
+    # Only plain data can be sent to the other process.
     entry = _unwrapped(entry)
     if isinstance(entry, str):
         return str.encode(entry, "utf-8", "replace").decode("utf-8")  # half of a surrogate pair cannot be written to any file
@@ -128,43 +122,42 @@ def _plain(entry: Any, name: str) -> Any:
 
 
 LARGEST_INTEGER = 2**1000
-"""A float can still hold it."""
+"""Largest whole number in an entry. A float can still hold it."""
 
 
 LARGEST_ENTRIES = 2**19
-"""Bytes of what a function returns for a row besides its score, as they are sent."""
+"""Largest size in bytes, as sent, of the entries of a row besides its score."""
 LARGEST_MESSAGE = 2**24
-"""Bytes of one message. More outcomes are sent in several."""
+"""Largest size of a message in bytes. More outcomes are sent in several messages."""
 _HEADER = struct.Struct("!4sQI")
 _MAGIC = b"vmr1"
 
 
 class InvalidMessageError(Exception):
-    """A reward process sent what is no message of ours: its function wrote to the connection, or sends more than may be."""
+    """A reward process sent something that is no message: its function wrote to the connection, or sent too much."""
 
 
 def as_message(round_number: int, value: Any) -> bytes:
-    """Return lists, strings and numbers as the bytes that :class:`MessageReader` takes."""
+    """Encode lists, strings and numbers for :class:`MessageReader`."""
     body = json.dumps(value).encode()
     return _HEADER.pack(_MAGIC, round_number, len(body)) + body
 
 
 @dataclass
 class MessageReader:
-    """Puts messages together from the bytes that have arrived. It never waits, and holds little more than one message."""
+    """Assembles messages from the bytes that have arrived. It never waits, and holds little more than one message."""
 
     _held: bytearray = field(default_factory=bytearray)
 
     @property
     def holds_part(self) -> bool:
-        """Whether a message has begun to arrive."""
         return bool(self._held)
 
     def feed(self, data: bytes) -> Iterator[tuple[int, Any]]:
-        """Yield the number of the round and the value of each message that is whole now.
+        """Yield the round number and the value of each message that is complete now.
 
         Raises:
-            InvalidMessageError: What has arrived is none.
+            InvalidMessageError: The bytes are not a message.
         """
         self._held += data
         if not _MAGIC.startswith(self._held[: len(_MAGIC)]):
@@ -185,10 +178,10 @@ class MessageReader:
 
 
 def read_outcomes(value: Any, expected: Collection[int]) -> list[Outcome]:
-    """Return the outcomes that a reward process sent. ``expected``: the rows that it may report.
+    """Check the outcomes that a reward process sent. ``expected`` are the rows that it may report.
 
     Raises:
-        InvalidMessageError: They are none.
+        InvalidMessageError: They are not outcomes of these rows.
     """
     try:
         outcomes = [(index, score, extra, failed) for index, score, extra, failed in value]
@@ -210,8 +203,6 @@ def read_outcomes(value: Any, expected: Collection[int]) -> list[Outcome]:
 
 @dataclass(frozen=True)
 class RewardRow:
-    """One response with what its reward function receives."""
-
     data_source: str
     """Selects the rule when there is no custom function."""
     solution: str
@@ -226,8 +217,6 @@ class RewardRow:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The score of one row."""
-
     score: float
     """A finite number, or NaN for none: no reward function applies to the row."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -247,8 +236,6 @@ CPU_PER_SECOND = 32
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one reward process."""
-
     memory_gb: float
     """Largest GiB of one process, and of a reward process together with all that it starts."""
     cpu_seconds: float
@@ -258,17 +245,15 @@ class Limits:
 
     @classmethod
     def of(cls, custom: CustomReward) -> Self:
-        """Return the limits of the settings."""
         cpu_seconds = CPU_PER_SECOND * custom.timeout_seconds if custom.cpu_seconds is None else custom.cpu_seconds
         return cls(custom.memory_gb, cpu_seconds, custom.open_files)
 
     @property
     def memory_bytes(self) -> int:
-        """``memory_gb`` in bytes."""
         return int(self.memory_gb * 2**30)
 
     def bind_process(self) -> None:
-        """Set the limits that the kernel enforces per process, for this process and all that it starts from now on."""
+        """Set the limits that the kernel enforces per process, for this process and everything that it starts from now on."""
         for kind, limit in ((resource.RLIMIT_DATA, self.memory_bytes), (resource.RLIMIT_NOFILE, self.open_files)):
             hard = resource.getrlimit(kind)[1]
             limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)

@@ -46,7 +46,7 @@ FLUSH_SECONDS = 0.005
 ROWS_OF_A_MESSAGE = LARGEST_MESSAGE // LARGEST_ENTRIES // 4
 
 ENDINGS = (Exception, SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError)
-"""What a user's function may raise. All of it is reported."""
+"""Everything that a user's function may raise. It is reported as the row's failure."""
 
 Row = tuple[str, str, Any, dict[str, Any]]
 """data_source, response, ground truth, extra_info."""
@@ -54,8 +54,6 @@ Row = tuple[str, str, Any, dict[str, Any]]
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """Which function scores rows, and how it is called."""
-
     path: str | None
     """The user's Python file. None = the rules."""
     name: str
@@ -65,9 +63,9 @@ class FunctionCall:
     whole_batch: bool = False
     """One call gets the lists of all rows."""
     max_concurrent: int = 1
-    """Rows that an async function has under way at a time."""
+    """Rows that an async function scores at the same time."""
     timeout_seconds: float = 60.0
-    """Longest time of a row, which a process keeps itself where rows run concurrently."""
+    """Longest time of a row. If rows run concurrently, the process itself enforces it."""
     sandbox: Sandbox | None = None
     """The service that runs programs for the rules."""
 
@@ -75,8 +73,8 @@ class FunctionCall:
 def main(pipe: int, progress: int, limits: Limits) -> None:
     """Serve rows from a pipe until it closes.
 
-    The first answer says what is wrong with the function (None = nothing), and whether it scores rows concurrently. ``pipe`` and
-    ``progress`` are file descriptors of the connection to the run and of the shared file.
+    The first answer is (problem with the function or None, whether it scores rows concurrently). ``pipe`` and ``progress`` are
+    file descriptors of the connection to the run and of the shared file.
     """
     connection = Connection(pipe)
     with ExitStack() as ended_with_the_pipe:
@@ -106,8 +104,8 @@ def _send(connection: Connection, round_number: int, value: Any) -> None:
 class Serving:
     """Scores the rows that arrive, and sends their outcomes in batches, each within a few milliseconds.
 
-    ``progress`` is the file descriptor of the shared file. ``loop`` runs an async function; None where the function is none.
-    ``outcomes`` are not sent yet.
+    ``progress`` is the file descriptor of the shared file. ``loop`` runs an async function; None for any other function.
+    ``outcomes`` are those that are not sent yet.
     """
 
     connection: Connection
@@ -122,7 +120,6 @@ class Serving:
     pid: int = field(default_factory=os.getpid)
 
     def serve(self, round_number: int, indices: Sequence[int], rows: list[Row]) -> None:
-        """Score ``rows``, and report each by its index."""
         self.sent_at, self.round_number = time.monotonic(), round_number
         numbered = zip(indices, rows, strict=True)
         if self.call.whole_batch:
@@ -138,7 +135,6 @@ class Serving:
         self._flush()
 
     async def _concurrently(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
-        """Score rows with an async function. ``rows``: Row index -> the arguments of its call."""
         under_way = _UnderWay(self.mark)
         gate = asyncio.Semaphore(self.call.max_concurrent)
 
@@ -166,7 +162,6 @@ class Serving:
                 tasks.create_task(score(index, arguments))
 
     def _batch(self, indices: Sequence[int], rows: list[Row]) -> list[Outcome]:
-        """Score all rows in one call. What goes wrong with it goes wrong with each row."""
         self.mark(indices[0], time.monotonic())
         try:
             values = self.function(**dict(zip(BATCH_ARGUMENTS, map(list, zip(*rows, strict=True)), strict=True)))
@@ -175,11 +170,11 @@ class Serving:
                 # to run.
                 values = self.loop.run(values)
         except ENDINGS as problem:
+            # One call scored all rows, so all of them have failed.
             return [failure(index, problem, self.limits) for index in indices]
         return outcomes_of_batch(indices, values)
 
     def mark(self, index: int, since: float) -> None:
-        """Write which row the process is at (-1 = none), and since when."""
         os.pwrite(self.progress, PROGRESS.pack(index, since), 0)
 
     def _report(self, outcome: Outcome) -> None:
@@ -198,7 +193,6 @@ class Serving:
 
 
 def score_row(function: RewardFunction, limits: Limits, index: int, row: Row) -> Outcome:
-    """Return the outcome of one row."""
     try:
         value = function(**_arguments(row))
     except ENDINGS as problem:
@@ -207,7 +201,6 @@ def score_row(function: RewardFunction, limits: Limits, index: int, row: Row) ->
 
 
 def _arguments(row: Row) -> dict[str, Any]:
-    """Return the arguments of a reward function by name."""
     return dict(zip(ARGUMENTS, row, strict=True))
 
 
@@ -232,7 +225,7 @@ def load_reward_function(
 ) -> RewardFunction:
     """Return the reward function, with its keyword arguments bound.
 
-    ``path`` is the user's Python file; None = the rules, for which ``sandbox`` runs programs, if there is one.
+    ``path`` is the user's Python file; None = the rules, for which ``sandbox`` runs programs.
 
     Raises:
         RewardError: The file or the function is missing, or the function does not accept the arguments.
@@ -274,7 +267,7 @@ def _check_signature(
 
 
 GRACE_SECONDS = 1.0
-"""The parent ends a process whose oldest row is over its time limit by this much. Until then the process cancels the row."""
+"""How far the oldest row may exceed its time limit before the parent ends the process, which should have cancelled the row."""
 
 Mark = Callable[[int, float], None]
 """Writes the row that the process is at (-1 = none), and since when."""
@@ -289,10 +282,10 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 @dataclass
 class _UnderWay:
-    """The rows under way, and the note of the one at which the process would hang.
+    """The rows that have begun, and the note of the row to blame if the process hangs.
 
     While a row's own code runs, that row is noted. While all rows wait, it is the oldest: if the process does not cancel it in
-    time, something has stopped the event loop.
+    time, something has blocked the event loop.
     """
 
     mark: Mark
@@ -307,18 +300,16 @@ class _UnderWay:
         self.leave()
 
     def enter(self, index: int) -> None:
-        """Note that the code of a row runs from now on."""
         self.mark(index, time.monotonic())
 
     def leave(self) -> None:
-        """Note that no row's own code runs."""
         oldest = next(iter(self.begun), -1)
         self.mark(oldest, self.begun[oldest] + GRACE_SECONDS if oldest >= 0 else 0.0)
 
 
 @dataclass
 class _Noted:
-    """An awaitable that runs a row's coroutine, and notes the row whenever its code runs."""
+    """Awaits a row's coroutine, and notes the row whenever its code runs."""
 
     coroutine: Coroutine[Any, Any, Any]
     index: int

@@ -27,7 +27,7 @@ from verl_memopt.rewards.score import KEY, Limits
 from verl_memopt.run.process_tree import cpu_seconds, descendants, end_descendants, proportional_bytes, resident_bytes
 
 MARK = "VERL_MEMOPT_REWARD_PROCESS"
-"""Environment variable with a value unique to one supervisor. All that a reward function starts inherits it."""
+"""Environment variable with a value unique to one supervisor. Everything that a reward function starts inherits it."""
 
 RUN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Sent to every process of a run by a terminal, Slurm, systemd or a container. The run handles them."""
@@ -86,8 +86,7 @@ def main(pipe: int, lifeline: int, progress: int, log: str | None, limits: tuple
     _end_as(watch.run())
 
 
-def _ignore(number: int, frame: object) -> None:
-    """Ignore the signal, because the run decides."""
+def _ignore(number: int, frame: object) -> None: ...
 
 
 def _prctl(option: int, value: int) -> None:
@@ -97,7 +96,6 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _run_scorer(parent: int, pipe: int, progress: int, output: int, printed: int, limits: Limits) -> None:
-    """Run the scorer under its limits, in the child. It dies with the supervisor. Does not return."""
     code = 1
     try:
         _prctl(_SET_PDEATHSIG, signal.SIGKILL)
@@ -127,8 +125,6 @@ def _run_scorer(parent: int, pipe: int, progress: int, output: int, printed: int
 
 
 class _Watch:
-    """Waits until the scorer ends, the run ends, or a limit is passed."""
-
     def __init__(self, child: int, lifeline: int, progress: int, output: int, log: OutputLog | None, limits: Limits) -> None:
         self._child, self._lifeline, self._progress, self._limits = child, lifeline, progress, limits
         self._output, self._log = output, log
@@ -144,7 +140,10 @@ class _Watch:
         descendants(os.getpid())  # imports psutil here: the first check's time decides when the next one comes
 
     def run(self) -> int:
-        """Return the scorer's wait status once none of its processes is left (0 if the run has ended)."""
+        """Wait until the scorer ends, the run ends, or a limit is exceeded, and end all processes of the scorer.
+
+        Returns the scorer's wait status, or 0 if the run has ended.
+        """
         status, reason = self._wait()
         clean = end_descendants(END_SECONDS)
         # What the processes printed before they were killed is still in the pipe, and explains their end.
@@ -179,14 +178,13 @@ class _Watch:
                 next_check = time.monotonic() + patience
 
     def _ended(self) -> int | None:
-        """Collect children that have ended, adopted ones too. Return the scorer's status if it is among them."""
         while True:
+            # Adopted orphans are collected too, or they would stay as zombies.
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid in (0, self._child):
                 return status if pid else None
 
     def _take_output(self) -> bool:
-        """Move output to the log, and return whether there may be more."""
         if self._output < 0 or self._log is None or not select.select([self._output], [], [], 0)[0]:
             return False
         data = os.read(self._output, 65536)
@@ -198,7 +196,7 @@ class _Watch:
         return bool(data)
 
     def _passed_limit(self) -> str:
-        """Return what limit the processes have passed, in words; empty for none."""
+        """Describe the limit that the processes have exceeded; "" if none."""
         tree, limits = descendants(os.getpid()), self._limits
         if len(tree) > MOST_PROCESSES:
             return f"started more than {MOST_PROCESSES} processes"
@@ -218,7 +216,7 @@ class _Watch:
 
 
 def _end_as(status: int) -> None:
-    """End this process as the scorer ended, so that the process that waits for it sees the true status."""
+    # The process that waits for this one must see the true status of the scorer.
     if os.WIFSIGNALED(status):
         # The default action, because a handler would keep this process from dying of the signal.
         number = os.WTERMSIG(status)
@@ -241,7 +239,7 @@ QUOTED_BYTES = 2000
 
 @dataclass
 class OutputLog:
-    """A file that keeps the end of its text. The first write creates it."""
+    """A log file of bounded size that keeps its newest text. The first write creates it."""
 
     path: Path
     _warned: bool = False
@@ -264,7 +262,7 @@ class OutputLog:
 
 
 def last_lines(path: Path | None, since: int = 0) -> str:
-    """Return the last few lines of a log, indented, under a line that names the log. Empty where there are none.
+    """Return the last few lines of a log, indented, under a line that names the log; "" if there are none.
 
     Args:
         path: The log. None = no log.
