@@ -66,7 +66,6 @@ DATA_KEYS = ("data.train_files", "data.val_files")
 
 
 def mode_settings(mode: str) -> dict[str, Any]:
-    """Return dotted key -> value of the settings that a mode decides."""
     if mode in NOT_WHOLE:
         off = {"data.val_files": None, "trainer.val_before_train": False, "trainer.save_freq": -1, "trainer.test_freq": -1}
         return off if MODES[mode].updates else {**off, "actor_rollout_ref.actor.checkpoint.load_contents": ["model"]}

@@ -226,13 +226,13 @@ def compose_mapping(
 
 
 def _with_values(tree: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a nested mapping with the values of dotted keys set. A dict is merged into one that is there."""
     for key, value in values.items():
         *sections, name = key.split(".")
         place = tree
         for section in sections:
             below = place.get(section)
             place[section] = place = dict(below) if isinstance(below, Mapping) else {}
+        # A dict is merged into one that is there, as on a command line.
         place[name] = _added(place.get(name), value)
     return tree
 

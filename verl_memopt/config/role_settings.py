@@ -537,6 +537,6 @@ class Rollout(LogProbBudget, RolloutMemory, SharedWeights, WeightBuckets):
 
     @property
     def scoring_temperature(self) -> float:
-        """What log-probs divide the logits by: the temperature of the rollouts, or 1 where the rollouts are greedy."""
+        """What log-probs divide the logits by: the temperature of the rollouts, or 1 if they are greedy."""
         # Greedy rollouts have no distribution that they sample from, and a temperature of 0 would divide by 0.
         return self.temperature if self.do_sample else 1.0

@@ -188,7 +188,6 @@ LINKED = frozenset({*LINKS, *LINKS.values(), *DERIVED, *(part for parts in DERIV
 
 
 def with_links(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the values in which each follower that is null has the value of the key it follows."""
     linked = dict(values)
     for follower, target in LINKS.items():
         if linked[follower] is None:
@@ -422,7 +421,7 @@ def nearest(key: str) -> str | None:
 
 
 def _alike(word: str, other: str, at_least: float = 0.0) -> float:
-    """Share of letters in common, or 0 below ``at_least``: two cheap upper bounds often settle that without the full match."""
+    # Two cheap upper bounds often settle that the share is below `at_least`, without the full match.
     matcher = SequenceMatcher(None, word, other, autojunk=False)
     if matcher.real_quick_ratio() < at_least or matcher.quick_ratio() < at_least:
         return 0.0

@@ -12,7 +12,7 @@ from verl_memopt.errors import ConfigError
 
 
 class NoValueError(ConfigError):
-    """An object is no value of a setting. ``place`` says where it lies in the value that was given, as ``.name`` or ``[3]``."""
+    """An object is not a value of a setting. ``place``: where it is inside the given value, such as ``.name`` or ``[3]``."""
 
     def __init__(self, value: Any, place: str = "") -> None:
         super().__init__(f"{value!r:.100} of type {type(value).__name__} is no value of a setting. Give {PLAIN}.")
@@ -23,10 +23,10 @@ PLAIN = "a number, a text, a list or a dict"
 
 
 def plain_value(value: Any, place: str = "") -> Any:
-    """Return a value as the settings hold it: a number, a text, null, a list or a dict.
+    """Convert a value from Python to the form of the settings: a number, a text, null, a list or a dict.
 
     Raises:
-        NoValueError: It is none of these, or holds something that is none.
+        NoValueError: It is none of these, or contains something that is not.
     """
     if isinstance(value, Enum):
         return plain_value(value.value, place)
@@ -37,16 +37,16 @@ def plain_value(value: Any, place: str = "") -> Any:
     if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
         return str(value).removeprefix("torch.")
     if hasattr(value, "to_dict"):  # a configuration of transformers
-        value = {name: each for name, each in value.to_dict().items() if not name.startswith("_")}
+        value = {name: entry for name, entry in value.to_dict().items() if not name.startswith("_")}
     if isinstance(value, Mapping):
         return {str(key): plain_value(item, f"{place}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain_value(each, f"{place}[{number}]") for number, each in enumerate(value)]
+        return [plain_value(entry, f"{place}[{number}]") for number, entry in enumerate(value)]
     raise NoValueError(value, place)
 
 
 def as_override(value: Any) -> str:
-    """Return a value as Hydra reads it on a command line.
+    """Write a value as Hydra reads it on a command line.
 
     Raises:
         ConfigError: It cannot be written there.
@@ -68,18 +68,18 @@ def as_override(value: Any) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a text between single quotes, as Hydra reads it back. An interpolation in it stays text."""
+    """Put a text between single quotes, so that Hydra reads it back. An interpolation in it stays text."""
     return "'" + re.sub(r"(\\*)('|\$\{|$)", _escaped, text) + "'"
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """Return a quote, an interpolation or the end of a text, with the backslashes before it, as Hydra reads them there."""
+    # A quote, an interpolation or the end of the text: Hydra halves the backslashes before it, so they are doubled.
     slashes, what = found.groups()
     return slashes * 2 + {"": "", "'": "\\'"}.get(what, f"\\{what}")
 
 
 def with_quotes(override: str) -> str:
-    """Return an override of a command line with quotes around a value that is plain text but for letters beyond ASCII."""
+    """Put quotes around the value of an override if it is plain text except for letters beyond ASCII."""
     key, sign, value = override.partition("=")
     if not sign or value.isascii() or not key.isascii() or re.match(r"[\s'\"\[{(]", value) or "${" in value:
         return override

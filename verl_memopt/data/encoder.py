@@ -300,7 +300,7 @@ class SpecialTokens:
         return stands_alone or not self._merges
 
     def _blinded(self) -> Any:
-        """Copy the tokenizer so that it spells each special token as its stand-in, and reads the usual spelling as text."""
+        # The copy spells each special token as its stand-in, and reads the usual spelling as text.
         if self._backend is None:
             raise DataError(
                 f"data.allow_special_tokens=false: the tokenizer ({self._kind}) has no fast version, so special tokens in a "

@@ -299,7 +299,7 @@ def _encoded(records: Sequence[PromptRow], encoder: PromptEncoder, copies: int =
 
 
 def _ids_of_texts(rows: Sequence[PromptRow], tokenizer: Any) -> list[list[int]]:
-    """Return the ids of each row's text, without a length limit. A prompt of ids must survive being decoded and encoded."""
+    # A prompt of ids must survive being decoded and encoded.
     texts = [row.text if row.ids is None else decode(tokenizer, row.ids) for row in rows]
     encoded = tokenize(tokenizer, texts, [row.plain for row in rows], [row.is_text for row in rows])
     for row, ids in zip(rows, encoded, strict=True):

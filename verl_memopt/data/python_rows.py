@@ -139,7 +139,7 @@ def write_rows(dataset: Any, path: Path, name: str) -> tuple[int | None, Any]:
 
 
 def _named_faults(dataset: Any, name: str) -> Iterator[Any]:
-    """Yield the rows of an object. What it raises becomes one line, and an error of the disk that writes them does not."""
+    """Yield the rows of an object. Its exceptions become one line, but errors of the disk that rows are written to pass."""
     number = 0
     try:
         for number, row in enumerate(dataset, start=1):  # noqa: B007 - the error says it

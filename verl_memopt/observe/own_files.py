@@ -67,7 +67,7 @@ def is_marked(folder: Path) -> bool:
 
 
 def model_files(folder: Path) -> frozenset[str]:
-    """Return the files that the record of a model's folder names, relative to it; none where there is no record."""
+    """Return the files that the record of a model's folder names, relative to it; none without a record."""
     try:
         return frozenset(read_json(folder / MODEL_RECORD, _FilesOfModel)["files"])
     except (OSError, RecordError):

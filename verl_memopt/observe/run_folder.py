@@ -220,7 +220,7 @@ class RunFolder:
                 yield path
 
     def _read_seal(self) -> dict[str, str] | None:
-        """Return the checksums; None where they are not as they were written."""
+        # None if the checksums are not as they were written.
         try:
             text = read_record(self.record).decode()
             digests = parse_json(text, _Seal)["files"]
@@ -341,7 +341,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _step_of(model: Path) -> float:
-    """Return the step of a model's record; infinity where that cannot be read, so that the model counts as another's."""
+    # A model whose record cannot be read counts as another's, so its step is infinite.
     try:
         return float(read_json(model / MODEL_RECORD, _StepOfModel)["step"])
     except (OSError, RecordError):

@@ -262,7 +262,7 @@ class _Holder(TypedDict):
 
 
 def _holder(path: Path) -> str:
-    """Return who holds a lock, from its file. Wait a moment for a process that has only just got it."""
+    # A process that has only just got the lock needs a moment to write who it is.
     deadline = time.monotonic() + RECORD_SECONDS
     while time.monotonic() < deadline:
         try:

@@ -248,7 +248,7 @@ class Search:
         return _missing(self.verdict(state)) <= _missing(self.verdict(other))
 
     def _descended(self, state: State, may: Callable[[Level], bool]) -> State:
-        """Return a state from which no single lever, at a level that may be used, comes closer to one that fits."""
+        # Ends in a state from which no single lever comes closer to one that fits.
         state = state if self.accepts(state) else self._closest_accepted(state)
         before: State = ()
         while state != before:

@@ -289,7 +289,7 @@ class Rollouts:
         return self._scored(batch)
 
     def _scored(self, batch: StepBatch) -> StepBatch:
-        """Score a batch if the scorer only reads the text. On devices of its own it only begins."""
+        # On devices of its own the scorer only begins.
         if self.scorer.reads:
             return batch
         begun = self.scorer.begin(batch.answers)

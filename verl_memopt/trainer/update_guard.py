@@ -300,7 +300,7 @@ class Health:
         state.zero_with_advantages += any(metrics.get(f"critic/advantages/{name}", 0.0) != 0.0 for name in ("min", "max"))
 
     def _zero(self, worst: float, score: Score) -> dict[str, str]:
-        """Return the warning about a gradient that stays 0, if any. ``worst``: score of the worst answer of the step."""
+        # `worst` is the score of the worst answer of the step.
         state = self._state
         if state.zero_steps < ZERO_STEPS:
             return {}

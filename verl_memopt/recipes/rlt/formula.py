@@ -61,7 +61,7 @@ def _median(values: Tensor, rows: Rows) -> Tensor:
 
 
 def _ordered(values: Tensor, rows: Rows, place: Tensor) -> Tensor:
-    """Return the value at a place of each row in ascending order, fp64 [N]; 0 for an empty row."""
+    # fp64 [N]: the value at a place of each row in ascending order; 0 for an empty row.
     row, lengths = rows
     by_value = values.argsort(stable=True)
     ascending = values[by_value[row[by_value].argsort(stable=True)]]
