@@ -1,5 +1,8 @@
 """Engines in several processes that are joined by a gloo group, as workers are."""
 
+import time
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.ranks import run_ranks
 from tests.rollout.tools import difference_from_naive, model_of, place_at, prompts, rollout_settings, sampling
+from verl_memopt.rollout import vllm_engine
 from verl_memopt.rollout.engine import build_engine
 
 
@@ -48,6 +52,25 @@ def trained_beside(folder, world_size):
 @pytest.fixture(scope="module")
 def apart(tied_folder):
     return run_ranks(answer_of_rank, 2, tied_folder, 2, 1, timeout=300)
+
+
+def queue_left(rank):
+    """Gives whether the name of a queue of two ranks is left once they have removed it. The rank that made it is late."""
+    from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
+
+    queue = ShmRingBuffer(1, 1024, 2) if rank == 0 else None
+    handle = [queue and queue.handle()]
+    dist.broadcast_object_list(handle)
+    queue = queue or ShmRingBuffer(*handle[0])
+    if rank == 0:
+        prompt = vllm_engine._unlink_message_queues
+        vllm_engine._unlink_message_queues = lambda: (time.sleep(1), prompt())
+    vllm_engine._unlink_shared_memory(place_at("", rank=rank, world_size=2, tensor_parallel_size=2))
+    return Path("/dev/shm", queue.shared_memory.name).exists()
+
+
+def test_ranks_remove_the_names_of_their_shared_memory_whoever_comes_first():
+    assert run_ranks(queue_left, 2) == [False, False]
 
 
 def check(answers, tensor_parallel_size):

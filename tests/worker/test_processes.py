@@ -6,6 +6,7 @@ import time
 import psutil
 import pytest
 
+from verl_memopt.run import processes
 from verl_memopt.run.processes import descendants, is_alive, kill, wait_until_gone
 
 
@@ -27,6 +28,16 @@ def test_descendants_are_children_and_their_children_parents_first(family):
     found = descendants(os.getpid())
     assert [pid for pid in found if pid in family] == list(family)
     assert descendants(family[0]) == [family[1]]
+
+
+def test_little_shared_memory_is_told_with_the_way_out_and_enough_or_none_is_not(tmp_path, monkeypatch):
+    for least, folder in ((0, tmp_path), (2**62, tmp_path / "absent")):
+        monkeypatch.setattr(processes, "LITTLE_SHARED_BYTES", least)
+        monkeypatch.setattr(processes, "SHARED_MEMORY", folder)
+        assert processes.full_shared_memory() == ""
+    monkeypatch.setattr(processes, "SHARED_MEMORY", tmp_path)
+    assert f"{tmp_path} of this machine has " in processes.full_shared_memory()
+    assert "--shm-size" in processes.full_shared_memory()
 
 
 def test_what_has_ended_is_not_alive_even_while_nobody_has_taken_its_exit_code():

@@ -18,6 +18,7 @@ import pytest
 from tests.faults.kills import members
 from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.errors import ConfigError, DeviceMemoryError, RolloutError, WorkerError
+from verl_memopt.run.processes import segments_of
 from verl_memopt.worker.nodes import VISIBLE_DEVICES, Home, visible_devices
 from verl_memopt.worker.ray_cluster import Connection, Request, _check_possible
 from verl_memopt.worker.ray_group import start_ray_group
@@ -201,6 +202,16 @@ def test_a_stopped_member_is_named_and_not_the_peer_that_gave_up_on_it(doomed):
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(WorkerError, match=rf"worker 0 \(pid {pid} on .*\) was stopped by a signal in rank_1_raises"):
         doomed.all("rank_1_raises", RolloutError("the checkpoint could not be written: timed out"))
+
+
+def test_shared_memory_that_members_could_not_remove_goes_with_their_group(monkeypatch, tmp_path):
+    monkeypatch.setattr("verl_memopt.run.processes.SHARED_MEMORY", tmp_path)
+    group = start(devices=1)
+    own, other = (tmp_path / f"{segments_of(port)}2-tp" for port in (group.homes[0].port, 1))
+    for path in (own, other):
+        path.touch()
+    group.shutdown()
+    assert list(tmp_path.iterdir()) == [other]
 
 
 def test_the_port_where_members_meet_is_held_until_they_do(group):

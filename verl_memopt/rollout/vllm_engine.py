@@ -66,6 +66,7 @@ from verl_memopt.rollout.vllm_process import (
     sampling_arguments,
 )
 from verl_memopt.run.interrupts import never
+from verl_memopt.run.processes import segments_of
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -515,7 +516,7 @@ def _free_failed_start(error: BaseException, device: torch.device, groups: tuple
 
 
 def _shared_memory_name(place: EnginePlace) -> str:
-    return f"verl-memopt-{os.environ.get('MASTER_PORT', os.getppid())}-{place.world_size}"
+    return f"{segments_of(os.environ.get('MASTER_PORT', os.getppid()))}{place.world_size}"
 
 
 def _name_shared_memory(place: EnginePlace) -> None:
@@ -540,6 +541,8 @@ def _unlink_shared_memory(place: EnginePlace) -> None:
     # Without their names the segments end with the processes, however those end.
     own_names = set(Path("/dev/shm").glob(f"{_shared_memory_name(place)}-*"))
     _unlink_message_queues()
+    # A rank maps the queues of others too. Whoever made one has to find its name.
+    dist.barrier()
     # Segments with names from Python. Those that this process has mapped are its own.
     mapped = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/psm_" in line)
     for path in own_names | {Path(name) for name in mapped}:

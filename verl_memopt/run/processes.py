@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 
@@ -81,6 +83,41 @@ def wait_until_gone(pids: Iterable[int], seconds: float) -> list[int]:
     while (left := [pid for pid in left if is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(ROUND_SECONDS)
     return left
+
+
+SHARED_MEMORY = Path("/dev/shm")
+
+LITTLE_SHARED_BYTES = 64 * 2**20
+"""So little free shared memory is named when a process has died. A container has 64 MiB of it unless it is told otherwise."""
+
+
+def segments_of(port: int | str) -> str:
+    """Return how the names begin of shared memory between processes that meet at a port."""
+    return f"verl-memopt-{port}-"
+
+
+def full_shared_memory() -> str:
+    """Return, in a sentence, that little is left of this machine's shared memory; empty where there is enough or none.
+
+    A process that writes to memory for which there is no room is ended by SIGBUS, without a word.
+    """
+    try:
+        space = shutil.disk_usage(SHARED_MEMORY)
+    except OSError:
+        return ""
+    if space.free >= LITTLE_SHARED_BYTES:
+        return ""
+    return (
+        f"{SHARED_MEMORY} of this machine has {space.free >> 20} of {space.total >> 20} MiB left, and a process that needs more "
+        "ends like this too: remove what is not used there, or give a container more (docker run --shm-size=1g)."
+    )
+
+
+def remove_segments(port: int) -> None:
+    """Remove what processes that were killed before they could do so have left there. Else it would take memory for ever."""
+    for path in SHARED_MEMORY.glob(f"{segments_of(port)}*"):
+        with suppress(OSError):
+            path.unlink()
 
 
 def _is_tracker(pid: int) -> bool:

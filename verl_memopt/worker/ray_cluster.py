@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_memopt.errors import ConfigError, WorkerError
-from verl_memopt.run.processes import Guardian, descendants, is_alive, kill, wait_until_gone
+from verl_memopt.run.processes import Guardian, descendants, is_alive, kill, remove_segments, wait_until_gone
 from verl_memopt.worker.nodes import Home
 
 logger = logging.getLogger(__name__)
@@ -109,6 +109,7 @@ class Connection:
         self._looked_at = time.monotonic()
         self._nodes: dict[str, int] = {}  # address -> port
         self._own_node = ""
+        self._ports: list[int] = []  # of watched processes here
         self._silent_since: float | None = None
         self.is_lost = False
         self._owned = not ray.is_initialized()
@@ -128,6 +129,8 @@ class Connection:
         if self._guardian is not None:
             self._guardian.dismiss()
         self._owned, self._guardian = False, None
+        for port in self._ports:
+            remove_segments(port)
 
     def lost(self) -> str | None:
         """Return why Ray can no longer carry a run, as a text for the user. None while it can."""
@@ -166,6 +169,7 @@ class Connection:
         here = ray.get_runtime_context().get_node_id()
         for home in homes:
             if home.node == here:
+                self._ports.append(home.port)
                 # A process that a signal stops would make the run wait without a word.
                 with suppress(psutil.NoSuchProcess):  # its end is seen by the call that it does not answer
                     self._members.add(psutil.Process(home.pid))

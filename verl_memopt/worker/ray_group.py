@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from verl_memopt.distributed.threads import THREADS, threads_for
 from verl_memopt.errors import ConfigError, DeviceMemoryError, HostMemoryError, UserError, WorkerError
 from verl_memopt.memory.critic_rules import own_pools
-from verl_memopt.run.processes import uncollected
+from verl_memopt.run.processes import full_shared_memory, uncollected
 from verl_memopt.worker.group import LOOPBACK, Pending, Placement, WorkerFactory, process_environment
 from verl_memopt.worker.nodes import Home, compare_nodes, held_port, log_places, network_of, site, visible_devices
 from verl_memopt.worker.ray_cluster import STOP_SIGNALS, Connection, Request, release, reserve
@@ -428,7 +428,8 @@ class RayGroup:
         pool, text = calls.pool, str(failures[calls, rank])
         if deaths:
             return WorkerError(
-                f"{pool.where(rank)} died in {calls.name}: {_reason(text)} {DEATH_HINT} {self._connection.logs()}."
+                f"{pool.where(rank)} died in {calls.name}: {_reason(text)} {DEATH_HINT} {self._connection.logs()}. "
+                f"{full_shared_memory()}".rstrip()
             )
         stopped = self._stopped(self._connection.stopped_now())
         if stopped is not None:
