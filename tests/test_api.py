@@ -824,6 +824,15 @@ WRONG_ARGUMENTS = [
     ({"steps": 0}, "trainer.total_training_steps=0"),
     ({"steps": "many"}, "trainer.total_training_steps=many"),
     ({"reward_weights": [1.0, 2.0]}, "reward_weights: there are 2 weights for 1 functions"),
+    *(
+        ({name: text}, rf"^{name}=.*this is no path of a file: ")
+        for name in ("model", "tokenizer", "run_dir", "resume", "dataset", "eval_dataset")
+        for text in ("a\0b", "x" * 300, "\ud800")
+    ),
+    *(
+        ({key: "x" * 300}, rf"{key}=.*this is no path of a file: a name in it has 300 bytes")
+        for key in ("actor_rollout_ref.model.lora_adapter_path", "trainer.rollout_data_dir", "data.custom_cls.path")
+    ),
     ({"reward_weights": 3}, "reward_weights=3: expected a list of numbers, and got a int"),
     ({"resume": 1.5}, "resume=1.5: expected True, False, or the folder"),
     ({"resume_from_checkpoint": torch.zeros(2)}, r"resume_from_checkpoint=tensor\(.*: expected True, False, or the folder"),

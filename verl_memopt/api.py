@@ -23,6 +23,7 @@ from verl_memopt.config.values_of_python import as_override
 from verl_memopt.errors import ConfigError
 from verl_memopt.observe.own_files import private_files
 from verl_memopt.observe.run_folder import COMMAND, FINAL_MODEL, INPUTS
+from verl_memopt.records import usable_path
 from verl_memopt.trainer.listener import at_steps
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class Run:
     def __init__(self, path: str | Path) -> None:
         from verl_memopt.observe.run_folder import open_run_folder
 
-        self.path = Path(path)
+        self.path = usable_path(path, "Run(path)")
         self._folder = open_run_folder(self.path)
 
     @property
@@ -476,6 +477,9 @@ def _check_types(call: Call) -> None:
     """Refuse an argument of another type than its own, before anything is read."""
     for name in _KINDS:
         _check_type(name, getattr(call, name), name)
+    for name in ("model", "tokenizer", "run_dir", "resume", "dataset", "eval_dataset"):
+        if isinstance(value := getattr(call, name), str | Path):
+            usable_path(value, name, ConfigError)
 
 
 def _check_type(name: str, value: Any, shown: str) -> None:

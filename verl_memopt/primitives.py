@@ -36,6 +36,7 @@ from verl_memopt.model.export import saved_dtype, whole_folder, write_record
 from verl_memopt.observe.own_files import others_in_model, private_files
 from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.observe.run_folder import INPUTS, RunFolder
+from verl_memopt.records import usable_path
 from verl_memopt.rewards.python_functions import say_secrets
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.run.checkpoints import check_driver, read_checkpoint
@@ -300,7 +301,7 @@ class Session:
             UserError: The checkpoint is of another model or dataset.
         """
         context, rollouts = self._context, self._learner.rollouts
-        checkpoint = read_checkpoint(Path(path), key="load_state: ")
+        checkpoint = read_checkpoint(usable_path(path, "load_state(path)"), key="load_state: ")
         check_driver(checkpoint)
         own, seed = context.settings, checkpoint.driver["seed"]
         seeds = {"data.seed": seed}
@@ -330,7 +331,7 @@ class Session:
         Raises:
             ConfigError: The folder has files other than a saved model's.
         """
-        target = Path(path).expanduser().absolute()
+        target = usable_path(path, "save(path)", ConfigError).expanduser().absolute()
         if others := others_in_model(target):
             raise ConfigError(
                 f"save: {target} is no model's folder of a run: {others[0]} is there. Give another folder, or remove it."

@@ -61,6 +61,37 @@ def read_record(path: Path, most: int = RECORD_BYTES, follow: bool = False) -> b
         return file.read(size)
 
 
+def path_fault(path: str | Path) -> str | None:
+    """Say why no file can have a path. None if one can.
+
+    Python tells such a path in many ways: by a ValueError, by an OSError, or as if there were no file.
+    """
+    try:
+        data = os.fsencode(path)
+    except UnicodeEncodeError:
+        return "half of a character is in it"
+    longest = max(map(len, data.split(b"/")))
+    if b"\0" in data:
+        return "a NUL byte is in it"
+    if longest > LONGEST_NAME or len(data) > LONGEST_PATH:
+        return f"a name in it has {longest} bytes, and the longest of a file has {LONGEST_NAME}"
+    return None
+
+
+LONGEST_NAME, LONGEST_PATH = 255, 4095
+
+
+def usable_path(path: str | Path, address: str, kind: type[UserError] = UserError) -> Path:
+    """Return a path that a caller gave.
+
+    Raises:
+        UserError: No file can have it. The error is of this ``kind``, and begins with ``address``.
+    """
+    if fault := path_fault(path):
+        raise kind(f"{address}={str(path)!r:.100}: this is no path of a file: {fault}. Correct it.")
+    return Path(path)
+
+
 def odd_entry(root: Path, follow: bool = False) -> str | None:
     """Describe the first entry below a folder that is neither a folder nor a regular file. None if there is none.
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.trainer.conftest import AR, write_rows
-from verl_memopt.errors import ConfigError, DataError
+from verl_memopt.errors import CheckpointError, ConfigError, DataError
 from verl_memopt.model.weights import load_model_config
 from verl_memopt.run.checkpoints import CheckpointStore
 from verl_memopt.run.resume import kept_settings, plain_shapes
@@ -45,6 +45,13 @@ def test_a_resumed_run_goes_on_after_the_checkpoint_with_its_seed(settled):
     whole.loader.next_indices()
     for _ in range(4):
         assert resumed.loader.next_indices() == whole.loader.next_indices()
+
+
+@pytest.mark.parametrize(("name", "value"), [("seed", "7"), ("epoch", -1), ("position", [1]), ("num_rows", 2.5), ("digest", 3)])
+def test_a_data_loaders_state_of_other_types_is_refused(settled, name, value):
+    leave_checkpoint(settled(), 1, **{name: value})
+    with pytest.raises(CheckpointError, match=rf"global_step_1: no run wrote this checkpoint \(its state\.loader\.{name}: "):
+        build_run(settled())
 
 
 STREAM = {"data.streaming": True, "data.shuffle_buffer_size": 3, "trainer.total_training_steps": 3}

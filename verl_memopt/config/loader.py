@@ -47,7 +47,7 @@ from verl_memopt.config.values_of_python import as_override, with_quotes
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory import lora, profiles
 from verl_memopt.memory.knob import needs_reference
-from verl_memopt.records import parse_json, read_record
+from verl_memopt.records import parse_json, path_fault, read_record
 
 logger = logging.getLogger(__name__)
 
@@ -470,7 +470,7 @@ def adapter_settings(model: str, user_values: Mapping[str, Any]) -> tuple[dict[s
     """
     key, rank = f"{model}.lora_adapter_path", f"{model}.lora_rank"
     path = user_values.get(key)
-    if not isinstance(path, str) or not (file := Path(path) / "adapter_config.json").is_file():
+    if not isinstance(path, str) or path_fault(path) or not (file := Path(path) / "adapter_config.json").is_file():
         return {}, []
     try:
         config = parse_json(read_record(file, follow=True), dict[str, Any])

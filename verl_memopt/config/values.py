@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -30,6 +31,7 @@ from verl_memopt.config.unused_keys import NO_EQUAL
 from verl_memopt.config.values_of_python import PLAIN, NoValueError, plain_value
 from verl_memopt.memory.knob import Range, Words, knobs
 from verl_memopt.recipes import RECIPES
+from verl_memopt.records import path_fault
 
 _AR = "actor_rollout_ref"
 
@@ -245,6 +247,9 @@ def build(overrides: Mapping[str, Any]) -> tuple[Settings, dict[str, Any], list[
         if key not in types_of_keys:
             problems.append(_no_such_key(key, value))
             continue
+        if fault := _fault_of_path(key, value):
+            problems.append(problem({key: f"{value!r:.100}"}, f"this is no path of a file: {fault}", "Correct it."))
+            continue
         try:
             values[key] = convert(value, types_of_keys[key])
         except MismatchError as mismatch:
@@ -261,6 +266,16 @@ def build(overrides: Mapping[str, Any]) -> tuple[Settings, dict[str, Any], list[
         section, _, name = key.rpartition(".")
         fields.setdefault(section, {})[name] = values[key] if key in types_of_keys else kind(**fields[key])
     return Settings(**fields[""]), values, problems
+
+
+_PATH = re.compile(r"(_|\.)(path|dir|files|file)$")
+
+
+def _fault_of_path(key: str, value: Any) -> str | None:
+    if _PATH.search(key) is None:
+        return None
+    paths = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
+    return next((fault for path in paths if isinstance(path, str) and (fault := path_fault(path))), None)
 
 
 def plain_values(given: Mapping[str, Any], keys: Mapping[str, Iterable[str]]) -> dict[str, Any]:

@@ -94,9 +94,9 @@ class StepLoader:
         return {"seed": self.seed, "epoch": self.epoch, "position": self._position, "num_rows": len(self.dataset)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["num_rows"] != len(self.dataset):
+        if state.get("num_rows") != len(self.dataset):
             raise DataError(
-                f"data.train_files: the checkpoint was written with {state['num_rows']} rows, but there are "
+                f"data.train_files: the checkpoint was written with {state.get('num_rows')} rows, but there are "
                 f"{len(self.dataset)} now. Use the same files and settings, or start again with trainer.resume_mode=disable."
             )
         self.seed, self.epoch, self._position = state["seed"], state["epoch"], state["position"]

@@ -12,7 +12,7 @@ from typing import Any, NotRequired, TypedDict
 
 from verl_memopt.config.schema import Model
 from verl_memopt.errors import ConfigError
-from verl_memopt.records import RecordError, json_of, odd_entry, read_json
+from verl_memopt.records import RecordError, json_of, odd_entry, read_json, usable_path
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
@@ -41,7 +41,7 @@ def resolve_folder(path: str, key: str, trust_remote_code: bool = False, needs_m
     Raises:
         ConfigError: There is no such folder, it has no config.json, or the hub cannot provide it.
     """
-    folder = Path(path).expanduser()
+    folder = usable_path(path, key, ConfigError).expanduser()
     if folder.is_dir():
         if not needs_model or os.path.lexists(folder / "config.json"):
             refuse_odd_files(folder, f"{key}={path}")

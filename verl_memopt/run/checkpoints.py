@@ -61,6 +61,16 @@ class Checkpoint:
     passed_over: tuple[str, ...] = ()
 
 
+class LoaderState(TypedDict):
+    """Where the data loader is, of rows read whole (``num_rows``) or of a stream (``digest``)."""
+
+    seed: int
+    epoch: int
+    position: int
+    num_rows: NotRequired[int]
+    digest: NotRequired[str | None]
+
+
 class DriverState(TypedDict):
     """The driver's state in a checkpoint, as a resumed run and an export read it. Parts of the driver add their own entries."""
 
@@ -81,7 +91,12 @@ def check_driver(checkpoint: Checkpoint) -> None:
         CheckpointError: It has not.
     """
     try:
-        checked(checkpoint.driver, DriverState, "its state")
+        state = checked(checkpoint.driver, DriverState, "its state")
+        # Empty where a run reads no rows.
+        loader = checked(state["loader"], LoaderState, "its state.loader") if state["loader"] else {}
+        for name, value in loader.items():
+            if isinstance(value, int) and value < 0:
+                raise RecordError(f"its state.loader.{name}: the number is below 0")
     except RecordError as error:
         raise CheckpointError(f"{checkpoint.folder}: no run wrote this checkpoint ({error}). Give another step.") from error
 

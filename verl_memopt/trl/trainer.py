@@ -16,7 +16,7 @@ from verl_memopt.config.trl_names import KL_IN_REWARD
 from verl_memopt.config.trl_objective import KL_IN_LOSS
 from verl_memopt.model.given import is_adapted
 from verl_memopt.observe.own_files import model_files
-from verl_memopt.records import json_of
+from verl_memopt.records import json_of, usable_path
 from verl_memopt.rewards.python_functions import with_names
 from verl_memopt.trl.callbacks import Callbacks, last_metrics
 from verl_memopt.trl.config import GRPOConfig, adapter_arguments, as_attributes, given_and_defaults
@@ -251,7 +251,8 @@ class TrlTrainer:
             ConfigError: Nothing was trained yet, or the folder has another file with the name of one of the model's.
         """
         run = self._done("save_model")
-        target = run.path if output_dir is None else Path(output_dir).expanduser().absolute()
+        given = run.path if output_dir is None else usable_path(output_dir, "save_model: output_dir", ArgumentError)
+        target = given.expanduser().absolute()
         names, ours = model_files(run.model_path), model_files(target)
         if others := sorted(name for name in names - ours if os.path.lexists(target / name)):
             raise ArgumentError(f"save_model: {target / others[0]} is there, and no run wrote it. Give another folder.")
