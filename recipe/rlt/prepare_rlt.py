@@ -83,11 +83,11 @@ def token_lengths(records: Sequence[RltRecord], tokenizer: Any, tag_format: str)
     prompts = RltPrompts(tokenizer, FORMATS[tag_format])
     texts = {"prompt": [prompts.teacher(record.question, record.solution)[0] for record in records]}
     texts["trace"] = [record.reasoning_trace for record in records if record.reasoning_trace]
-    lengths = {name: sorted(len(ids) for ids in tokenize(tokenizer, each)) for name, each in texts.items() if each}
+    lengths = {name: sorted(len(ids) for ids in tokenize(tokenizer, values)) for name, values in texts.items() if values}
     shares = {"median": 0.5, "95 %": 0.95, "largest": 1.0}
     return {
-        name: {word: each[min(int(share * len(each)), len(each) - 1)] for word, share in shares.items()}
-        for name, each in lengths.items()
+        name: {word: values[min(int(share * len(values)), len(values) - 1)] for word, share in shares.items()}
+        for name, values in lengths.items()
     }
 
 

@@ -66,7 +66,7 @@ class NamedFunction:
             raise RewardError(
                 f"rewards: {name} has no signature ({problem}). Wrap it in a function of (answer, row)."
             ) from problem
-        named = {each.name for each in parameters.values()}
+        named = {parameter.name for parameter in parameters.values()}
         if named & {"completions", "prompts"}:
             return cls(name, weight, TRL, function)
         if "solution_strs" in named:
@@ -74,8 +74,16 @@ class NamedFunction:
         if "solution_str" in named:
             return cls(name, weight, VERL, function)
         variable = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-        needed = [each for each in parameters.values() if each.default is each.empty and each.kind not in variable]
-        taken = [each for each in parameters.values() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        needed = [
+            parameter
+            for parameter in parameters.values()
+            if parameter.default is parameter.empty and parameter.kind not in variable
+        ]
+        taken = [
+            parameter
+            for parameter in parameters.values()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
         if not taken or len(needed) > 2:
             raise RewardError(
                 f"rewards: {name}{inspect.signature(function)} is of no known kind. Define {name}(answer, row), TRL's "
@@ -98,7 +106,7 @@ class NamedFunction:
             return self.function(**dict(zip(ARGUMENTS, row, strict=True)))
         source, answer, truth, extra = row
         taken = inspect.signature(self.function).parameters.values()
-        places = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in taken)
+        places = sum(parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) for parameter in taken)
         if places == 1:
             return self.function(answer)
         return self.function(answer, {**extra, "data_source": source, "ground_truth": truth})
@@ -110,7 +118,7 @@ class NamedFunction:
             "log_metric": lambda name, value: logged.__setitem__(name, [value] * len(rows)),
         }
         parameters = inspect.signature(self.function).parameters
-        if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             arguments = {name: value for name, value in arguments.items() if name in parameters}
         given = self.function(**arguments)
         return _finished(given, logged) if inspect.isawaitable(given) else _with_logged(given, logged)
@@ -182,7 +190,7 @@ def reward_settings(
         named = {"custom_reward_function.name": function} if function else {}
         return {"custom_reward_function.path": f"{file}.py" if function else file, **named}
     functions = with_names(rewards)
-    models = [name for name, each in functions.items() if is_model(each)]
+    models = [name for name, reward in functions.items() if is_model(reward)]
     if not models:
         return save_functions(named_functions(functions, weights), inputs / FILE)
     given = dict(zip(functions, tokenizers or [None] * len(functions), strict=True))
@@ -196,7 +204,7 @@ def reward_settings(
         return settings
     if others:
         settings["reward_model.further_models"] = {name: folders[name] for name in others}
-    scored = {name: ModelScore(name, name != first) if name in folders else each for name, each in functions.items()}
+    scored = {name: ModelScore(name, name != first) if name in folders else reward for name, reward in functions.items()}
     return settings | save_functions(named_functions(scored, weights), inputs / FILE)
 
 
@@ -206,11 +214,11 @@ def with_names(rewards: Any) -> dict[str, Any]:
         return dict(rewards)
     listed = isinstance(rewards, Iterable) and not callable(rewards) and not isinstance(rewards, str)
     named: dict[str, Any] = {}
-    for each in list(rewards) if listed else [rewards]:
-        name, number = _name_of(each), 1
+    for reward in list(rewards) if listed else [rewards]:
+        name, number = _name_of(reward), 1
         while (label := name if number == 1 else f"{name}_{number}") in named:
             number += 1
-        named[label] = each
+        named[label] = reward
     return named
 
 
@@ -241,20 +249,20 @@ def save_functions(functions: Sequence[NamedFunction], path: Path) -> dict[str, 
     import cloudpickle
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    for each in functions:
+    for function in functions:
         try:
-            say_secrets(f"rewards: {each.name}", each.function, cloudpickle.dumps(each.function), path)
+            say_secrets(f"rewards: {function.name}", function.function, cloudpickle.dumps(function.function), path)
         except Exception as problem:
             raise RewardError(
-                f"rewards: {each.name} cannot be sent to the reward processes, because something that it uses cannot be pickled "
-                f"({type(problem).__name__}: {problem}). Make that inside the function, or put the function into a file and give "
-                "custom_reward_function.path."
+                f"rewards: {function.name} cannot be sent to the reward processes, because something that it uses cannot be "
+                f"pickled ({type(problem).__name__}: {problem}). Make that inside the function, or put the function into a file "
+                "and give custom_reward_function.path."
             ) from problem
     buffer = io.BytesIO()
     cloudpickle.dump(list(functions), buffer)
     path.write_bytes(buffer.getvalue())
-    batch = any(each.scores_batch for each in functions)
-    asynchronous = any(is_async(each.function) for each in functions)
+    batch = any(function.scores_batch for function in functions)
+    asynchronous = any(is_async(function.function) for function in functions)
     name = f"{'score_batch' if batch else 'score_row'}{'_async' if asynchronous else ''}"
     return {
         "custom_reward_function.path": __file__,
@@ -298,19 +306,19 @@ def _functions(path: str) -> list[NamedFunction]:
 def score_row(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], functions: str) -> Any:
     """Return the weighted sum of the functions' scores for a row, with each score by name."""
     row, found = (data_source, solution_str, ground_truth, extra_info), _functions(functions)
-    return _weighed(found, [each.call([row]) for each in found])
+    return _weighed(found, [function.call([row]) for function in found])
 
 
 async def score_row_async(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], functions: str
 ) -> Any:
     row, found = (data_source, solution_str, ground_truth, extra_info), _functions(functions)
-    return _weighed(found, await asyncio.gather(*(_awaited(each.call([row])) for each in found)))
+    return _weighed(found, await asyncio.gather(*(_awaited(function.call([row])) for function in found)))
 
 
 def score_batch(data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any, functions: str) -> list[Any]:
     rows, found = list(zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)), _functions(functions)
-    columns = [each.call(rows) if each.scores_batch else [each.call([row]) for row in rows] for each in found]
+    columns = [function.call(rows) if function.scores_batch else [function.call([row]) for row in rows] for function in found]
     return _weighed_rows(found, columns, len(rows))
 
 
@@ -319,10 +327,10 @@ async def score_batch_async(
 ) -> list[Any]:
     rows, found = list(zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)), _functions(functions)
 
-    async def column(each: NamedFunction) -> Any:
-        if each.scores_batch:
-            return await _awaited(each.call(rows))
-        return await asyncio.gather(*(_awaited(each.call([row])) for row in rows))
+    async def column(function: NamedFunction) -> Any:
+        if function.scores_batch:
+            return await _awaited(function.call(rows))
+        return await asyncio.gather(*(_awaited(function.call([row])) for row in rows))
 
     return _weighed_rows(found, await asyncio.gather(*map(column, found)), len(rows))
 
@@ -332,11 +340,11 @@ async def _awaited(value: Any) -> Any:
 
 
 def _weighed_rows(functions: Sequence[NamedFunction], columns: Sequence[Any], num_rows: int) -> list[Any]:
-    for each, column in zip(functions, columns, strict=True):
+    for function, column in zip(functions, columns, strict=True):
         if not hasattr(column, "__len__") or isinstance(column, str | dict):
-            raise RewardError(f"{each.name} returned {column!r:.200}, not a list of scores")
+            raise RewardError(f"{function.name} returned {column!r:.200}, not a list of scores")
         if len(column) != num_rows:
-            raise RewardError(f"{each.name} returned {len(column)} scores for {num_rows} rows")
+            raise RewardError(f"{function.name} returned {len(column)} scores for {num_rows} rows")
     return [_weighed(functions, values) for values in zip(*columns, strict=True)]
 
 
@@ -348,13 +356,13 @@ def _weighed(functions: Sequence[NamedFunction], values: Sequence[Any]) -> Any:
     total = 0.0
     named: dict[str, float | None] = {}
     further: dict[str, Any] = {}
-    for each, value in zip(functions, values, strict=True):
+    for function, value in zip(functions, values, strict=True):
         try:
             score, extra = read_score(value)
         except RewardError as problem:
-            raise RewardError(f"{each.name} {problem}") from problem
-        named[each.name] = None if math.isnan(score) else score
-        total += 0.0 if math.isnan(score) else each.weight * score
+            raise RewardError(f"{function.name} {problem}") from problem
+        named[function.name] = None if math.isnan(score) else score
+        total += 0.0 if math.isnan(score) else function.weight * score
         further |= extra
-    applies = any(each is not None for each in named.values())
+    applies = any(value is not None for value in named.values())
     return {**further, **(named if len(functions) > 1 else {}), "score": total if applies else None}

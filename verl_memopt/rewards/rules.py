@@ -255,10 +255,10 @@ def check_rows(rows: Iterable[tuple[str, str, Any, str]], sandbox: bool = False,
         if rule not in _RIGHT_ANSWERS:
             continue
         try:
-            known = source, plain_truth(truth)
-            if known not in read and not (rule is math_answer and len(read) >= MOST_READ):
-                read.add(known)
-                _check_truth(rule, known[1])
+            key = source, plain_truth(truth)
+            if key not in read and not (rule is math_answer and len(read) >= MOST_READ):
+                read.add(key)
+                _check_truth(rule, key[1])
         except RewardError as problem:
             raise DataError(f"{address}: data_source {source!r}: {problem}") from problem
 

@@ -276,7 +276,7 @@ class Connection:
                     f"ray_kwargs.ray_init.address={address}: nothing answers there ({reason}). Start Ray there "
                     "(ray start --head), or remove the key (and the variable RAY_ADDRESS) to start a cluster on this machine."
                 )
-        num_cpus = max(sum(each.nnodes * each.devices_per_node for each in requests), os.cpu_count() or 1)
+        num_cpus = max(sum(request.nnodes * request.devices_per_node for request in requests), os.cpu_count() or 1)
         folder = arguments.get("_temp_dir") or ("" if joins else str(own_folder() / "ray"))
         # A cluster that is joined keeps its own settings.
         defaults = {} if joins else {**LOCAL_CLUSTER, "num_cpus": num_cpus, "_temp_dir": folder}
@@ -466,10 +466,12 @@ def reserve(requests: Sequence[Request], timeout_seconds: float) -> list[list[An
 
     _check_possible(*requests)
     # The largest first, as what is smaller may fit beside it.
-    wanted = sorted((request for request in requests for _ in range(request.nnodes)), key=lambda each: -each.devices_per_node)
+    wanted = sorted(
+        (request for request in requests for _ in range(request.nnodes)), key=lambda request: -request.devices_per_node
+    )
     sizes = [request.devices_per_node for request in wanted]
     # STRICT_PACK keeps the devices of a group on one node.
-    groups = [placement_group([each.bundle] * each.devices_per_node, strategy="STRICT_PACK") for each in wanted]
+    groups = [placement_group([request.bundle] * request.devices_per_node, strategy="STRICT_PACK") for request in wanted]
     placed, waiting = ray.wait([group.ready() for group in groups], num_returns=len(groups), timeout=timeout_seconds)
     if waiting:
         # Groups that were placed hold their room until they are removed, and the error would leave them behind.
@@ -515,11 +517,11 @@ def _check_possible(*requests: Request) -> None:
 
     nodes = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
     available = "; ".join(map(_resources, nodes))
-    for request in sorted(requests, key=lambda each: -each.devices_per_node):
-        needed = {name: each * request.devices_per_node for name, each in request.bundle.items()}
+    for request in sorted(requests, key=lambda request: -request.devices_per_node):
+        needed = {name: amount * request.devices_per_node for name, amount in request.bundle.items()}
         fitting = [node for node in nodes if all(node.get(name, 0) >= number for name, number in needed.items())]
         if len(fitting) < request.nnodes:
-            keys = ", ".join(f"{each.section}.n_gpus_per_node or {each.section}.nnodes" for each in requests)
+            keys = ", ".join(f"{other.section}.n_gpus_per_node or {other.section}.nnodes" for other in requests)
             at_once = ", all at once" if len(requests) > 1 else ""
             raise ConfigError(
                 f"{'; '.join(map(str, requests))}{at_once}, but the cluster's nodes have: {available}. Lower {keys}, "

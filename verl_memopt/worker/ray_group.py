@@ -213,8 +213,8 @@ class Pool:
         return self.begin(method, arguments).result()
 
     def begin(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Pending[list[Any]]:
-        each = zip(self.members, arguments, strict=True)
-        made = [member.call.remote(method, *own) for member, own in each]
+        pairs = zip(self.members, arguments, strict=True)
+        made = [member.call.remote(method, *own) for member, own in pairs]
         calls = self.group.begin(self, made, str(arguments[0][0]) if method == "call" else method)
         return Pending(lambda: self.group.wait(calls))
 
@@ -369,7 +369,7 @@ class RayGroup:
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while calls.pending or failures:
             # Calls of all pools, because a failure anywhere ends the run.
-            pending = {call: each for each in self._under_way for call in each.pending}
+            pending = {call: batch for batch in self._under_way for call in batch.pending}
             if not pending:
                 break
             done, _ = ray.wait(list(pending), timeout=SETTLE_SECONDS if failures else SLICE_SECONDS)
@@ -380,21 +380,21 @@ class RayGroup:
             if stopped is not None and not failures:
                 self._kill_members()
                 raise WorkerError(stopped)
-            for each in self._under_way:
-                _name_slow(each)
+            for batch in self._under_way:
+                _name_slow(batch)
             if not done and not failures and (deadline is None or time.monotonic() < deadline):
                 continue
             if not done:
                 break
-            each = pending[done[0]]
-            rank, each.heard = each.pending.pop(done[0]), time.monotonic()
+            batch = pending[done[0]]
+            rank, batch.heard = batch.pending.pop(done[0]), time.monotonic()
             try:
-                each.results[rank] = ray.get(done[0])
+                batch.results[rank] = ray.get(done[0])
             except ray.exceptions.RayError as failure:
-                failures[each, rank] = failure
-            if not each.pending:
-                self._under_way.remove(each)
-                each.pool.longest[each.name] = max(each.heard - each.begun, each.pool.longest.get(each.name, 0.0))
+                failures[batch, rank] = failure
+            if not batch.pending:
+                self._under_way.remove(batch)
+                batch.pool.longest[batch.name] = max(batch.heard - batch.begun, batch.pool.longest.get(batch.name, 0.0))
         if not failures and not calls.pending:
             return calls.ended()
         cause = self._cause(failures) if failures else None

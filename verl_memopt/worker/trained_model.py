@@ -305,13 +305,13 @@ class TrainedModel:
         undecided, self._undecided = self._undecided, []
         fetched = iter(fetched_together([*undecided, *values, *also], self.device)())
         self._note_steps([next(fetched) for _ in undecided])
-        known = [{name: next(fetched) for name in step} for step in steps]
+        metrics_by_step = [{name: next(fetched) for name in step} for step in steps]
         if ends_rollout:
             # A schedule that counts rollouts stays where it is if every step since the last rollout was skipped.
             if self._moved and self.optim.lr_schedule_steps == "rollouts":
                 self.schedule.step()
             self._moved = False
-        metrics = over_steps(known, self.role.counts)
+        metrics = over_steps(metrics_by_step, self.role.counts)
         return metrics if self.offload is None else metrics | self.offload.metrics(), list(fetched)
 
     def add_gradient(self, mini: MiniBatch, loss_of: LossOf) -> dict[str, Tensor]:

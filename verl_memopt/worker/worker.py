@@ -461,7 +461,7 @@ def work_of(arguments: Sequence[Any], sequences_at_once: int, sequence_ranks: in
     ``sequence_ranks`` that share each micro-batch.
     """
     # A role of a recipe gets its method first.
-    first, second = (*(each for each in arguments if not callable(each)), None, None)[:2]
+    first, second = (*(argument for argument in arguments if not callable(argument)), None, None)[:2]
     minis = [first] if isinstance(first, MiniBatch) else first if isinstance(first, list) else []
     if minis and all(isinstance(mini, MiniBatch) for mini in minis):
         cut = [(mini.batch, mini.micro_batches) for mini in minis]
