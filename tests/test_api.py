@@ -845,7 +845,7 @@ WRONG_ARGUMENTS = [
     ({"config": {"trainer": {"logger": len}}}, r"^config\.trainer\.logger: no such key. Did you mean trainer\.logger\?"),
     ({"trainer.logger": ["console", len]}, r"^trainer\.logger\[1\]=.*: expected a number, a text, a list or a dict, got"),
     ({"data.apply_chat_template_kwargs": {"a": CYCLE}}, r"^data\.apply_chat_template_kwargs=.*: it is too deep"),
-    ({"memory.device_limit_gb": 0.0005, "trainer.track_memory_every_steps": 1}, "init: .*Together these make room: "),
+    ({"memory.device_limit_gb": 0.0005, "trainer.track_memory_every_steps": 1}, "(?s)init: .*Together these make room: "),
     ({"rewards": hangs, "custom_reward_function.timeout_seconds": 0.5}, "took longer than .*timeout_seconds=0.5"),
 ]
 

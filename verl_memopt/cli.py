@@ -457,7 +457,7 @@ def _run(parsed: argparse.Namespace, prog: str, estimator: str | None) -> int:
         return 0
     with folder_refusals(str(settings.trainer.default_local_dir)):
         if not parsed.until_it_fits:
-            more = " Or add --until-it-fits to the command: it finds settings that fit, and prints them."
+            more = "\n  Or add --until-it-fits to the command: it finds settings that fit, and prints them"
             return train_or_advise(settings, more)
         from verl_memopt.trainer.until_it_fits import CommandLine, train_until_it_fits
 

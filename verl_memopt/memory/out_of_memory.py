@@ -36,7 +36,7 @@ from verl_memopt.memory.host_buffers import GIB, host_limits
 from verl_memopt.memory.knob import LOWER, Advice, Need, Work
 from verl_memopt.observe.byte_tracker import DeviceLimitError, device_storages
 from verl_memopt.observe.device_ledger import AsleepReader, ledger_of
-from verl_memopt.observe.phase import host_rss_bytes
+from verl_memopt.observe.phase import MIB, host_rss_bytes
 
 OUT_OF_MEMORY = re.compile(r"CUDA (driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
 """Messages of libraries that allocate from the driver. vLLM's sleeping allocator says ``CUDA Error: out of memory``."""
@@ -50,7 +50,7 @@ class PartDoesNotFitError(torch.OutOfMemoryError):
     """A part of the engine, ``num_bytes`` of a kind, could not wake beside ``held_bytes`` of live tensors."""
 
     def __init__(self, kind: str, num_bytes: int, held_bytes: int, cause: str) -> None:
-        super().__init__(f"waking {kind}, {_gib(num_bytes)} GiB: {cause}")
+        super().__init__(f"waking {kind}, {_three_digits(num_bytes / GIB)} GiB: {cause}")
         self.kind, self.num_bytes, self.held_bytes = kind, num_bytes, held_bytes
 
 
@@ -193,14 +193,15 @@ class Shortage:
         ways = advice(
             phase, largest if self.first is None else [self.first, *largest], parts, partial(self._need, work or Work())
         )
-        terms = ", ".join(f"{kind} {_gib(self.kinds[kind])}" for kind in largest if self.kinds[kind])
-        why = "" if not largest else f"Most of it is {largest[0]}: " if self.first is None else "To make room: "
-        out = f" {why}{ways[0].text}." if largest and ways else ""
-        more = f" Also: {'; '.join(way.text for way in ways[1:4])}." if len(ways) > 1 else ""
-        of = "" if self.limit is None else f" of {_gib(self.limit)}"
+        unit, of_one = ("GiB", GIB) if self.held >= GIB else ("MiB", MIB)
+        terms = ", ".join(f"{kind} {_three_digits(self.kinds[kind] / of_one)}" for kind in largest if self.kinds[kind])
+        of = "" if self.limit is None else f" of {_three_digits(self.limit / of_one)}"
         where = phase if parts.devices == 1 else f"{phase} on worker {parts.rank}"
-        text = f"{where}: out of device memory at {_gib(self.held)}{of} GiB ({self.what}): {terms} GiB.{out}{more}"
-        return DeviceMemoryError(text, OutOfMemory(phase, self.requested, self.held_before, self.limit), ways)
+        full = f"{where}: out of device memory at {_three_digits(self.held / of_one)}{of} {unit} ({self.what}): {terms} {unit}"
+        why = f"Most of it is {largest[0]}: " if self.first is None and largest else "To make room: "
+        # One way out a line.
+        lines = [full, *(("  or " if number else f"  {why}") + way.text for number, way in enumerate(ways[:4]) if largest)]
+        return DeviceMemoryError("\n".join(lines), OutOfMemory(phase, self.requested, self.held_before, self.limit), ways)
 
     def _need(self, work: Work, kind: str) -> Need:
         """Return the numbers that advice about a kind of bytes is based on.
@@ -249,8 +250,8 @@ def _scaled(present: float | None, share: float) -> float | None:
     return None if present is None or not 0 < share < 1 else float(f"{present * share:.3g}")
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.3g}"
+def _three_digits(number: float) -> str:
+    return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
 
 
 # A snapshot of the memory at the moment when it runs out: what lives on the device, largest first.

@@ -176,7 +176,7 @@ def set_together(error: DeviceMemoryError | HostMemoryError, settings: Settings)
     They are the cheapest that are enough by formula. If there are none, they are all that make room.
 
     Returns:
-        The sentence, with a space before it. "" if the error's first advice alone is likely to be enough, or if nothing is left.
+        The sentence, on a line of its own. "" if the error's first advice alone is likely to be enough, or if nothing is left.
     """
     if isinstance(error, DeviceMemoryError) and error.ways and error.ways[0].enough:
         return ""
@@ -188,7 +188,7 @@ def set_together(error: DeviceMemoryError | HostMemoryError, settings: Settings)
     for keys, cost in ways:
         accepted = _accepted(keys, settings, partial(changed, settings))
         if accepted:
-            return f" Together these make room: {_overrides(accepted)} (they cost {cost})."
+            return f"\n  Together these make room: {_overrides(accepted)} (they cost {cost})"
     return ""
 
 

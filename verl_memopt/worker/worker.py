@@ -542,7 +542,9 @@ def resident_words(parameters: int, phases: Mapping[str, tuple[float, float]]) -
     """Describe the memory of the training state. ``phases`` maps names to bytes a parameter (on devices, on the host)."""
 
     def taken(num_bytes: float, where: str) -> str:
-        return f"{num_bytes * parameters / GIB:,.3g} GiB of {where} memory ({num_bytes:.4g} bytes a parameter)"
+        size = num_bytes * parameters
+        shown = f"{size / GIB:,.3g} GiB" if size >= GIB else f"{size / MIB:,.3g} MiB"
+        return f"{shown} of {where} memory ({num_bytes:.4g} bytes a parameter)"
 
     said = []
     for phase, (device, host) in phases.items():

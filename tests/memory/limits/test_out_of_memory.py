@@ -83,9 +83,9 @@ def test_the_error_names_phase_limit_kinds_the_largest_and_the_way_out():
 
     message = str(told(body))
     assert message.startswith("update_actor: out of device memory at")
-    assert "logits 7.45e-07, params 1.86e-07, activations 1.49e-07 GiB" in message
+    assert "logits 0.000763, params 0.000191, activations 0.000153 MiB" in message
     # Of 800 bytes for 960 of logits and activations, half is kept free: 512 * 800 / 960 / 2.
-    way_out = f"Most of it is logits: set {ADAPTIVE}. Also: lower actor_rollout_ref.model.logprob_chunk_tokens to 213 (now 512);"
+    way_out = f"Most of it is logits: set {ADAPTIVE}\n  or lower actor_rollout_ref.model.logprob_chunk_tokens to 213 (now 512)\n"
     assert way_out in message
 
 
@@ -114,7 +114,7 @@ def test_what_rests_on_the_host_is_not_in_the_report(device):
     resident = [("params", params), ("rollout weights", params.view(-1)), ("optimizer", torch.empty(5 * MIB)), ("grads", freed)]
     held = device.empty(6 * GIB)
     message = told_on_gpu(torch.OutOfMemoryError("CUDA out of memory. Tried"), resident)
-    assert "at 6 of 32 GiB (CUDA out of memory): params 4, activations 2 GiB. Most of it is params" in message
+    assert "at 6 of 32 GiB (CUDA out of memory): params 4, activations 2 GiB\n  Most of it is params" in message
     del held
 
 
@@ -129,7 +129,7 @@ def test_what_sleeps_is_not_in_the_report(device):
         pass
     ledger_of(GPU).reset_peaks()
     message = told_on_gpu(torch.OutOfMemoryError("CUDA out of memory. Tried"), [("params", fake(5 * GIB))], limit=10 * GIB)
-    assert "at 6 of 10 GiB (CUDA out of memory): params 5, activations 1 GiB." in message
+    assert "at 6 of 10 GiB (CUDA out of memory): params 5, activations 1 GiB" in message
     del held
 
 
@@ -158,8 +158,8 @@ def test_another_error_passes_unchanged(device, where, error):
 @pytest.mark.parametrize(
     ("rollout", "first"),
     [
-        ({}, "To make room: lower actor_rollout_ref.rollout.gpu_memory_utilization to 0.37 (now 0.5)."),
-        ({"kv_cache_memory_gb": 8.0}, "To make room: lower actor_rollout_ref.rollout.kv_cache_memory_gb to 4.0 (now 8.0)."),
+        ({}, "To make room: lower actor_rollout_ref.rollout.gpu_memory_utilization to 0.37 (now 0.5)\n"),
+        ({"kv_cache_memory_gb": 8.0}, "To make room: lower actor_rollout_ref.rollout.kv_cache_memory_gb to 4.0 (now 8.0)\n"),
         ({"kv_cache_memory_gb": "auto"}, "To make room: set actor_rollout_ref.rollout.kv_cache_memory_gb=null"),
     ],
 )
@@ -176,7 +176,7 @@ def test_a_cache_that_cannot_wake_is_told_with_the_key_that_makes_it_smaller(dev
         body()
     message = str(caught.value)
     assert message.startswith("gen: out of device memory at 36 of 32 GiB (waking kv, 16 GiB: CUDA Error: out of memory")
-    assert "kv 16, optimizer 9, params 7, activations 4 GiB." in message
+    assert "kv 16, optimizer 9, params 7, activations 4 GiB\n" in message
     assert first in message
     assert "set actor_rollout_ref.actor.fsdp_config.optimizer_offload=true" in message
     del held
@@ -218,7 +218,7 @@ def test_running_out_in_backward_is_told_as_well():
 def test_the_error_reaches_the_driver_and_ends_the_run_with_a_failure():
     error = Shortage({"kv": GIB, "params": 2 * GIB}, 3 * GIB, 2 * GIB, "aten.zeros").error("gen", RunParts(SETTINGS))
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
-    assert str(error).startswith("gen: out of device memory at 3 of 2 GiB (aten.zeros): params 2, kv 1 GiB.")
+    assert str(error).startswith("gen: out of device memory at 3 of 2 GiB (aten.zeros): params 2, kv 1 GiB\n")
     assert error.exit_code != 0
 
 
