@@ -22,10 +22,12 @@ import torch
 import verl_memopt
 from verl_memopt import api
 from verl_memopt.cli import COMMANDS, main
+from verl_memopt.data.encoder import end_of_turn
 from verl_memopt.data.plugin import load_from_file, users_code
 from verl_memopt.errors import DataError, UserError
 from verl_memopt.model.export import whole_folder, write_record
 from verl_memopt.model.folder import files_of_index, resolve_folder
+from verl_memopt.model.tiny import build_tokenizer
 from verl_memopt.observe.files import read_rows
 from verl_memopt.observe.own_files import model_files, others_in_model
 from verl_memopt.observe.run_folder import RunFolder, read_timeline, refuse_what_is_not_ours
@@ -107,6 +109,8 @@ SETTINGS = (
     "custom_reward_function.reward_kwargs",
     "actor_rollout_ref",
     "trainer",
+    "trainer.rollout_data_dir",
+    "actor_rollout_ref.model.lora_adapter_path",
 )
 
 
@@ -242,7 +246,33 @@ def record(name, folder, chance):
     chance.choice(readers)()
 
 
-DOORS = {each.__name__: each for each in (python, train, command, user_code, user_file, pipe, record)}
+TEMPLATES = ("{{ 'x' * 10**12 }}", "{% for i in range(99999) %}{{ 'x' * 99 }}{% endfor %}", "{% for", "{{ a.b.c }}")
+
+
+def template(name, folder, chance):
+    """A chat template that takes all memory, or is none."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = chance.choice([*TEMPLATES, TEXTS[name]])
+    end_of_turn(tokenizer, {})
+
+
+def model_folder(name, folder, chance):
+    """A model's folder in which something is no file."""
+    model = folder.parent / "model"
+    model.mkdir()
+    for each in ("config.json", "tokenizer.json", "model.safetensors"):
+        (model / each).write_text(TEXTS[name], errors="replace")
+    odd = model / chance.choice(["config.json", "tokenizer.json", "model.safetensors", "generation_config.json"])
+    odd.unlink(missing_ok=True)
+    chance.choice([os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero"), lambda path: None])(odd)
+    arguments = chance.choice([["chat", str(model)], ["fit", f"actor_rollout_ref.model.path={model}"], ["export", str(model)]])
+    code = 2
+    with contextlib.suppress(SystemExit):  # argparse
+        code = main(arguments)
+    assert code in (0, 1, 2, 3)
+
+
+DOORS = {each.__name__: each for each in (python, train, command, user_code, user_file, pipe, record, template, model_folder)}
 OURS = (UserError, InvalidMessageError, ManifestError)
 
 
