@@ -60,7 +60,8 @@ ENTRY = ["-m", "verl_memopt"]
 RL = ["train", "--config-dir", "recipe/rloo", "--config-name", "toy", *SHORT]
 SFT = [
     "sft", "--config-dir", "recipe/sft", "--config-name", "toy", *LOCAL[:1], "data.prompt_key=prompt",
-    "data.response_key=extra_info.answer", "data.train_batch_size=32", "trainer.save_freq=1", "data.max_prompt_length=16", "data.max_response_length=4",
+    "data.response_key=extra_info.answer", "data.train_batch_size=32", "trainer.save_freq=1",
+    "data.max_prompt_length=16", "data.max_response_length=4",
 ]  # fmt: skip
 
 
