@@ -129,7 +129,6 @@ def cap_device_memory(device: torch.device, num_bytes: int | None) -> None:
 
 
 def device_memory_cap(device: torch.device) -> int | None:
-    """The limit in bytes that :func:`cap_device_memory` set; None = no limit. GPU only."""
     fraction = torch.cuda.get_per_process_memory_fraction(device)
     return None if fraction >= 1.0 else round(fraction * torch.cuda.get_device_properties(device).total_memory)
 
@@ -191,7 +190,6 @@ A device that is not listed runs its work in one order. Tests add a stand-in for
 
 
 def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A new stream for copies beside the computation; None on a CPU, which has no streams."""
     return STREAMS[device.type].Stream(device) if device.type in STREAMS else None
 
 
@@ -204,7 +202,6 @@ def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager:
 
 
 def mark_done(stream: torch.cuda.Stream | None) -> Done:
-    """Return an event that occurs once all work queued on ``stream`` so far is done. None for no stream."""
     return None if stream is None else stream.record_event()
 
 
@@ -214,7 +211,6 @@ def wait_for(stream: torch.cuda.Stream | None, event: Done) -> None:
 
 
 def wait_on_host(device: torch.device) -> None:
-    """Make the host wait for the work queued on the device's current stream. No effect on a CPU."""
     stream = current_stream(device)
     if stream is not None:
         stream.synchronize()
@@ -245,7 +241,7 @@ class CopyStream:
         return mark_done(self._stream)
 
     def wait(self, event: Done) -> None:
-        """Make work queued from here on wait for a copy. The host does not wait."""
+        # The host does not wait.
         wait_for(current_stream(self._device), event)
 
 
@@ -299,9 +295,9 @@ def leave_process_group() -> None:
 
 
 def training_mesh(device_type: str, world_size: int, fsdp_size: int) -> DeviceMesh:
-    """The mesh to shard over: flat for ``fsdp_size`` -1 or the whole world, else replicate x shard (HSDP)."""
     if fsdp_size in (-1, world_size):
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    # Replicate x shard (HSDP).
     shape = (world_size // fsdp_size, fsdp_size)
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
 

@@ -32,10 +32,8 @@ NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size of a file in bytes, and the hexadecimal checksum of its contents."""
-
-    size: int
-    digest: str
+    size: int  # bytes
+    digest: str  # hexadecimal
 
 
 Records = dict[str, FileRecord]
@@ -94,7 +92,7 @@ class HashedFile:
         self._file.flush()
 
     def fileno(self) -> int:
-        """Flush and return the file's descriptor, so that a sync by descriptor includes all data."""
+        # A sync by descriptor then includes all data.
         self._file.flush()
         return self._file.fileno()
 

@@ -124,7 +124,6 @@ def load_training_state(
 
 
 def save_weights(folder: Path, model: nn.Module) -> Records:
-    """Write all weights of a model without an optimizer into ``folder``, sharded. See :func:`save_training_state`."""
     with _refused(folder, "weights could not be written", WRITE_ERRORS), _one_checksum():
         return _save(folder, {"model": _weights(model)})
 
@@ -200,7 +199,6 @@ def check_index(metadata: Metadata) -> None:
 
 
 def _is_covered(stored: TensorStorageMetadata) -> bool:
-    """Return whether the parts of a tensor fill it without a gap or an overlap."""
     size = tuple(stored.size)
     boxes = [tuple(zip(part.offsets, part.sizes, strict=True)) for part in stored.chunks]
     if any(len(box) != len(size) for box in boxes):
@@ -250,27 +248,22 @@ def _stand_in(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class _MastersApart:
-    """A planner that knows the masters that are held apart."""
-
     def __init__(self, held: Held, masters: Masters | None) -> None:
         super().__init__()
         self._held, self._masters = held, masters
 
 
 class _SavedMasters(_MastersApart, dcp.DefaultSavePlanner):
-    """Torch's planner, but each master is asked for when its turn comes."""
-
     def lookup_object(self, index: MetadataIndex) -> Any:
         if index.fqn not in self._held:
             return super().lookup_object(index)
         assert self._masters is not None
+        # Each master is asked for only when its turn comes.
         master = self._masters.master(self._held[index.fqn], on_host=True)
         return master._local_tensor if isinstance(master, DTensor) else master
 
 
 class _LoadedMasters(_MastersApart, PlainPlanner):
-    """Torch's planner, but each master is handed on as soon as it is read."""
-
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         if read_item.dest_index.fqn not in self._held:
             return super().resolve_tensor(read_item)
@@ -422,12 +415,9 @@ def _weights(model: nn.Module, options: StateDictOptions | None = None) -> dict[
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state of an optimizer, even if all its updates were skipped so far.
-
-    Torch then creates the state by a step with gradients and a learning rate of 0. That step must not count.
-    """
     has_stepped = bool(optimizer.state)
     state = get_optimizer_state_dict(model, optimizer)
+    # Torch creates a missing state by a step with gradients and a learning rate of 0. That step must not count.
     for values in () if has_stepped else optimizer.state.values():
         if isinstance(values.get("step"), torch.Tensor):
             values["step"].zero_()
@@ -456,8 +446,6 @@ def _own_arguments(optimizer: Optimizer) -> Iterator[None]:
 
 
 class HashingFileSystem(FileSystem):
-    """Torch's file system for checkpoints; it records each file that it writes, relative to ``root``."""
-
     def __init__(self, root: Path) -> None:
         self.root = root
         self.records: Records = {}
