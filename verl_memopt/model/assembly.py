@@ -75,7 +75,7 @@ class ModelUse:
 
     @property
     def knobs_key(self) -> str:
-        """Section of the knobs that act in the model; a reward model has the policy's."""
+        # A reward model has the policy's knobs.
         return POLICY_KEY if self.model_key == REWARD_KEY else self.model_key
 
 
@@ -189,7 +189,6 @@ def build_trained_policy(
 
 
 def build_critic(model: CriticModel, folder: Path, mesh: DeviceMesh, device: torch.device) -> ValueModel:
-    """Build the sharded value model without weights. :func:`materialize_critic` fills it."""
     use = ModelUse(CRITIC_KEY, f"{CRITIC_KEY}.fsdp_config", model.enable_gradient_checkpointing, trained=True)
     return _build(ValueModel, model, model.fsdp_config, folder, mesh, device, use)
 
@@ -365,7 +364,7 @@ def materialize_mapped(policy: PolicyModel, folder: Path, device: torch.device, 
 
 
 def stays_plain(mesh: DeviceMesh, precision: MixedPrecisionPolicy, offload: OffloadPolicy) -> bool:
-    """Whether a model needs no FSDP2: one device, one dtype for storage and compute, and no offloading."""
+    # FSDP2 is for several devices, two dtypes, or offloading.
     return mesh.size() == 1 and precision.param_dtype is None and type(offload) is OffloadPolicy
 
 
@@ -418,7 +417,7 @@ def shard_model(
 
 
 def mixed_precision(masters: torch.dtype, compute: torch.dtype, reduce: torch.dtype) -> MixedPrecisionPolicy:
-    """FSDP2's policy for the three dtypes. Equal ones are left out, so that nothing is cast needlessly."""
+    # Equal dtypes are left out, so that nothing is cast needlessly.
     return MixedPrecisionPolicy(
         param_dtype=None if compute == masters else compute, reduce_dtype=None if reduce == compute else reduce
     )

@@ -136,10 +136,7 @@ def choose_attention(
 
 
 def plain_attention(config: PretrainedConfig) -> str:
-    """Return transformers' own attention that computes what :func:`choose_attention`'s kernels compute.
-
-    SDPA silently drops the cap of scores.
-    """
+    # SDPA silently drops the cap of scores.
     return "sdpa" if getattr(config, SCORE_CAP, None) is None else "eager"
 
 
@@ -149,13 +146,10 @@ FLASH_ATTN_INSTALL = ".venv/bin/pip install --no-build-isolation 'flash-attn==2.
 
 @cache
 def flash_attn_problem() -> str | None:
-    """Return why flash-attn cannot be used, to follow its name in a sentence; None if it can.
-
-    It is imported, because a build for another torch or CUDA is found and fails only then.
-    """
     if importlib.util.find_spec("flash_attn") is None:
         return "is not installed"
     try:
+        # Imported, because a build for another torch or CUDA is found and fails only then.
         importlib.import_module("flash_attn")
     # Whatever a broken binary raises: a missing symbol, a missing library, a check of the package's own.
     except Exception as error:  # noqa: BLE001
@@ -259,8 +253,6 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 class WindowOverPrefixError(NotImplementedError):
-    """Attention with a sliding window cannot share a prefix: the window would cut it."""
-
     def __init__(self, window: int) -> None:
         super().__init__(f"a sliding window of {window} tokens would cut the prefix that sequences share")
         self.window = window

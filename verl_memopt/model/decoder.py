@@ -65,8 +65,6 @@ class BlockOptions:
 
 
 class Attention(nn.Module):
-    """Queries, keys and values of a normed input, rotary positions, attention over packed sequences, output projection."""
-
     def __init__(self, source: Any, options: BlockOptions) -> None:
         super().__init__()
         self.source_class, self.options = type(source).__name__, options
@@ -150,7 +148,7 @@ class MLP(nn.Module):
 
     @property
     def sums(self) -> bool:
-        """Whether :meth:`forward_sum` computes the MLP. It adds attention's output to the residual itself."""
+        # If so, forward_sum() computes the MLP and adds attention's output to the residual itself.
         return self.options.recompute and (self.options.mlp_tiles is not None or not torch.is_grad_enabled())
 
     def forward_sum(self, residual: Tensor, attended: Tensor, norm: Any, least_tiles: int) -> Tensor:
@@ -267,8 +265,6 @@ class DecoderBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, rotary tables, blocks and final norm, in place of a Hugging Face decoder of the family."""
-
     def __init__(self, source: Any, blocks: Sequence[BlockOptions], attend: Attend) -> None:
         super().__init__()
         self.options = tuple(blocks)
@@ -347,7 +343,6 @@ def is_llama_like(lm: Any) -> bool:
 
 
 def class_name(module: nn.Module) -> str:
-    """A module's class name in the Hugging Face model, even if a module of this file replaces it."""
     return getattr(module, "source_class", type(module).__name__)
 
 
@@ -489,15 +484,14 @@ class PrefixKV:
         return self._state.prepend_to(hidden)
 
     def extend(self, block: int, key: Tensor, value: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tables]:
-        """Prepend the prompt's keys, values and rotary tables of a block to those of answers."""
         # Keys and values alternate, block by block.
         keys, values = self._pairs[2 * block : 2 * block + 2]
         cos, sin = (torch.cat(pair, dim=1) for pair in zip(self._tables, tables, strict=True))
         return keys.prepend_to(key), values.prepend_to(value), (cos, sin)
 
     def backward(self) -> None:
-        """Run the backward of the prompt, after the backwards of all its answers."""
-        # All of them, also without a gradient: every rank must reduce the same units.
+        # Comes after the backwards of all answers. It takes all tensors, also those without a gradient, because every rank
+        # must reduce the same units.
         used = [tensor for tensor in (self._state, *self._pairs) if tensor.root.requires_grad]
         torch.autograd.backward([tensor.root for tensor in used], [tensor.gradient() for tensor in used])
 

@@ -89,14 +89,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def stored_dtype(folder: Path, otherwise: torch.dtype) -> torch.dtype:
-    """The dtype in a model folder's config, or ``otherwise`` if it has none that weights are written in."""
     config = json_of(folder / "config.json", dict[str, Any], DAMAGED, CheckpointError)
     name = str(config.get("dtype") or config.get("torch_dtype"))
     return next((dtype for dtype in WRITTEN_DTYPES if dtype_name(dtype) == name), otherwise)
 
 
 def saved_dtype(folder: Path, fsdp: Fsdp) -> torch.dtype:
-    """The dtype in which a trained model is written: its source folder's, else the masters'."""
     return stored_dtype(folder, dtype_of(fsdp.model_dtype, "fsdp_config.model_dtype"))
 
 
@@ -150,7 +148,6 @@ def whole_folder(final: Path) -> Iterator[Path]:
 
 
 def _keep_others(final: Path, aside: Path) -> None:
-    """Copy what the user has put into an older folder to the new one."""
     for name in others_in_model(final):
         if final.is_symlink() or not final.is_dir() or (aside / name).exists():
             raise ConfigError(f"{final}: {name} is there, and no run wrote it. Move it away, or give another folder.")
@@ -164,10 +161,7 @@ RECORD = MODEL_RECORD
 
 
 def write_record(folder: Path, step: int, role: str, base_model: str, dtype: torch.dtype) -> None:
-    """Write where a model is from: the step and role of a run, and the model that training started from.
-
-    It comes last, as it names the files of the folder, which a later save may replace.
-    """
+    # Comes last: it names the files of the folder, which a later save may replace.
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {MARK} | {RECORD}
     record = {"step": step, "role": role, "base_model": base_model, "dtype": dtype_name(dtype)}
     _write_json(folder / RECORD, {**record, "files": sorted(files)})
@@ -238,8 +232,6 @@ DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", to
 
 
 class SafetensorsWriter:
-    """One open file. Tensors are added in order; :meth:`close` writes the header that names them."""
-
     def __init__(self, path: Path) -> None:
         """Open a file. This and every other method raise OSError if the disk refuses."""
         self.path = path

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """What is known of the models of one type. Tests compare each row with tiny models of the type."""
-
     model_type: str
     """The type in config.json."""
     models: str

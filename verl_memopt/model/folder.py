@@ -146,7 +146,6 @@ def load_tokenizer(folder: Path, model: Model, trust_remote_code: bool = False) 
 
 
 def existing_tokenizer(folder: Path, key: str, trusted: bool, way_out: str) -> Any:
-    """As :func:`read_tokenizer`, but refuse a folder without tokenizer files, which would give an empty tokenizer."""
     # Transformers returns an empty tokenizer for a folder without one, so look for the files first.
     if not any((folder / name).is_file() for name in TOKENIZER_FILES) and not (trusted and _has_tokenizer_code(folder)):
         raise ConfigError(f"{key}: it has no tokenizer ({', '.join(TOKENIZER_FILES)}). {way_out}")

@@ -142,7 +142,6 @@ class PackedModel(nn.Module):
         return hidden[-1:].clone(), *recorder.outputs()
 
     def end_pass(self) -> None:
-        """Free what is gathered or streamed, at the end of a pass without backward."""
         reshard_units(self)
         if self.stream is not None:
             self.stream.release()
@@ -224,7 +223,7 @@ def _registered(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
 
 
 def register_kernels() -> None:
-    """Register the kernels with transformers. Call this before building a model that uses one."""
+    # Must come before a model that uses a kernel is built.
     for name, attend in KERNELS.items():
         AttentionInterface.register(name, _registered(attend))
 
@@ -285,8 +284,6 @@ class LogProbHead(nn.Module):
 
 
 class PolicyModel(PackedModel):
-    """A causal LM whose forward returns the log-probs of a pack's response tokens."""
-
     def __init__(
         self,
         lm: PreTrainedModel,

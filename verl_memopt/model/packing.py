@@ -275,8 +275,6 @@ PrefixGroup: TypeAlias = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class SegmentRun:
-    """``count`` neighbouring segments of ``length`` tokens each, the first at ``start``."""
-
     start: int
     count: int
     length: int
@@ -346,7 +344,6 @@ class PrefixLayout:
         return replace(self, **changed)
 
     def at_queries(self, *tensors: Any) -> tuple[Any, ...]:
-        """Select the query rows of tensors over all keys; the tensors themselves if every key is a query."""
         if self.query_index is None:
             return tensors
         return tuple(None if tensor is None else tensor[self.query_index] for tensor in tensors)
@@ -376,12 +373,10 @@ class PrefixLayout:
 
     @cached_property
     def prefix_spans(self) -> tuple[PrefixSpan, ...]:
-        """Calls of the prefix pass: queries that see more than their own segment, and what they see."""
         return tuple(prefix_spans(self.groups, self.skipped))
 
     @cached_property
     def prefix_slices(self) -> tuple[slice, slice] | None:
-        """Queries and keys of the prefix pass as two slices; None if there is not exactly one span."""
         if len(self.prefix_spans) != 1:
             return None
         (span,) = self.prefix_spans
@@ -394,7 +389,6 @@ class PrefixLayout:
 
     @property
     def own_queries(self) -> Rows | None:
-        """The queries among this rank's tokens; None if every token is a query."""
         if self.split is not None:
             return self.split.rows
         return None if self.query_index is None else Rows(self.query_index, self.query_places)
@@ -406,7 +400,6 @@ class PrefixLayout:
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
-        """Tokens of each group, skipped ones included."""
         pairs = zip(self.skipped, self.groups, strict=True)
         return tuple(skipped + prefix + sum(suffixes) for skipped, (prefix, suffixes) in pairs)
 

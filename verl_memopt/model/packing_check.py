@@ -200,7 +200,6 @@ def _not_finite(packed_model: PackedModel, device: torch.device) -> str | None:
 
 
 def refuse_sliding_window(config: PretrainedConfig, actor: Actor) -> None:
-    """Refuse a request to share prompts in a model whose sliding window would cut them."""
     size = window(config)
     if size is not None and actor.use_prefix_grouper is True:
         raise ConfigError(_no_sharing(size, f"{config.model_type} model's"))
@@ -316,7 +315,6 @@ class RewardFolder:
 
 
 def frozen_value_model(model: ScoringModel, policy: Model) -> CriticModel:
-    """Settings of a value model that computes a reward model: the policy's knobs without any that train."""
     knobs = {field.name: getattr(policy, field.name) for field in fields(ModelKnobs)}
     # A frozen model has no backward to save memory for, and no adapters.
     knobs |= {"enable_gradient_checkpointing": False, "lora_rank": 0, "lora_adapter_path": None}

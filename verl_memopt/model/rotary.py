@@ -100,10 +100,6 @@ Norms = tuple[Tensor | None, Tensor | None]
 def apply_rotary_to_both(
     query: Tensor, key: Tensor, norms: Norms, eps: float, query_tables: Tables, tables: Tables
 ) -> tuple[Tensor, Tensor]:
-    """Apply :func:`apply_rotary` to queries and keys, in one call if they lie side by side in one tensor.
-
-    ``query_tables`` are the queries', ``tables`` the keys'.
-    """
     # Side by side they are one kernel launch instead of two.
     both = joined((query, key), 1) if query_tables[0] is tables[0] else None
     if both is None or tables[0] is None or (norms[0] is None) is not (norms[1] is None):
@@ -230,7 +226,6 @@ def _weight_statement(grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, eps: fl
 
 
 def weight_sums(weights: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
-    """Zeros in fp32 or wider to sum each needed weight gradient in; None for the others."""
     return [zeros_to_sum(norm) if norm is not None and wanted else None for norm, wanted in zip(weights, needed, strict=True)]
 
 

@@ -34,8 +34,6 @@ SWIGLU = SwiGLU()
 
 @dataclass(frozen=True)
 class TileCall:
-    """One attention call: some queries of a tile, and the keys that each of them sees, causally or whole."""
-
     queries: slice
     keys: slice
     causal: bool
@@ -188,8 +186,6 @@ class _TiledBlock(torch.autograd.Function):
 
 
 class _Block:
-    """The forward of a block over tiles, without a graph."""
-
     def __init__(
         self,
         shape: BlockShape,
@@ -204,7 +200,7 @@ class _Block:
         self.num_queries = self.tiles[-1].queries.stop if self.tiles else 0
 
     def forward(self) -> Tensor:
-        """The output [1, Q, h]. It has three dimensions, so that FSDP2 gets no view."""
+        # Three dimensions, so that FSDP2 gets no view.
         whole = self.x.new_empty(1, self.num_queries, self.x.shape[1])
         out = whole[0]
         keys, values = self.keys_and_values()
@@ -336,8 +332,6 @@ def _view(tensor: Tensor) -> Tensor:
 
 
 class _Backward:
-    """The backward of a block over tiles. ``layers`` and ``sums`` collect the gradients of its parameters."""
-
     def __init__(self, block: _Block, layers: Sequence[TiledLinear], sums: Sequence[Tensor | None]) -> None:
         self.block, self.layers, self.sums = block, layers, sums
         self.keys, self.values = block.keys_and_values()

@@ -36,7 +36,6 @@ class ValueHead(nn.Module):
     """A linear head with one output. It rests in the masters' dtype and computes in fp32."""
 
     def __init__(self, like: Tensor, hidden_size: int, dtype: torch.dtype | None = None) -> None:
-        """Parameters are uninitialised, on the device of ``like`` and in its dtype unless ``dtype`` is given."""
         super().__init__()
         self.weight = nn.Parameter(like.new_empty(1, hidden_size, dtype=dtype))
         self.bias = nn.Parameter(like.new_empty(1, dtype=dtype))
@@ -49,7 +48,6 @@ class ValueModel(PackedModel):
     """A decoder with a scalar head in place of its LM head. Its forward returns the values of a pack's response tokens."""
 
     def __init__(self, lm: PreTrainedModel, blocks: Sequence[BlockOptions] | None = None, key: str = CRITIC_KEY) -> None:
-        """Take over a model and drop its LM head. Arguments and errors as in :class:`PackedModel`."""
         super().__init__(lm, blocks, key)
         # The head is no part of ``lm``, so its names are those of transformers' classifiers, and adapters leave it alone.
         lm.set_output_embeddings(nn.Identity())
@@ -88,10 +86,6 @@ def stored_head(folder: Path, key: str = CRITIC_KEY) -> dict[str, str | None]:
 
 
 def classifier_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config with which transformers loads a value model as a token classifier with one label.
-
-    The causal LM's config does not change.
-    """
     # A copy, because the causal LM goes on with its own config.
     changed = type(config).from_dict(config.to_dict())
     changed.name_or_path = config.name_or_path

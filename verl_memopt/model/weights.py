@@ -177,7 +177,6 @@ class WeightFolder:
         return tuple(self._files[self.names[name]].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Return the dtype of a tensor as the header of its file names it."""
         stated: str = self._files[self.names[name]].get_slice(name).get_dtype()
         return stated
 
@@ -244,13 +243,12 @@ def check_dtypes(folder: Path, address: str) -> None:
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield every parameter once, with its name in a Hugging Face checkpoint."""
+    # Without the prefix they are the names of a Hugging Face checkpoint.
     for name, parameter in model.named_parameters():
         yield name.removeprefix("lm."), parameter
 
 
 def base_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield named weights except LoRA's."""
     return ((name, parameter) for name, parameter in named_weights(model) if name.rsplit(".", 1)[-1] not in ADAPTERS)
 
 
@@ -367,7 +365,6 @@ def local_region(parameter: Tensor) -> tuple[slice, ...]:
 
 
 def check_shapes(weights: WeightFolder, shapes: Mapping[str, tuple[int, ...]], key: str) -> None:
-    """Refuse tensors whose shape differs from the config. Names that the folder lacks are ignored."""
     stored = {name: shape for name, shape in shapes.items() if name in weights.names}
     _check_names(weights, stored, weights.folder, key, frozenset(weights.names))
 
