@@ -31,8 +31,6 @@ LOSS_ARGUMENTS = ("log_prob", "old_log_prob", "advantages", "response_mask", "co
 
 @dataclass(frozen=True)
 class Extra:
-    """A further argument that an estimator may ask for by name."""
-
     input: str
     """The statistic or the field of ``AdvantageInputs``, fp32 [R]."""
     is_there: Callable[[Settings], bool]
@@ -118,7 +116,7 @@ class UserFunction:
 
 
 def _versions(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return name -> how often each tensor was written to. Tensors of inference mode do not count that."""
+    # Tensors of inference mode do not count how often they were written to.
     return {name: value._version for name, value in tensors.items() if not value.is_inference()}
 
 

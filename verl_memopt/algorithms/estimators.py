@@ -251,7 +251,7 @@ def _where_informative(stats: GroupStatistics, advantages: Tensor) -> Tensor:
 
 
 def sft_advantages(rewards: Tensor) -> Tensor:
-    """Return 1 for each row, fp32 [B]: the loss -A * log-prob then is the negative log-prob of its tokens."""
+    # With advantages of 1 the loss -A * log-prob is the negative log-prob.
     return torch.ones_like(rewards)
 
 
@@ -431,7 +431,6 @@ class AdvantageInputs:
     """fp32 [R] each, further numbers of each token's distribution, by name."""
 
     def named(self, name: str) -> Tensor | None:
-        """Return a statistic or a field by name; None if the run does not compute it."""
         return self.statistics[name] if name in self.statistics else getattr(self, name, None)
 
 

@@ -99,7 +99,7 @@ class KlController:
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore an adaptive coefficient. A fixed one follows the settings of the resumed run."""
+        # A fixed coefficient follows the settings of the resumed run.
         if self._settings.type == "adaptive":
             self.coefficient = state["coefficient"]
 
@@ -111,14 +111,13 @@ class EntropyController:
     """
 
     def __init__(self, settings: EntropyControl, weight: float) -> None:
-        """Start with a weight."""
         assert settings.target is not None, "the weight is fixed"
         self._settings, self._target, self.weight = settings, settings.target, weight
         self._last, self.num_updates = math.inf, 1
 
     @property
     def applied(self) -> float:
-        """The weight of the next update: 0 while the entropy is above the target, and in the first one."""
+        # Before the first update no entropy is known, and the weight is 0.
         return self.weight if self._last <= self._target else 0.0
 
     def update(self, entropy: float) -> None:
@@ -128,11 +127,9 @@ class EntropyController:
         self._last, self.weight = entropy, raised if entropy <= self._target else lowered
 
     def state_dict(self) -> dict[str, float]:
-        """Return the values that a checkpoint stores."""
         return {"weight": self.weight, "last": self._last}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore what :meth:`state_dict` returned."""
         self.weight, self._last = state["weight"], state["last"]
 
 

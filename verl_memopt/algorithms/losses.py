@@ -84,7 +84,7 @@ def clip_bounds(actor: Actor) -> tuple[float, float]:
 
 
 def safe_ratio(log_ratio: Tensor) -> Tensor:
-    """Return exp of the log-ratio, clamped to plus and minus 20 first, where its gradient stops. Same shape."""
+    # Beyond the clamp the gradient stops.
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 

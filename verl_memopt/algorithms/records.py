@@ -301,8 +301,6 @@ else:  # the words of the two choices are those of the records
 
 @dataclass(frozen=True)
 class CustomEstimator:
-    """An estimator of the user's own, for ``adv_estimator=custom``."""
-
     path: str | None = None
     """Python file of the estimator."""
     name: str = "compute_advantages"
@@ -311,8 +309,6 @@ class CustomEstimator:
 
 @dataclass(frozen=True)
 class CustomLoss:
-    """A policy loss of the user's own, for ``loss_mode=custom``."""
-
     path: str | None = None
     """Python file of the loss."""
     name: str = "compute_loss"
@@ -321,8 +317,6 @@ class CustomLoss:
 
 @dataclass(frozen=True)
 class EstimatorSettings:
-    """The keys of ``algorithm`` that estimators read."""
-
     adv_estimator: Annotated[
         EstimatorName, Meanings(tuple((estimator.name, estimator.help) for estimator in ESTIMATORS.values()))
     ] = "gae"
@@ -355,8 +349,6 @@ class EstimatorSettings:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss of the policy, and the settings of single losses."""
-
     loss_mode: Annotated[LossName, Meanings(tuple((loss.name, loss.help) for loss in LOSSES.values()))] = "vanilla"
     """The loss of the policy."""
     clip_cov_ratio: PositiveShare = 0.0002

@@ -100,9 +100,9 @@ def bounded_weights(log_ratio: Tensor, row: Tensor, lengths: Tensor, level: str,
 
 
 def mean_weight(weights: Tensor, row: Tensor, lengths: Tensor, level: str) -> float:
-    """Mean weight over tokens, or over rows with tokens for ``sequence``; 1 if that is 0 or there are none."""
     values = weights if level == "token" else row_means(weights, row, lengths)[lengths > 0]
     mean = float(values.mean()) if values.numel() else 0.0
+    # Weights are divided by it, so it is never 0.
     return mean if mean > EPSILON else 1.0
 
 
@@ -197,7 +197,7 @@ def rejection(
 
 
 def kept_tokens(log_ratio: Tensor, row: Tensor, lengths: Tensor, names: str, threshold: float | str | None) -> Tensor:
-    """As :func:`rejection`, without metrics. Nothing here waits for the device."""
+    # Unlike in rejection(), nothing here waits for the device.
     kept = torch.ones_like(row, dtype=torch.bool)
     for name, (lower, upper) in rejection_bounds(names, threshold).items():
         statistic = _statistic(log_ratio, row, lengths, name)
@@ -265,7 +265,7 @@ class Correction:
 
 
 def corrects_before_update(settings: RolloutCorrection) -> bool:
-    """Whether weights or rejections are computed once a step. Bypass mode computes them in the update instead."""
+    # In bypass mode the update computes weights and rejections.
     return not settings.bypass_mode and (settings.rollout_is is not None or settings.rollout_rs is not None)
 
 
