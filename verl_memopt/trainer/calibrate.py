@@ -33,7 +33,6 @@ def stored() -> Path:
 
 
 def rates_of_machine(device: str) -> Rates | None:
-    """Return the measured rates of this machine's device; None if there are none, or they are another device's."""
     try:
         figures = parse_json(read_record(stored(), follow=True), dict[str, Any])
         return checked(figures.get("rates"), Rates) if figures.get("device") == device else None

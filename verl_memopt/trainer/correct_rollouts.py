@@ -25,10 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def correct_before_update(rows: RolloutBatch, settings: RolloutCorrection) -> dict[str, float]:
-    """Add importance weights and the kept tokens to a batch, and return the metrics ``rollout_corr/*``.
-
-    It sees all tokens of the step at once, so nothing depends on mini-batches, micro-batches or ranks.
-    """
+    # It sees all tokens of the step at once, so nothing depends on mini-batches, micro-batches or ranks.
     engine, trainer = rows.rollout_log_probs, rows.old_log_probs
     assert engine is not None, "the rollout correction needs the engine's log-probs"
     assert trainer is not None, "the rollout correction needs old log-probs"
@@ -168,7 +165,7 @@ def log_prob_limit(rollout: Rollout, fsdp: Fsdp) -> float | None:
 
 
 def same_distribution(rollout: Rollout) -> bool:
-    """Return whether engine and trainer compute log-probs of the same distribution, so that a difference is a fault."""
+    # If so, a difference between the log-probs of engine and trainer is a fault.
     if not rollout.do_sample:
         return False
     if rollout.logprobs_mode == "raw_logprobs":

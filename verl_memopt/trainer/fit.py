@@ -110,7 +110,6 @@ def card_asked_for(settings: Settings, gigabytes: float | None, host_gigabytes: 
 
 
 def known_card(settings: Settings) -> Card | None:
-    """Return the device's size as the settings give it, else that of the present GPU; None if neither is known."""
     limit, card = settings.memory.device_limit_gb, settings.memory.card_gb
     device = resolve_device(settings.trainer.device)
     if limit is not None:
@@ -132,8 +131,6 @@ def _smallest_card() -> Card | None:
 
 @dataclass(frozen=True)
 class FitVerdict:
-    """Whether a run fits a card, and by how many bytes it exceeds each limit."""
-
     peaks: Peaks
     card: Card
     longest: int

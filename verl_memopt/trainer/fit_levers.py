@@ -41,8 +41,6 @@ Keys = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Level:
-    """One state of a lever: the knob that it belongs to, and the keys that it sets."""
-
     knob: str
     keys: Keys
     changes_numbers: bool = False
@@ -54,8 +52,6 @@ AS_IS = Level("", {})
 
 @dataclass(frozen=True)
 class Lever:
-    """One thing that the search may set."""
-
     levels: tuple[Level, ...]
     """The run's own state first, then others. If the lever is not a choice, each level holds less and takes more time."""
     cost: int

@@ -50,8 +50,6 @@ PLANS: tuple[Callable[[Level], bool], ...] = (
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that makes a run fit: the keys that it sets, and what it saves at the highest peak."""
-
     name: str
     keys: Mapping[str, Any]
     changes_numbers: bool = False
@@ -106,8 +104,6 @@ class Findings:
 
 
 class Search:
-    """Tries the levers of some settings on a card. ``levers``: None = all."""
-
     def __init__(self, settings: Settings, card: Card, levers: Sequence[Lever] | None = None) -> None:
         self._card = card
         self.settings = settings
@@ -167,7 +163,6 @@ class Search:
         return self._accepted[state]
 
     def fitting(self, state: State) -> State | None:
-        """Return a state that fits, if need be with another share of the card for the engine; None if there is none."""
         verdict = self.verdict(state)
         if verdict.fits:
             return state
@@ -283,7 +278,6 @@ class Search:
     # The most that fits.
 
     def longest_response(self, keys: Mapping[str, Any]) -> int:
-        """Return the tokens of the longest response that fits with these changes and the models' positions; 0 if none fits."""
         prompt, rollout = self.settings.data.max_prompt_length, self.settings.actor_rollout_ref.rollout
         follows = rollout.max_model_len == longest_sample(self.settings)
 
@@ -305,8 +299,6 @@ class Search:
         return max(min([LONGEST, *(count - self.settings.data.max_prompt_length for count in positions)]), 1)
 
     def largest_budget(self, keys: Mapping[str, Any]) -> int:
-        """Return the tokens of the update's largest micro-batch that fits with these changes; 0 if none fits."""
-
         def fits(tokens: int) -> bool:
             verdict = self.judged({**keys, BUDGET: tokens})
             return verdict is not None and verdict.fits
@@ -315,7 +307,6 @@ class Search:
         return _largest(fits, rows * longest_sample(self.settings), longest_sample(self.settings))
 
     def largest_step(self, keys: Mapping[str, Any]) -> Step:
-        """Return the largest step that fits with these changes: the present one, up to :data:`MOST_STEPS` times."""
         data, samples = self.settings.data, self.settings.actor_rollout_ref.rollout.n
         prompts = {key: value for key, value in ((PROMPTS, data.train_batch_size), (ROUND, data.gen_batch_size)) if value}
         mini = {MINI: self.settings.actor_rollout_ref.actor.ppo_mini_batch_size}

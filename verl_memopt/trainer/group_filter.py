@@ -32,8 +32,6 @@ WARNED_ROUNDS = 8
 
 @dataclass(frozen=True)
 class Kept:
-    """The groups of one round, or of several, that a step keeps."""
-
     prompts: StepPrompts
     answers: RowAnswers
     results: list[RewardResult]

@@ -63,8 +63,6 @@ ALWAYS_TRACKED = 2
 
 @dataclass(frozen=True)
 class SavedRole:
-    """A trained role as checkpoints see it."""
-
     folder: str
     save: Callable[[Worker, str, Sequence[str]], Records]
     load: Callable[[Worker, str, Sequence[str]], None]
@@ -177,8 +175,6 @@ class RunState:
 
 
 class TrainingLoop:
-    """Runs the steps of a run whose workers are ready."""
-
     def __init__(
         self,
         context: RunContext,
@@ -224,7 +220,6 @@ class TrainingLoop:
         self.validation_seconds = 0.0
 
     def run(self) -> None:
-        """Run to the end, or until a stop is requested. Then finish or abandon the step, and save."""
         try:
             self._run()
         finally:

@@ -52,7 +52,6 @@ class Budget:
         return self.max_tokens * self.ranks
 
     def learning(self, adaptive: bool | None) -> Budget:
-        """Return the same budget with a limit by tokens that learns, if ``adaptive``."""
         return replace(self, learned=LearnedBudget(self.limit)) if adaptive and self.by_tokens else self
 
     def shares(self, world_size: int) -> int:
@@ -299,7 +298,6 @@ class MiniBatchCutter:
 
 
 def role_updates(role: Actor | Critic, train_batch_size: int) -> int:
-    """Return the optimizer steps of a role per training step: ``ppo_epochs`` passes over its mini-batches."""
     assert role.ppo_mini_batch_size is not None, "follows the actor's"
     assert role.ppo_epochs is not None, "follows the actor's"
     return train_batch_size // role.ppo_mini_batch_size * role.ppo_epochs
@@ -321,7 +319,6 @@ class PolicyUpdate:
     """Adapts the weight of the entropy bonus; None = it stays as it is."""
 
     def cut(self, batch: RolloutBatch, names: Sequence[str], step: int) -> list[list[MiniBatch]]:
-        """Like :meth:`MiniBatchCutter.cut`, with the tokens that a loss selects and an adapted entropy weight."""
         per_rank = self.cutter.cut(batch, names, step, lambda rows, seed: with_selection(batch, rows, self.actor, seed))
         if self.entropy is None:
             return per_rank
@@ -329,7 +326,6 @@ class PolicyUpdate:
         return [[replace(mini, counts=replace(mini.counts, entropy_coeff=weight)) for mini in minis] for minis in per_rank]
 
     def entropy_weight(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Adapt the weight of the entropy bonus to the update's metrics; return it as a metric, if there is a bonus."""
         if self.entropy is not None:
             self.entropy.update(metrics["actor/entropy"])
         weight = self.actor.entropy_coeff if self.entropy is None else self.entropy.weight
@@ -371,7 +367,6 @@ def with_selection(batch: RolloutBatch, rows: Sequence[int], actor: Actor, seed:
 
 
 def global_metrics(per_rank: Sequence[dict[str, float]], role: Role) -> dict[str, float]:
-    """Combine a role's update metrics over ranks: sum the shares, and take once what is equal on all ranks."""
     assert len({metrics[role.skipped] for metrics in per_rank}) == 1, [metrics[role.skipped] for metrics in per_rank]
     first = per_rank[0]
     return {name: first[name] if name in role.same_on_all_ranks else sum(metrics[name] for metrics in per_rank) for name in first}

@@ -65,7 +65,6 @@ def debug_settings(settings: Settings) -> Settings:
 
 
 def record_folder(settings: Settings, run_dir: Path) -> Path:
-    """Return where a run writes its record: the run folder, or one inside of it if that record must not change."""
     if settings.trainer.val_only:
         return run_dir / VAL_ONLY
     return run_dir if mode_of(settings).is_whole else run_dir / settings.debug.mode
@@ -83,7 +82,6 @@ def written_dump(settings: Settings, record: Path) -> Path | None:
 
 
 def replay_of(settings: Settings, environment: Environment) -> Replay | Forge | None:
-    """Return where the rows of a step come from in place of the engine; None if the engine generates them."""
     if settings.debug.mode == "forge":
         return Forge(settings, environment.tokenizer, environment.embedding_rows)
     if not settings.actor_rollout_ref.rollout.skip_rollout:
@@ -110,8 +108,6 @@ def replayed_steps(settings: Settings, environment: Environment, done: int) -> i
 
 
 class NoPrompts:
-    """Stands in for the prompts of a run whose rows come from a dump alone."""
-
     epoch = 0
 
     def give_back(self) -> None:

@@ -34,8 +34,6 @@ SHOWN_SAMPLES = 4
 
 
 class Reporter:
-    """Writes the record of a run. As a context manager it shows the progress bar; :meth:`finish` adds summary and charts."""
-
     def __init__(self, context: RunContext, clock: PhaseClock) -> None:
         self.context = context
         self.clock = clock
@@ -86,7 +84,6 @@ class Reporter:
         self.folder.add_warnings(step, texts)
 
     def phases(self, step: int, memories: Sequence[PhaseMemory]) -> dict[str, float]:
-        """Add the phases since the last call to the timeline, and return their times and memory as metrics."""
         if self.shows_memory and memories:
             self.console.console.print(memory_table(step, memories))
             append_rows(self.folder.phase_memory, phase_rows(step, memories))

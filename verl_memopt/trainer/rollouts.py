@@ -385,10 +385,6 @@ class LogProbPass(ForwardPass[LogProbs]):
 
 
 def to_batch(answers: RowAnswers, samples: int, actor: Actor) -> RolloutBatch:
-    """Return the ragged batch of the answers.
-
-    ``answers``: the rollouts of a step: all answers to a prompt, then those to the next.
-    """
     generation = answers.generation
     log_probs = generation.log_probs
     assert len(answers.prompt_ids) % samples == 0, f"{len(answers.prompt_ids)} rows are no groups of {samples}"

@@ -76,8 +76,6 @@ class PreparedRecipe(Protocol):
 
 
 class RecipeHooks(Protocol):
-    """What a recipe of :mod:`verl_memopt.recipes` brings to training."""
-
     def datasets(self, settings: Settings, tokenizer: Any) -> tuple[PromptRows, PromptRows | None]: ...
 
     def prepare(self, settings: Settings, environment: Environment, datasets: Sequence[PromptRows | None]) -> PreparedRecipe:
@@ -210,10 +208,7 @@ class ScoringFollower:
 
     @classmethod
     def of(cls, scorer: Scorer, tokenizer: Any, folder: Path) -> Self | None:
-        """Return the follower of a scorer; None if scoring must wait for the end of the rollout.
-
-        A function that is called once for all rows waits for the last one, and a reward model waits for the engine's device.
-        """
+        # A function that is called once for all rows waits for the last one, and a reward model for the engine's device.
         if not isinstance(scorer, Rewarder) or scorer.runner is None or scorer.model is not None:
             return None
         return None if MANAGERS[scorer.runner.manager].whole_batch else cls(scorer.runner, tokenizer, folder)

@@ -112,10 +112,7 @@ class TrainingStep:
         return self.critic is not None and self.critic.warms_up(step)
 
     def scored(self, step: int) -> StepBatch:
-        """Return the answers of a step with log-probs and rewards. The scorer runs once, as soon as its inputs exist.
-
-        A reward model and a critic on devices of their own compute while the policy and the reference compute log-probs.
-        """
+        # A reward model and a critic on devices of their own compute while the policy and the reference compute log-probs.
         reads = self.scorer.reads
         batch = self.rollouts.step_batch(step)  # scored already, or begun, if the text is all that the scorer reads
         if self.critic is not None and self.critic.workers.is_apart:
@@ -131,7 +128,6 @@ class TrainingStep:
         return batch
 
     def correct(self, batch: StepBatch) -> None:
-        """Add importance weights and the kept tokens, once per batch. If they need old log-probs, the batch must have them."""
         algorithm = self.algorithm
         if batch.corrected:
             return
@@ -158,7 +154,6 @@ class TrainingStep:
             self.workers.all("update_weights", Worker.update_weights)
 
     def metrics(self, batch: StepBatch) -> None:
-        """Add the metrics of the batch, and adapt the coefficient of the KL to the KL that was measured."""
         assert batch.advantages is not None
         batch.metrics |= budget_metrics(self.learned_budgets())
         batch.metrics |= self.policy.policy_update.cutter.share_metrics(batch.rows)
@@ -184,14 +179,12 @@ class TrainingStep:
         return StepResult(batch.metrics, batch.answers, batch.results, num_response_tokens, num_tokens)
 
     def rollout_step(self, step: int) -> StepResult:
-        """Answer the prompts of a step, and nothing more: ``debug.mode=rollout_only``."""
         assert not isinstance(self.rollouts.prompts, NoPrompts)
         batch = self.rollouts.generate(self.rollouts.prompts.next(), step)
         batch.metrics |= self.step_metrics.lengths(batch)
         return self.result(batch)
 
     def score_step(self, step: int) -> StepResult:
-        """Score the answers of a step, and compute their log-probs: ``debug.mode=score_only``."""
         batch = self.scored(step)
         batch.metrics |= summary_of("critic/score", batch.scores)
         batch.metrics |= reward_metrics(result.extra for result in batch.results)
@@ -242,7 +235,6 @@ class Rollouts:
     learns_dataset: bool = False
 
     def step_batch(self, step: int) -> StepBatch:
-        """Return the answers of a step, with rewards if the scorer only reads the text."""
         if self.replay is not None:
             return self._replayed(self.replay, step)
         assert not isinstance(self.prompts, NoPrompts)
@@ -538,10 +530,7 @@ class ReferenceSync:
     steps: int = 0
 
     def after_update(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Count a step, move the reference if it is time, and return the metric ``ref/sync``: 1 for a move, else 0.
-
-        A step whose optimizer steps were all skipped is not counted, because the policy did not change.
-        """
+        # A step whose optimizer steps were all skipped is not counted, because the policy did not change.
         counts = metrics[ACTOR.skipped] < self.optimizer_steps
         self.steps += counts
         is_due = counts and self.steps % self.every == 0

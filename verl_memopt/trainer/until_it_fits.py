@@ -50,8 +50,6 @@ Keys = dict[str, Any]
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A training command: the program, the config it names, and its overrides."""
-
     program: str
     config_name: str
     config_dir: str | None
@@ -112,8 +110,6 @@ def train_until_it_fits(line: CommandLine, train: Callable[[Settings], int]) -> 
 
 @dataclass
 class Attempts:
-    """The command as it stands after some changes."""
-
     line: CommandLine
     changes: int = 0
     tiers: int = 0

@@ -32,8 +32,6 @@ BAD_LOG_PROBS = "training/log_probs_not_finite"
 
 @dataclass
 class Updates:
-    """The updates of a trained role so far."""
-
     role: Role
     lr: float
     updates_per_step: int
@@ -134,7 +132,6 @@ def _cause(updates: Updates, metrics: Mapping[str, float]) -> str:
 
 
 def recovery_advice(role: Role, lr: float, store: CheckpointStore) -> str:
-    """Say from which checkpoint and with which settings to continue after an update that damaged the weights."""
     lower = f"{role.key}.optim.lr=<less than {lr:g}>"
     proven = store.proven()
     if proven is None:
@@ -199,7 +196,6 @@ class Score:
 
     @classmethod
     def of(cls, scores: Sequence[float], samples: int) -> Score:
-        """Return the score of answers, ``samples`` consecutive ones per prompt. NaN is not a score."""
         groups = [_known(scores[start : start + samples]) for start in range(0, len(scores), samples)]
         means = [sum(group) / len(group) for group in groups if group]
         return cls(len(means), sum(means), sum(mean * mean for mean in means))

@@ -39,7 +39,7 @@ class Validator:
     scorer: Scorer
 
     def validate(self, step: int) -> Validation:
-        """Answer the whole validation set and score it. A row without a score (NaN) counts in no mean."""
+        # A row without a score (NaN) counts in no mean.
         samples, scorer = self.generator.rollout.val_kwargs.n, self.scorer
         calls = (
             self.generator.generate_validation(expanded.prompts, expanded.prompt_ids, step)
