@@ -105,10 +105,7 @@ def save_model(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path)
 
 
 def _export(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, dtype: torch.dtype, weights: bool) -> None:
-    """Write a model in Hugging Face format: config, tokenizer, chat template and, if asked, weights. Only rank 0 writes.
-
-    The critic is written as a token classifier of transformers with one label.
-    """
+    # Only rank 0 writes. The critic becomes a token classifier with one label.
     settings, model, writes = plan.settings, trained.model, rank == 0
     bucket = settings.rollout.checkpoint_engine.update_weights_bucket_megabytes
     # What is gathered is gathered on the device.
@@ -139,7 +136,6 @@ def load_start(folder: Path, model: PackedModel, device: torch.device) -> Starti
 
 
 def load_trained(trained: TrainedModel, folder: Path, contents: Sequence[str]) -> None:
-    """Read this rank's part of a checkpoint, written by any number of ranks, into parameters on the device."""
     # A gradient that waits for a step is one of other weights.
     trained.optimizer.zero_grad(set_to_none=True)
     parts = trained.model, trained.optimizer, trained.schedule

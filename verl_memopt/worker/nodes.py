@@ -131,10 +131,6 @@ def site(paths: Mapping[str, str], probe: str) -> dict[str, str]:
 
 
 def log_places(pools: Mapping[str, Sequence[Home]], here: str) -> None:
-    """Log where the workers run, unless all are in one pool on this machine, whose node is ``here``.
-
-    ``pools`` maps the roles of a pool to the homes of its ranks.
-    """
     if len(pools) == 1 and {home.node for homes in pools.values() for home in homes} == {here}:
         return
     for roles, homes in pools.items():
@@ -191,7 +187,6 @@ def compare_nodes(
 
 
 def differences(mine: Mapping[str, str], theirs: Mapping[str, str], address: str, run_dir: Path) -> str:
-    """Describe what another node has that differs from this one, each with the way out; "" if nothing does."""
     problems = []
     for name in {**mine, **theirs}:
         own, other = mine.get(name), theirs.get(name)

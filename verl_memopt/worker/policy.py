@@ -275,7 +275,7 @@ class Objective:
 
     @property
     def _reads_responses(self) -> bool:
-        """Whether a term other than the policy's loss couples the tokens of a response, on-policy too."""
+        # These terms couple the tokens of a response, on-policy too.
         actor = self.actor
         weighs = actor.use_kl_loss and actor.kl_loss_by_ratio and actor.policy_loss.loss_mode == GSPO
         return weighs or actor.off_policy_mask_threshold is not None
@@ -464,8 +464,6 @@ def compute_scores(
 
 
 class TrainedCritic:
-    """The trained critic, in :attr:`trained`. Arguments are as in :class:`TrainedModel`."""
-
     def __init__(
         self,
         model: ValueModel,

@@ -117,7 +117,6 @@ class Connection:
             self._connect({name: value for name, value in ray_init.items() if value is not None}, requests)
 
     def close(self) -> None:
-        """Disconnect, and stop the cluster if it was started here. May be called again."""
         if self._owned:
             if self.is_lost:
                 # Its other processes would try to reach the dead one for a minute, and so would this process.
@@ -133,7 +132,6 @@ class Connection:
             remove_segments(port)
 
     def lost(self) -> str | None:
-        """Return why Ray can no longer carry a run, as a text for the user. None while it can."""
         self._remember_started()
         for pid, name in self._heads.items():
             if not is_alive(pid):
@@ -150,7 +148,6 @@ class Connection:
         return reason
 
     def _joined_lost(self, address: str) -> str | None:
-        """Return why the cluster that was joined is lost: its head is gone, or is silent for long, or a node is."""
         reason = _does_not_answer(address)
         if reason is None:
             lost = self._silent_for_long(self.silent_node())
@@ -178,7 +175,7 @@ class Connection:
         self._own_node = next(f"{node['NodeManagerAddress']}:{ports[here]}" for node in ray.nodes() if node["NodeID"] == here)
 
     def kill_watched(self) -> None:
-        """Kill the processes here that :meth:`watch` was given. Without its head, a cluster would do so after a minute."""
+        # Without its head, a cluster would do so only after a minute.
         kill([process.pid for process in self._members if process.is_running()])
 
     def silent_node(self) -> str | None:
@@ -189,17 +186,16 @@ class Connection:
         return None
 
     def _silent_for_long(self, silent: str | None) -> str | None:
-        """Return who is silent if it has been for too long, and warn while it has not. Ray itself waits three times as long."""
         now = time.monotonic()
         if silent is None:
             self._silent_since = None
             return None
         logger.warning(silent)
         self._silent_since = self._silent_since or now
+        # Ray itself waits three times as long.
         return silent if now - self._silent_since > SILENT_SECONDS else None
 
     def stopped_now(self) -> set[int]:
-        """Return the processes of this machine that a signal has stopped."""
         import psutil
 
         stopped = set()
@@ -210,11 +206,10 @@ class Connection:
         return stopped
 
     def stopped_for_long(self) -> set[int]:
-        """Return those that were stopped whenever :meth:`lost` looked, for longer than the run waits."""
         return {pid for pid, looks in self._stopped.items() if looks * LOOK_SECONDS > self._patience_seconds}
 
     def _name_stopped(self) -> None:
-        """Log once each process that a signal has stopped: nothing else would tell why the run waits."""
+        # Nothing else would tell why the run waits.
         stopped = self.stopped_now()
         for pid in sorted(stopped - self._stopped.keys()):
             logger.warning("process %d of this run is stopped by a signal, and the run waits for it: kill -CONT %d", pid, pid)
@@ -348,10 +343,7 @@ def stop_signals_blocked() -> Iterator[None]:
 
 @contextmanager
 def _one_node() -> Iterator[None]:
-    """Restrict a cluster that starts in the body to this node: its loopback address and its own token.
-
-    Ray turns 127.0.0.1 into the node's address, unless it is configured for a machine without clusters.
-    """
+    # Ray turns 127.0.0.1 into the node's address, unless it is configured for a machine without clusters.
     from ray._private import ray_constants
 
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
@@ -379,10 +371,10 @@ def environment_set(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def remove_old_sessions(folder: Path) -> None:
-    """Remove folders of Ray's sessions that ended more than a day ago. Logs of younger ones may still be needed."""
     for session in folder.glob("session_*_*"):
         pid = session.name.rpartition("_")[2]
         with suppress(OSError):
+            # Logs of younger sessions may still be needed.
             is_old = time.time() - session.lstat().st_mtime > KEPT_SECONDS
             if is_old and pid.isdecimal() and not is_alive(int(pid)) and not session.is_symlink():
                 shutil.rmtree(session, ignore_errors=True)

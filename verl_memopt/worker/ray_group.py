@@ -182,8 +182,6 @@ class Calls:
 
 @dataclass(eq=False)
 class Pool:
-    """The processes on the devices of one request. A :class:`verl_memopt.worker.group.PoolGroup`."""
-
     group: RayGroup
     request: Request
     members: list[Any] = field(default_factory=list)
@@ -272,7 +270,6 @@ class RayGroup:
         self._connection.watch(self.homes)
 
     def prepare(self, num_threads: int, ahead: Sequence[str]) -> None:
-        """Tell each process its place and what to call ahead. :meth:`build` waits for that call."""
         for pool in self._all:
             made, nodes = [], [home.node for home in pool.homes]
             # On one node the loopback address needs no firewall to be open, and nobody else can connect.
@@ -342,7 +339,6 @@ class RayGroup:
             ) from error
 
     def shutdown(self) -> None:
-        """Kill the members, release their room, and stop Ray if this group started it. May be called again."""
         import ray
 
         # The exit hook would keep the group, and all that it holds, alive.
@@ -355,7 +351,6 @@ class RayGroup:
         self._connection.close()
 
     def begin(self, pool: Pool, made: Sequence[Any], name: str) -> Calls:
-        """Register calls to the members of a pool, one each in rank order. :meth:`wait` returns their results."""
         assert made, "the group was shut down, or ended with an earlier error"
         calls = Calls(pool, {call: rank for rank, call in enumerate(made)}, name)
         self._under_way.append(calls)
@@ -444,7 +439,6 @@ class RayGroup:
         return WorkerError(f"{pool.where(rank)} raised an error in {calls.name}. Its traceback:\n{_plain(text)}")
 
     def _stopped(self, pids: Container[int]) -> str | None:
-        """Return, in words, which member of some stopped processes has a call to answer; None if none has."""
         for calls in self._under_way:
             for rank in calls.pending.values():
                 if calls.pool.homes and calls.pool.homes[rank].pid in pids:
@@ -456,7 +450,6 @@ class RayGroup:
         return None
 
     def _lost(self, reason: str) -> WorkerError:
-        """Kill the members of this machine, drop the others, which end with the connection, and return the error to raise."""
         self._connection.kill_watched()
         self._drop_members()
         return WorkerError(
@@ -506,7 +499,6 @@ DEATH_HINT = (
 
 
 def _reason(text: str) -> str:
-    """Return Ray's facts about a death, without its general advice."""
     match = re.search(r"Worker exit type: .*?(?= Some common causes|$)", _plain(text), re.DOTALL)
     # Ray's facts without its general advice.
     return match.group() if match else _plain(text)

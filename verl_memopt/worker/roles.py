@@ -83,8 +83,6 @@ class RolePlan(Protocol):
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """Everything that a worker builds from. Folders are local paths."""
-
     settings: ActorRolloutRef
     folder: str
     """Folder of the policy's model."""
@@ -143,7 +141,6 @@ class WorkerPlan:
     """False = the worker has a single other role, on devices of its own."""
 
     def alone(self, role: str) -> WorkerPlan:
-        """Return the plan of workers that have only this role (``critic`` or ``reward_model``), on devices of its own."""
         absent: dict[str, Any] = dict.fromkeys(("engine_folder", "reference_folder", "role", "beside_cache_bytes"))
         snapshots = None if self.snapshot_folder is None else f"{self.snapshot_folder}/{role}"
         # Engine, reference and recipe belong to the policy's workers.
@@ -170,8 +167,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A model that is never trained: the reference, or a recipe's own."""
-
     part: str
     """Name in the residency table."""
     key: str
@@ -212,7 +207,6 @@ class RoleBuilder:
         return self.frozen(plan, folder, self.also)
 
     def frozen(self, plan: FrozenModel, folder: Path, also: tuple[str, ...] = ()) -> PolicyModel:
-        """Build a frozen model, filled from its folder. It is on the device in the phases of the parts ``also`` too."""
         fsdp, key = plan.fsdp, f"{plan.key}.fsdp_config"
         compiled = compiles_functions(plan.compiled, fsdp, self.device)
         use = ModelUse(fsdp_key=key, quantization=plan.quantization, compiled=compiled)
@@ -282,7 +276,6 @@ class RoleBuilder:
         also: tuple[str, ...] = (),
         mapped: list[torch.Tensor] | None = None,
     ) -> OffloadedParams | None:
-        """Add a model that streams or may rest on the host to the residency table, and return its place on the host."""
         stream, home = model.stream, None
         if stream is not None:
             stream.name = part
@@ -310,7 +303,6 @@ class RoleBuilder:
         return ActivationOffload(packed_model, self.device, min_bytes, in_flight, metric=metric, stay_bytes=stay_bytes)
 
     def check_packing(self, packed_model: PackedModel, folder: Path, key: str) -> None:
-        """Check that a packed forward of the model equals an unpacked one. ``key`` is the model's section of the settings."""
         check_packing(packed_model, self.device, packed_model.compute, self.plan.settings.actor, str(folder), key)
 
     def log_quantization_error(self, model: PolicyModel, folder: Path, key: str, quantization: str) -> None:
@@ -346,7 +338,6 @@ def fill_masters(trained: TrainedModel, folder: Path, renamed: Mapping[str, str 
 
 
 def start_adapters(packed_model: PackedModel, model: Model | CriticModel, seed: int, key: str) -> None:
-    """Give the adapters of a model, if any, their first values: those of a folder, or a random A and a B of zeros."""
     if model.lora_adapter_path is not None:
         load_adapter(Path(model.lora_adapter_path), packed_model, key)
     else:
@@ -354,12 +345,10 @@ def start_adapters(packed_model: PackedModel, model: Model | CriticModel, seed: 
 
 
 def compiles_functions(requested: bool, fsdp: Fsdp, device: torch.device) -> bool:
-    """Return whether small functions are compiled: ``requested``, on a GPU with a working compiler, without full determinism."""
     return requested and is_gpu(device) and not fsdp.full_determinism and compiler_works(device)
 
 
 def make_deterministic(fsdp: Fsdp, rank: int) -> None:
-    """Seed torch's generators for this rank. ``full_determinism`` also forbids kernels that are not deterministic."""
     torch.manual_seed(fsdp.seed + rank)
     if fsdp.full_determinism:
         # cuBLAS needs a workspace of fixed size for this.
@@ -371,7 +360,6 @@ def make_deterministic(fsdp: Fsdp, rank: int) -> None:
 
 
 def exact_weights_of(policy: PolicyModel, folder: Path, device: torch.device) -> AbstractContextManager[None]:
-    """Let a quantised model compute with its unquantised weights in the body. They are read from the folder when needed."""
     weights = WeightFolder(folder)
     return exact_weights(policy, lambda name: weights.read(name, ()).to(device))
 
@@ -410,7 +398,6 @@ class MovingReference:
     policy: TrainedModel
 
     def follow(self, alpha: float) -> None:
-        """Set each weight of the reference to ``alpha * policy + (1 - alpha) * reference``."""
         on_host = self.model.stays_on_host or (self.home is not None and not self.home.on_device)
         with readable(self.home), readable(self.policy.home):
             move_towards(self._pairs(), alpha, on_host)

@@ -173,8 +173,6 @@ class SavedTensorHooks(Protocol):
 
 
 class Role:
-    """The names of a trained role's metrics, and its section of the settings (``key``), which errors name."""
-
     def __init__(self, name: str, key: str) -> None:
         self.name, self.key = name, key
         self.grad_norm = f"{name}/grad_norm"
@@ -315,7 +313,6 @@ class TrainedModel:
         return metrics if self.offload is None else metrics | self.offload.metrics(), list(fetched)
 
     def add_gradient(self, mini: MiniBatch, loss_of: LossOf) -> dict[str, Tensor]:
-        """Add the gradient of a mini-batch to that of earlier ones, and return its metrics. :meth:`finish` takes the step."""
         assert self.in_backward is None, "optim.in_backward has no step of its own"
         # Cutting again begins with an empty gradient, which would lose that of earlier calls.
         return self._accumulate_whole(mini, loss_of, may_restart=not self.has_gradient)
@@ -531,12 +528,10 @@ def _is_finite(norm: Tensor) -> bool:
 
 
 def clip_divisor(norm: Tensor, limit: float) -> Tensor:
-    """Return the divisor that brings gradients of this global norm down to ``limit``: 1 if they are below."""
     return ((norm.float() + CLIP_EPSILON) / limit).clamp_(min=1.0)  # the fused kernel takes fp32 alone
 
 
 def over_steps(steps: Sequence[Mapping[str, Tensor]], counts: Sequence[str]) -> dict[str, float]:
-    """Average each metric over optimizer steps. Metrics in ``counts`` are summed over the steps that have them."""
     means = {name: torch.stack([step[name] for step in steps]).mean().item() for name in steps[0] if name not in counts}
     counted = {name: [step[name].item() for step in steps if name in step] for name in counts}
     return means | {name: sum(values) for name, values in counted.items() if values}

@@ -83,7 +83,6 @@ def _built(role: Result | None) -> Result:
 
 
 def import_ahead(engine: str, device: str) -> None:
-    """Import what an engine of this name (``rollout.name``) needs, while the driver is still busy."""
     if engine == "vllm":
         from verl_memopt.rollout.vllm_engine import import_ahead as import_vllm
 
@@ -265,7 +264,6 @@ class Worker:
         return _built(self.policy).update_on_policy(mini, self.temperature)
 
     def use_loss(self, changes: Mapping[str, Any]) -> None:
-        """Change the loss of the updates that follow. ``changes`` maps keys below ``actor`` to values."""
         policy = _built(self.policy)
         policy.actor = replaced(policy.actor, changes)
 
