@@ -132,7 +132,6 @@ class Trial:
 
 
 def prints(expected: str | None) -> Callable[[str], bool]:
-    """Return a check that an output equals ``expected``, apart from line breaks at the end. None = any output passes."""
     return lambda printed: expected is None or printed.rstrip("\n") == expected.rstrip("\n")
 
 
@@ -250,7 +249,6 @@ class _Places(ast.NodeTransformer):
         self._calls: list[ast.expr] = []
 
     def visit(self, node: ast.AST) -> Any:
-        """Replace an expression as a whole, or look inside."""
         if not (isinstance(node, ast.expr) and _root(node) in self._names):
             return super().visit(node)
         place: list[ast.expr] = [ast.Constant(len(self._calls))]
@@ -260,8 +258,8 @@ class _Places(ast.NodeTransformer):
         return self._calls[-1]
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
-        """Leave the message out: it may name what is right."""
         first = len(self._calls)
+        # The message is left out: it may name what is right.
         node.test, node.msg = self.visit(node.test), None
         if not self._record:
             return node
@@ -347,14 +345,12 @@ def _of_the_program(tree: ast.Module) -> tuple[set[str], set[str]]:
 
 
 def _parted(printed: str, mark: str) -> tuple[list[str], str]:
-    """Return what a program printed after the mark, and the text of its other lines."""
     lines = printed.splitlines(keepends=True)
     shown = [line.removeprefix(mark).strip() for line in lines if line.startswith(mark)]
     return shown, "".join(line for line in lines if not line.startswith(mark))
 
 
 def _literal(text: str) -> list[Any]:
-    """Return [value of the text], or [] if the text is not a literal."""
     try:
         return [ast.literal_eval(text)]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
@@ -362,7 +358,6 @@ def _literal(text: str) -> list[Any]:
 
 
 def _shows(mark: str, values: Sequence[Any], right: Callable[[str], bool], printed: str) -> bool:
-    """Return whether a program printed exactly ``values`` after the mark, in order, and the right output besides."""
     shown, others = _parted(printed, mark)
     if len(shown) != len(values) or not right(others):
         return False
@@ -371,8 +366,6 @@ def _shows(mark: str, values: Sequence[Any], right: Callable[[str], bool], print
 
 
 class Verdict(Enum):
-    """What one run of a program shows for a test case."""
-
     PASSED = auto()
     FAILED = auto()
     """It printed a wrong output, ended with an error, or took too much time or memory."""

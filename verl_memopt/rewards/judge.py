@@ -101,7 +101,6 @@ def _error(text: str, kind: type[RewardError] = RewardError) -> RewardError:
 
 
 async def ask_async(url: str, body: Any, patience: Patience = Patience()) -> Any:
-    """Ask as :func:`ask` does, without blocking other rows."""
     return await asyncio.get_running_loop().run_in_executor(_threads(), lambda: ask(url, body, patience))
 
 

@@ -17,7 +17,7 @@ UNREADABLE = "[unparseable]"
 
 
 def math_seconds() -> int | None:
-    """Return :data:`MATH_SECONDS`, or None outside the main thread, where math-verify's alarm does not work."""
+    # Outside the main thread math-verify's alarm does not work.
     if threading.current_thread() is threading.main_thread():
         return MATH_SECONDS
     for name in ("math_verify.parser", "math_verify.grader"):  # each would warn of the missing limit

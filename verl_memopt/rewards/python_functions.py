@@ -48,8 +48,6 @@ Row = tuple[str, str, Any, dict[str, Any]]
 
 @dataclass(frozen=True)
 class NamedFunction:
-    """A reward function with its name in metrics, its weight and its kind of signature."""
-
     name: str
     weight: float
     kind: str
@@ -57,7 +55,6 @@ class NamedFunction:
 
     @classmethod
     def of(cls, name: str, function: Any, weight: float) -> NamedFunction:
-        """Return a function with the kind of its signature."""
         if not callable(function):
             raise RewardError(f"rewards: {function!r:.100} is not a function. Give a function, or a list of functions.")
         try:
@@ -125,7 +122,7 @@ class NamedFunction:
 
 
 def _trl_arguments(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the arguments of a function with TRL's signature. A completion is a message if its prompt is messages."""
+    # As in TRL, a completion is a message if its prompt is messages.
     extras = [extra for *_, extra in rows]
     answers = [answer for _, answer, _, _ in rows]
     chats = [[{"role": "assistant", "content": text}] for text in answers]
@@ -162,7 +159,6 @@ class ModelScore:
 
 
 def is_model(given: Any) -> bool:
-    """Return whether a reward is a model: an object of transformers, or a folder or hub id."""
     if isinstance(given, str | Path):
         text = str(given)
         return not (text.endswith(".py") or ".py:" in text) and ("/" in text or is_there(text))
@@ -231,10 +227,6 @@ def _name_of(reward: Any) -> str:
 
 
 def named_functions(rewards: Any, weights: Sequence[float] | None = None) -> list[NamedFunction]:
-    """Return reward functions with their names and weights (default 1).
-
-    ``rewards`` is a function, a list of functions, or name -> function.
-    """
     named = list(with_names(rewards).items())
     if not named:
         raise RewardError("rewards: the list is empty. Give at least one function.")
@@ -274,7 +266,6 @@ def save_functions(functions: Sequence[NamedFunction], path: Path) -> dict[str, 
 
 
 def say_secrets(what: str, function: Any, pickled: bytes, path: Path) -> None:
-    """Warn if a pickled function contains what looks like a secret, because the file stays in the run's folder."""
     if found := secrets_in(function, pickled):
         logger.warning(
             "%s brings along what looks like a secret (%s), which is kept in %s as it is. Read it inside the function, from "
@@ -304,7 +295,6 @@ def _functions(path: str) -> list[NamedFunction]:
 
 
 def score_row(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], functions: str) -> Any:
-    """Return the weighted sum of the functions' scores for a row, with each score by name."""
     row, found = (data_source, solution_str, ground_truth, extra_info), _functions(functions)
     return _weighed(found, [function.call([row]) for function in found])
 

@@ -205,7 +205,6 @@ TOLERANT_RULES: dict[str, Rule] = {"openai/gsm8k": tolerant_gsm8k, **dict.fromke
 
 
 def rule_of(source: str, tolerant: bool = False) -> Rule | None:
-    """Return the rule of a data source, or None. ``tolerant`` prefers one that is more lenient than verl's."""
     if tolerant and source in TOLERANT_RULES:
         return TOLERANT_RULES[source]
     return RULES.get("math_dapo" if source.startswith("aime") else source)
@@ -264,7 +263,6 @@ def check_rows(rows: Iterable[tuple[str, str, Any, str]], sandbox: bool = False,
 
 
 def _check_truth(rule: Rule, truth: str) -> None:
-    """Refuse a ground truth for which the rule rejects even a response that answers with it."""
     response = _RIGHT_ANSWERS[rule].format(truth)
     result = rule(response, truth)
     if (result["score"] if isinstance(result, dict) else result) <= 0:

@@ -102,7 +102,6 @@ class RewardRunner:
             process.wait_until_loaded()
 
     def begin(self, num_rows: int) -> Round:
-        """Begin a round of rows that arrive one after another. :meth:`score` ends it."""
         if self._begun is not None:
             # The scores of that round were never asked for, and must not be taken for those of this one.
             self.close()
@@ -143,7 +142,6 @@ class RewardRunner:
         return results
 
     def close(self) -> None:
-        """End all processes. A later :meth:`score` starts new ones."""
         for process in self._processes:
             process.close()
         self._processes, self._begun = [], None
@@ -186,7 +184,6 @@ class Round:
         self._retried: set[int] = set()
 
     def add(self, rows: Mapping[int, RewardRow]) -> None:
-        """Add rows by index. Rows that were added before are ignored."""
         new = [index for index in rows if self._rows[index] is None]
         for index in new:
             self._rows[index] = rows[index]
@@ -203,7 +200,6 @@ class Round:
         return [self._results[index] for index in range(len(self._rows))]
 
     def turn(self, seconds: float) -> None:
-        """Hand out waiting rows, and collect the scores that arrive within so many seconds."""
         if self._stopped():
             raise Stopped
         self._hand_out()
@@ -431,7 +427,7 @@ class RewardProcess:
         self.loaded = True
 
     def send(self, indices: Sequence[int], rows: Sequence[RewardRow]) -> None:
-        """Send rows with their indices. A dead process raises no error here; :meth:`receive` reports it."""
+        # A dead process raises no error here; receive() reports it.
         self.wait_until_loaded()
         self._round += 1
         self._heard = time.monotonic()
@@ -485,7 +481,6 @@ class RewardProcess:
         return self._process.poll() is None
 
     def ending(self) -> str:
-        """Describe how the process ended, with its last output."""
         code = self._process.wait()
         clean, reason = self._verdict()
         if not clean:
@@ -497,7 +492,6 @@ class RewardProcess:
         return last_lines(self._log, self._log_start)
 
     def close(self) -> None:
-        """End the process and everything that it started. May be called twice."""
         if self.connection.closed:
             return
         # The supervisor ends everything once the lifeline closes. Killing it first would leave the orphans that it has
@@ -522,7 +516,6 @@ class RewardProcess:
         return clean, record[VERDICT.size : VERDICT.size + length].decode(errors="replace")
 
     def _kill_left_over(self) -> None:
-        """Kill processes with the mark, if the supervisor was killed itself or could not end all of them."""
         killed = kill_marked(self._mark, END_SECONDS)
         if killed:
             logger.warning("killed %d processes that a reward function had started and left behind", len(killed))

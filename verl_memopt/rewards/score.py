@@ -51,13 +51,11 @@ def failure(index: int, problem: BaseException, limits: Limits, frames: int = 1)
 
 
 def shortened(text: str) -> str:
-    """Shorten a text to a bounded length by cutting out its middle."""
     half = LARGEST_ENTRIES // 16
     return text if len(text) <= 2 * half else f"{text[:half]}\n[...]\n{text[-half:]}"
 
 
 def outcomes_of_batch(indices: Sequence[int], values: Any) -> list[Outcome]:
-    """Return the outcome of each row of a call that scored all of them. ``values`` is the return value of the function."""
     if isinstance(values, str | dict) or not hasattr(values, "__iter__") or not hasattr(values, "__len__"):
         what = f"returned {values!r:.200} of type {type(values).__name__}, not a list of scores"
     elif len(values) != len(indices):
@@ -138,7 +136,6 @@ class InvalidMessageError(Exception):
 
 
 def as_message(round_number: int, value: Any) -> bytes:
-    """Encode lists, strings and numbers for :class:`MessageReader`."""
     body = json.dumps(value).encode()
     return _HEADER.pack(_MAGIC, round_number, len(body)) + body
 
@@ -253,7 +250,6 @@ class Limits:
         return int(self.memory_gb * 2**30)
 
     def bind_process(self) -> None:
-        """Set the limits that the kernel enforces per process, for this process and everything that it starts from now on."""
         for kind, limit in ((resource.RLIMIT_DATA, self.memory_bytes), (resource.RLIMIT_NOFILE, self.open_files)):
             hard = resource.getrlimit(kind)[1]
             limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)

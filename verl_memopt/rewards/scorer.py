@@ -309,8 +309,6 @@ class _UnderWay:
 
 @dataclass
 class _Noted:
-    """Awaits a row's coroutine, and notes the row whenever its code runs."""
-
     coroutine: Coroutine[Any, Any, Any]
     index: int
     under_way: _UnderWay

@@ -196,7 +196,6 @@ class _Watch:
         return bool(data)
 
     def _passed_limit(self) -> str:
-        """Describe the limit that the processes have exceeded; "" if none."""
         tree, limits = descendants(os.getpid()), self._limits
         if len(tree) > MOST_PROCESSES:
             return f"started more than {MOST_PROCESSES} processes"
@@ -245,7 +244,7 @@ class OutputLog:
     _warned: bool = False
 
     def write(self, data: bytes) -> None:
-        """Append ``data``. If the disk refuses, only this output is lost."""
+        # If the disk refuses, only this output is lost.
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab") as file:
