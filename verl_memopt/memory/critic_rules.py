@@ -44,7 +44,6 @@ def own_pools(settings: Settings) -> tuple[Literal["critic", "reward_model"], ..
 
 
 def twin(key: str) -> str:
-    """Return the critic's key for a key of the policy; a key that belongs to no single model stays the same."""
     for prefix, critics in TWINS.items():
         if key.startswith(prefix):
             return critics + key.removeprefix(prefix)
@@ -52,9 +51,9 @@ def twin(key: str) -> str:
 
 
 def twin_text(text: str) -> str:
-    """Rewrite a sentence about the policy's keys as one about the critic's. Keys may lack ``actor_rollout_ref.``."""
     for prefix, critics in TWINS.items():
         text = text.replace(prefix, critics)
+        # A sentence may leave out `actor_rollout_ref.`.
         text = re.sub(rf"(?<![\w.]){re.escape(prefix.removeprefix('actor_rollout_ref.'))}", critics, text)
     return text
 
@@ -82,7 +81,6 @@ def with_critic(refusal: Refusal) -> Refusal:
 
 
 def twin_refusal(refusal: Refusal, devices: tuple[str, str] = DEVICES) -> Refusal:
-    """Return the same refusal for the critic's keys. ``devices``: the keys that count its devices."""
     shown = dict(zip(DEVICES, devices, strict=True))
     return with_critic(
         Refusal(
@@ -96,17 +94,17 @@ def twin_refusal(refusal: Refusal, devices: tuple[str, str] = DEVICES) -> Refusa
 
 
 def twin_unused(unused: UnusedKey) -> UnusedKey:
-    """Return the rule for the critic's key. Runs without a critic are covered by another rule."""
     return UnusedKey(
         twin(unused.key),
+        # Another rule covers runs without a critic.
         lambda settings: has_critic(settings) and unused.when(as_critic(settings)),
         twin_text(unused.because),
     )
 
 
 def twin_advice(advice: Advice) -> Advice:
-    """Return the advice for the critic's key: in the critic's phases, or everywhere if its bytes rest there."""
     phases = ("update_critic",) if advice.phases else () if advice.kind in RESTING else CRITIC_PHASES
+    # In the critic's phases, or everywhere if its bytes rest there.
     as_policys = replace(advice, key=twin(advice.key), when=lambda settings: advice.when(as_critic(settings)), phases=phases)
     if (number := advice.to) is None:
         return as_policys
@@ -131,14 +129,11 @@ def unused_keys() -> Iterator[UnusedKey]:
 
 
 def advices() -> Iterator[Advice]:
-    """Yield the advice of all knobs, each followed by its twin for the critic if it has one.
-
-    In the critic's own phases the critic's key replaces the policy's, unless the policy's bytes rest there too.
-    """
     for advice in (advice for knob in knobs() for advice in knob.advice):
         if not _has_twin(advice.key) or (advice.phases and "update_actor" not in advice.phases):
             yield advice
         else:
+            # In the critic's own phases its key replaces the policy's, unless the policy's bytes rest there too.
             yield advice if advice.kind in RESTING else replace(advice, not_in=CRITIC_PHASES)
             yield twin_advice(advice)
 

@@ -64,8 +64,6 @@ CERTAIN = ("params", "rollout weights", "grads", "optimizer")
 
 @dataclass(frozen=True)
 class Peaks:
-    """What a run holds at most on one device and on the host of one process."""
-
     phases: Mapping[str, Mapping[str, int]]
     """Phase -> kind -> bytes on the device at the phase's peak, in the order of a step."""
     host: Mapping[str, int]
@@ -81,8 +79,8 @@ class Peaks:
 
     @property
     def binding(self) -> str:
-        """The phase with the highest peak. A phase of the step wins a tie against the start."""
         totals = self.totals
+        # A phase of the step wins a tie against the start.
         return max(totals, key=lambda phase: (totals[phase], phase != "init"))
 
     @property
@@ -91,7 +89,6 @@ class Peaks:
 
     @property
     def least(self) -> dict[str, int]:
-        """Phase -> bytes it cannot do without: weights, gradients and optimizer state."""
         return {phase: sum(kinds.get(kind, 0) for kind in CERTAIN) for phase, kinds in self.phases.items()}
 
     @property
@@ -154,7 +151,6 @@ class _Prediction:
     """The role whose own devices are predicted. None = those of the policy, and of all roles that have none of their own."""
 
     def peaks(self, phases: Collection[str]) -> Peaks:
-        """Return the peaks on all devices; a role with devices of its own adds its own phases."""
         peaks, hosts = self.own_peaks(phases), dict[str, int]()
         found = dict(peaks.phases)
         for role in own_pools(self.settings):
@@ -209,7 +205,6 @@ class _Prediction:
 
     @cached_property
     def reference(self) -> Held | None:
-        """The reference as a model of its own; None where it is the policy without its adapters, or not needed."""
         rewards, ref = self.settings.reward_model, self.roles.ref
         is_student = rewards.recipe is not None and rewards.model.path is None
         if self.roles.model.lora_rank or not (is_student or needs_reference(self.settings)):
@@ -237,7 +232,6 @@ class _Prediction:
 
     @property
     def _further(self) -> list[Held]:
-        """The reward models beside the first one."""
         model = self.settings.reward_model.model
         held = [self._frozen(REWARD_MODEL, model.fsdp_config, size, model.quantization) for size in self.sizes.further]
         return [replace(model_held, has_logits=False) for model_held in held]
@@ -250,13 +244,13 @@ class _Prediction:
 
     @property
     def models(self) -> list[Held]:
-        """All models of the devices, in the order in which a worker builds them."""
         own = {"critic": [self.critic], "reward_model": [self.student, *self._further]}
         if self.pool is not None:
             held = own[self.pool]
         else:
             apart = own_pools(self.settings)
             others = [model for role, models in own.items() if role not in apart for model in models]
+            # In the order in which a worker builds them.
             held = [self.policy, self.reference, *others]
         return [model for model in held if model is not None]
 
@@ -269,7 +263,6 @@ class _Prediction:
 
     @property
     def engine_weights(self) -> float:
-        """Bytes of the engine's weights on one device, and of its sampler, which sleeps and wakes with them."""
         if self.pool is not None:
             return 0
         rollout, vllm = self.roles.rollout, self.roles.rollout.name == "vllm" and self.device == "cuda"
@@ -280,6 +273,7 @@ class _Prediction:
             matrices = 2 * (size.vocab + size.hidden) if rollout.name == "vllm" else 0
             places = slot_rank(rank) if rollout.name == "vllm" else rank
             weights += width(rollout.dtype) * places * (self.policy.adapters / rank + matrices)
+        # The sampler sleeps and wakes with the weights.
         return weights + (sampler_bytes(rollout.max_num_seqs, size.vocab) if vllm else 4096)
 
     @property
@@ -319,7 +313,6 @@ class _Prediction:
 
     @property
     def kv_bytes(self) -> float:
-        """Bytes of the KV cache: what weights and a step's scratch leave of the engine's share."""
         rollout = self.roles.rollout
         if rollout.name == "hf":
             return self._sequences * self._longest * self.kv_token
@@ -397,7 +390,6 @@ class _Prediction:
         return found
 
     def _others(self, phase: str, but: Held | None = None) -> Kinds:
-        """Return what all models but ``but`` hold in a phase, plus the engine where it is awake."""
         needed = NEEDS[phase]
         parts: list[Kinds] = []
         for model in self.models:

@@ -24,10 +24,8 @@ busy for longer than its launches take. A CPU launches nothing, and computes one
 
 
 class Format(NamedTuple):
-    """Bits of a code, and how many weights along the input share an fp32 scale."""
-
     bits: int
-    group: int
+    group: int  # weights along the input that share an fp32 scale
 
 
 FORMATS = {"int8": Format(8, 128), "nf4": Format(4, 64)}
@@ -39,12 +37,10 @@ QUANTIZED_AT_ONCE = 2**22
 
 
 def groups_of(kind: str, width: int) -> int:
-    """Groups in a row of ``width`` weights; the last one is padded."""
     return -(-width // FORMATS[kind].group)
 
 
 def code_bytes(kind: str, width: int) -> int:
-    """Bytes of the codes of a row of ``width`` weights."""
     return groups_of(kind, width) * FORMATS[kind].group * FORMATS[kind].bits // 8
 
 
@@ -85,7 +81,6 @@ class Shapes:
 
     @property
     def compiles(self) -> bool:
-        """Whether elementwise functions are compiled; compiled ones need no tiles."""
         actor = self.settings.actor
         return self.device == "cuda" and actor.use_torch_compile and not actor.fsdp_config.full_determinism
 
@@ -100,9 +95,9 @@ class Shapes:
 
     @property
     def exchanged_bytes(self) -> int:
-        """What a block keeps for the exchange of heads: a second copy of attention's output, and copied keys and values."""
         if self.sequence_ranks == 1:
             return 0
+        # A second copy of attention's output, and copied keys and values.
         return self.tokens * self.compute_bytes * self.head_dim * (self.heads + 2 * (self.key_copies - 1) * self.kv_heads)
 
     @property
@@ -129,7 +124,6 @@ class Shapes:
 
     @property
     def reference_bytes(self) -> int:
-        """Bytes of the reference's resting parameters; 0 if the reference is the policy without its adapters."""
         frozen = self.settings.ref.fsdp_config.model_dtype
         return 0 if self.settings.model.lora_rank else self.params * width(frozen)
 
@@ -150,7 +144,6 @@ class Shapes:
 
     @property
     def activation_bytes(self) -> int:
-        """Activations at the peak of backward: what all blocks keep, plus what the block in backward holds."""
         model, others = self.settings.model, self._other_blocks(self.layers - 1)
         if model.block_tile_tokens is not None:
             return others + max(self.final_norm_bytes, self.tiled_block_bytes(model.block_tile_tokens))
@@ -166,10 +159,6 @@ class Shapes:
         return self.kept_on_device(blocks) if self._inputs_alone else blocks * self.kept_bytes
 
     def kept_on_device(self, blocks: int, beside: int = 0) -> int:
-        """Return how much of what ``blocks`` blocks keep is on the device.
-
-        With activation offload: what stays there, and the inputs of ``in_flight + beside`` blocks. Without it: everything.
-        """
         model, whole = self.settings.model, blocks * self.kept_bytes
         if model.in_flight is None:
             return whole
@@ -191,13 +180,12 @@ class Shapes:
 
     @property
     def saved_bytes(self) -> int:
-        """Upper bound of what a forward saves for backward: block activations, states above them, rotary tables and ids."""
         tables = self.sequence_ranks * 2 * self.head_dim * self.compute_bytes
         return self.layers * self.kept_bytes + self.states_bytes + self.tokens * (tables + 8)
 
     @property
     def final_norm_bytes(self) -> int:
-        """Bytes at the backward of the final norm (response tokens only), including what the last block keeps."""
+        # Of response tokens only, beside what the last block keeps.
         return self.kept_bytes + 3 * self.responses * self.hidden * self.compute_bytes + self._at_norm(self.responses)
 
     @property
@@ -258,7 +246,6 @@ class Shapes:
 
     @property
     def recomputes_mlp(self) -> bool:
-        """Whether MLPs keep only their input and are recomputed in backward, tile by tile."""
         model = self.settings.model
         return model.recompute_elementwise and (model.checkpointing == "full" or model.mlp_tiles is not None)
 
@@ -294,8 +281,8 @@ class Shapes:
 
     @property
     def attention_bytes(self) -> int:
-        """What a block with recomputed norms keeps without gate and up: two inputs, queries, keys, values and output."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        # Two inputs, queries, keys, values and output. The norms are computed again.
         return self.tokens * self.compute_bytes * (2 * self.hidden + 2 * query + 2 * key) + self.exchanged_bytes
 
     @property
@@ -320,7 +307,6 @@ class Shapes:
         return self._at_attention + max(held, self.compute_bytes * exchange)
 
     def efficient_heads(self) -> int:
-        """How many key heads a GPU's memory-efficient kernel computes at once."""
         kv_heads, ranks = self.kv_heads * self.key_copies, self.sequence_ranks
         query_elements = self.heads // kv_heads * self.head_dim
         return key_heads_at_once(ranks * self.tokens * query_elements, kv_heads // ranks, ATTENTION_ELEMENTS["cuda"])
@@ -381,10 +367,10 @@ class Shapes:
 
     @property
     def plain_flash_backward_bytes(self) -> int:
-        """What a block without recomputation holds at flash attention's backward: all but its MLP, plus kernel buffers."""
         b, mlp = self.compute_bytes, 4 * self.mlp if self.settings.model.mlp_tiles is None else 0
         freed = b * mlp + (4 + 2 * b) * self.hidden  # of the MLP, and of its norm
         gradients = b * (self.hidden + self.heads * self.head_dim)  # of the state between attention and MLP, and of the output
+        # Everything but the MLP, and the kernel's buffers.
         return self.block_bytes + self.tokens * (gradients - freed) + self._flash_calls(self.tokens)
 
     def _flash_calls(self, keys: int) -> int:
@@ -419,12 +405,10 @@ class Shapes:
 
     @property
     def linear_params(self) -> int:
-        """Parameters of all blocks' linear layers: those that are quantised and that LoRA adapts."""
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
         return self.layers * (attention + 3 * self.hidden * self.mlp)
 
     def packed_bytes(self, kind: str) -> int:
-        """Bytes of the same layers in 8 or 4 bits."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         read_hidden = (query + 2 * key + 2 * self.mlp) * row_bytes(kind, self.hidden)
         return self.layers * (read_hidden + self.hidden * (row_bytes(kind, query) + row_bytes(kind, self.mlp)))
@@ -442,8 +426,6 @@ class Shapes:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A decoder-only model's sizes, from its config.json."""
-
     hidden: int
     mlp: int
     layers: int
@@ -468,7 +450,7 @@ class ModelSize:
 
     @property
     def widest(self) -> int:
-        """The longer side of a block's largest matrix; the shorter is ``hidden``."""
+        # The shorter side is `hidden`.
         return max(self.mlp, self.heads * self.head_dim)
 
     @property
@@ -536,7 +518,6 @@ def key_heads_at_once(elements: int, kv_heads: int, tile: int) -> int:
 
 
 def check_heads(heads: int, ranks: int, key: str) -> None:
-    """Refuse a number of ranks that does not divide the query heads. ``key``: the setting of sequence parallelism."""
     if heads % ranks:
         possible = " or ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
         raise ConfigError(f"{key}={ranks}: the model's {heads} query heads do not divide over the ranks. Set {possible}.")

@@ -66,7 +66,7 @@ class Held:
 
     @property
     def params_count(self) -> int:
-        """Parameters without adapters. A critic has a vector in place of the LM head."""
+        # A critic has a vector in place of the LM head.
         head = 0 if self.has_logits else self.size.hidden + 1 - (0 if self.size.tied else self.size.vocab * self.size.hidden)
         return self.size.params + head
 
@@ -113,7 +113,6 @@ class Held:
 
     @property
     def moments(self) -> float:
-        """Bytes of the optimizer's moments on one rank, wherever they rest."""
         if not self.trained:
             return 0
         size, dtype = self.size, self.roles.actor.optim.state_dtype
@@ -319,14 +318,12 @@ class Held:
         return replace(self.roles, model=model)
 
     def offloaded(self, work: Pass) -> float:
-        """Host bytes of activation offload at the end of a forward, in whole chunks."""
         s = self.size.shapes(self._with_kept(work), work, self.device)
         stays = int(self.roles.model.activation_offload_device_gb * GIB / s.kept_bytes) * s.kept_bytes
         leaves = s.saved_bytes + self._prefixes(work, s.compute_bytes) + self._low_bytes(s) - stays
         return max(-(-leaves // CHUNK_BYTES), 0) * CHUNK_BYTES
 
     def _update_windows(self, s: Shapes, work: Pass) -> list[Kinds]:
-        """Candidates for an update's peak: the head, a block, the reduction of the vocabulary's matrix, the optimizer."""
         kept, prefixes, lows = s.kept_on_device(s.layers, 1), self._prefixes(work, s.compute_bytes + 4), self._low_bytes(s)
         states = kept + s.states_bytes + prefixes
         windows = _Windows(
@@ -402,15 +399,13 @@ class Held:
         return replace(windows, head=head, block=block | {"whole gradients": gradients}, end=end)
 
     def _reduced_by_ranks(self, s: Shapes, windows: _Windows, summed: bool) -> _Windows:
-        """Add what several ranks with whole weights reduce. The root's gradients stay whole to the end of a backward.
-
-        Adapters have the masters' dtype, and lie in blocks only.
-        """
         root_size, head_size, matrix_size, tile = self._whole_gradients
         size, per_block = s.compute_bytes, float(s.block_params)
+        # Adapters have the masters' dtype, and lie in blocks only.
         if self.adapters:
             size, per_block, root_size, head_size, matrix_size = s.master_bytes, self.adapters / s.layers, 0, 0, 0
         whole = size * self.learning * self.ranks if summed else size * root_size
+        # The root's gradients stay whole to the end of a backward.
         head = windows.head | {"whole gradients": whole + size * head_size} | ({} if tile is None else self._reduction(tile))
         at_head = {"activations": windows.states, **self._reduction(head_size), "whole gradients": whole + size * head_size}
         block = windows.block | self._reduction(per_block) | {"whole gradients": whole + size * per_block}

@@ -124,8 +124,8 @@ class Need:
         return 2 * self.share * self.work.tokens >= self.work.longest
 
     def part(self, count: int, least: int = 1) -> int | None:
-        """Return how many of ``count`` fit, at least ``least``; None if all of them do."""
         fitting = max(int(count * self.share), least)
+        # None: all of them fit.
         return fitting if fitting < count else None
 
 
@@ -158,8 +158,6 @@ class Advice:
 
 @dataclass(frozen=True)
 class Claim:
-    """The predicted saving of one kind of bytes in one phase."""
-
     phase: str
     kind: str
     """A kind of device bytes, or ``host buffers``."""
@@ -285,7 +283,6 @@ def text_of(name: str) -> dict[str, str]:
 
 
 def as_json() -> list[dict[str, Any]]:
-    """Return every knob as plain values: name, text, keys with defaults, and refusals."""
     return [
         {
             "name": knob.name,
@@ -342,7 +339,6 @@ KL = ("algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss")
 
 
 def num_devices(settings: Settings) -> int:
-    """Devices of the run, and so the ranks that share a batch. Roles with their own pool have more."""
     return settings.trainer.nnodes * settings.trainer.n_gpus_per_node
 
 
@@ -362,7 +358,6 @@ def has_pool(settings: Settings, role: SequenceRole) -> bool:
 
 
 def devices_of(settings: Settings, role: SequenceRole) -> int:
-    """Devices of a role: its own pool's, else those of the run, which all other roles share."""
     if not has_pool(settings, role):
         return num_devices(settings)
     section = settings.critic if role == "critic" else settings.reward_model
@@ -370,7 +365,6 @@ def devices_of(settings: Settings, role: SequenceRole) -> int:
 
 
 def for_devices(role: SequenceRole, rule: Callable[[tuple[str, str]], Refusal]) -> Iterator[Refusal]:
-    """Yield a rule twice, for the run's devices and for the role's own pool, each with the keys that set them."""
     if role in ("actor", "ref"):
         yield rule(DEVICES)
         return
@@ -398,12 +392,11 @@ def sequence_ranks(settings: Settings, role: SequenceRole) -> int:
 
 
 def reference_ranks(roles: ActorRolloutRef) -> int:
-    """Devices that share the tokens of the reference's micro-batch. With LoRA the policy is the reference."""
+    # With LoRA the policy is the reference.
     return (roles.actor if roles.model.lora_rank > 0 else roles.ref).fsdp_config.sequence_ranks
 
 
 def data_ranks(settings: Settings, role: SequenceRole) -> int:
-    """Groups of devices that split a role's batch, each with rows of its own. At least one."""
     return max(devices_of(settings, role) // sequence_ranks(settings, role), 1)
 
 
@@ -423,8 +416,6 @@ def needs_reference(settings: Settings) -> bool:
 
 @dataclass(frozen=True)
 class Range:
-    """A condition on a number."""
-
     text: str
     """The end of the sentence "the value ..."."""
     holds: Callable[[Any], bool]
@@ -433,15 +424,11 @@ class Range:
 
 @dataclass(frozen=True)
 class Words:
-    """The allowed words of a key (or of each item of its list), where its type does not say them."""
-
     words: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Meanings:
-    """What each word of a choice means, for the settings page."""
-
     of: tuple[tuple[str, str], ...]
     """(word, meaning)."""
 

@@ -85,8 +85,6 @@ _FILE = Path(__file__).with_name("example.json")
 
 @dataclass(frozen=True)
 class Saved:
-    """Measured bytes by which one kind fell in one phase when the knob was switched on."""
-
     phase: str
     kind: str
     num_bytes: int
@@ -94,8 +92,6 @@ class Saved:
 
 @dataclass(frozen=True)
 class Example:
-    """A short form of one measured ladder."""
-
     work: str
     """Model and batch, in words."""
     savings: dict[str, Saved]

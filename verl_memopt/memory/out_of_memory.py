@@ -56,7 +56,6 @@ class PartDoesNotFitError(torch.OutOfMemoryError):
 
 @contextmanager
 def wake_report(kind: str, num_bytes: int, device: torch.device) -> Iterator[None]:
-    """Turn an out-of-memory error inside the body, where ``num_bytes`` of ``kind`` wake, into a PartDoesNotFitError."""
     held = ledger_of(device).allocated() if is_gpu(device) else 0
     try:
         yield
@@ -159,12 +158,12 @@ class RunParts:
         return schema.Settings(actor_rollout_ref=self.settings, critic=critic, reward_model=reward, trainer=trainer)
 
     def absent(self) -> tuple[str, ...]:
-        """Return the prefixes of keys that have no effect in the run."""
         own_student = self.reward_model is not None and self.reward_model.model.path is not None
         present = {"critic.": self.critic is not None, "actor_rollout_ref.ref.": self.reference}
         present |= {"reward_model.": self.reward_model is not None, "reward_model.model.": own_student}
         policys = ("actor.fsdp_config.", "actor.optim.", "model.", "rollout.", "ref.")
         present |= {f"actor_rollout_ref.{start}": False for start in policys if not self.policy}
+        # Prefixes of keys that have no effect in the run.
         return tuple(start for start, is_there in present.items() if not is_there)
 
 
@@ -188,7 +187,6 @@ class Shortage:
     first: str | None = None
 
     def error(self, phase: str, parts: RunParts, work: Work | None = None) -> DeviceMemoryError:
-        """Build the error, whose message says how to make room in the phase, in which a call computed ``work``."""
         largest = sorted(self.kinds, key=lambda kind: -self.kinds[kind])
         ways = advice(
             phase, largest if self.first is None else [self.first, *largest], parts, partial(self._need, work or Work())
@@ -204,11 +202,8 @@ class Shortage:
         return DeviceMemoryError("\n".join(lines), OutOfMemory(phase, self.requested, self.held_before, self.limit), ways)
 
     def _need(self, work: Work, kind: str) -> Need:
-        """Return the numbers that advice about a kind of bytes is based on.
-
-        What was live when the device was full is not the peak. Of bytes that grow with the work, half of the room is kept free
-        for what the call had still to make.
-        """
+        # What was live when the device was full is not the peak: of bytes that grow with the work, half of the room is kept
+        # free for what the call had still to make.
         grows, limit = kind in GROWING, self.held if self.limit is None else self.limit
         own = sum(num_bytes for name, num_bytes in self.kinds.items() if name == kind or (grows and name in GROWING))
         share = max(limit - (self.held - own), 0) / max(own, 1)
@@ -216,10 +211,10 @@ class Shortage:
 
 
 def advice(phase: str, kinds: Iterable[str], parts: RunParts, need: Callable[[str], Need]) -> list[Way]:
-    """Return ways to make room in a phase, in the order of its kinds; settings that already have the value are left out."""
     seen = parts.seen()
     # What is being built has one label: whatever a model or an engine consists of.
     kinds = [part for kind in kinds for part in (("params", "rollout weights", "optimizer") if kind == "built" else (kind,))]
+    # Settings that already have the value are left out.
     found = [advice for kind in kinds for advice in advices() if advice.kind == kind and advice.helps_in(phase)]
     found = [advice for advice in found if not advice.key.startswith(parts.absent()) and advice.when(seen)]
     asked = [(advice, need(advice.kind)) for advice in found]
@@ -281,7 +276,6 @@ class MemorySnapshot:
 
     @contextmanager
     def on_out_of_memory(self, phase: str) -> Iterator[None]:
-        """Write the snapshot if the body, a phase of the step, runs out of device memory. The error passes on."""
         try:
             yield
         except RuntimeError as error:
@@ -290,7 +284,6 @@ class MemorySnapshot:
             raise
 
     def _write(self, phase: str, error: RuntimeError) -> None:
-        """Write the snapshot. If the disk refuses, log it: it must not hide the first error."""
         kinds = {storage._cdata: kind for kind, tensor in self._resident() for storage in device_storages(tensor, self._device)}
         tensors = _live_tensors(self._device, kinds)
         snapshot: dict[str, Any] = {
@@ -308,6 +301,7 @@ class MemorySnapshot:
             if is_gpu(self._device):
                 write_allocations(self.path.with_suffix(".pickle"))
         except OSError as refusal:
+            # Logged alone: a full disk must not hide the first error.
             logger.warning("%s: the memory snapshot cannot be written (%s)", self.path, refusal)
             return
         logger.warning("%s: out of device memory; what lives on the device is in %s", phase, self.path)
@@ -357,7 +351,6 @@ def memory_limits(memory: schema.Memory, device: torch.device) -> Iterator[None]
 
 @contextmanager
 def device_limit(device: torch.device, limit: int | None) -> Iterator[None]:
-    """Limit the allocator to ``limit`` bytes inside the body. No effect on a CPU or without a limit."""
     if limit is None or not is_gpu(device):
         yield
         return
@@ -372,10 +365,6 @@ def device_limit(device: torch.device, limit: int | None) -> Iterator[None]:
 
 
 def available_bytes(device: torch.device, limit: int | None) -> int | None:
-    """Return what this process may take of its device: on a GPU what it holds plus what is free, at most the limit.
-
-    None on a CPU without a limit.
-    """
     if not is_gpu(device):
         return limit
     held_and_free = ledger_of(device).reserved() + memory_info(device)[0]

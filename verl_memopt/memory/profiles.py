@@ -55,7 +55,6 @@ def gigabytes(size: str) -> float:
 
 
 def _sizes_of(name: str) -> list[str]:
-    """Return the sizes in which a card is made, of those whose datasheets are known."""
     from verl_memopt.memory.seconds import DATASHEETS  # it reads the settings, which know the profiles
 
     sizes = [size for size, cards in DATASHEETS.items() if any(_short(card.name) == _short(name) for card in cards)]
@@ -64,7 +63,7 @@ def _sizes_of(name: str) -> list[str]:
 
 
 def _short(card: str) -> str:
-    """Return the part of a card's name that tells it from others: 4090 of "NVIDIA GeForce RTX 4090 24GB"."""
+    # 4090 of "NVIDIA GeForce RTX 4090 24GB".
     return re.sub(r"nvidia|geforce|rtx|[\s_-]|\d+\s*gi?b$", "", card.lower())
 
 

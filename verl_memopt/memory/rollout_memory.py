@@ -82,10 +82,7 @@ class RolloutMemory:
 def kv_bytes_per_token(
     num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: int, tensor_parallel_size: int = 1
 ) -> int:
-    """Bytes of one token in one rank's KV cache: a key and a value for each KV head in each layer.
-
-    Heads are divided over tensor-parallel ranks. With fewer heads than ranks, each rank holds one whole head.
-    """
+    # With fewer heads than ranks, each rank holds one whole head.
     heads = max(num_kv_heads // tensor_parallel_size, 1)
     return 2 * num_layers * heads * head_dim * element_bytes
 

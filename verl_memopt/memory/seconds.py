@@ -177,7 +177,6 @@ class _Step:
         return max(compute + touched, calls, micro * once if streams else 0) + (once if moves else 0)
 
     def update(self, role: str) -> float:
-        """Seconds of an update: forwards, backwards and optimizer steps."""
         roles, critic = self.settings.actor_rollout_ref, self.settings.critic
         own: Actor | Critic = critic if role == "critic" else roles.actor
         model: Model | CriticModel = critic.model if role == "critic" else roles.model
@@ -214,7 +213,7 @@ class _Step:
         return read + (weights / self.rates.bus_bytes if roles.actor.fsdp_config.param_offload else 0)
 
     def generation(self) -> float:
-        """Seconds of a rollout: prompts once, then one token of all sequences at a time, in waves of those with room."""
+        # Prompts once, then one token of all sequences at a time, in waves of those with room.
         data, rollout, size = self.settings.data, self.settings.actor_rollout_ref.rollout, self.size
         parts, vllm = rollout.tensor_model_parallel_size, rollout.name == "vllm"
         engines = num_devices(self.settings) / parts

@@ -269,8 +269,6 @@ HEAD_ROOM = 0.95
 
 @dataclass(frozen=True)
 class PassFigures:
-    """What a pass used on the devices, over all ranks."""
-
     peak_bytes: int | None = None
     """Largest peak of live tensors. None = it was not measured."""
     budget_bytes: int | None = None
@@ -298,7 +296,6 @@ class LearnedBudget:
         self.cap = self.cap or self.maximum
 
     def tokens(self, longest: int) -> int:
-        """Return the limit if the longest row has ``longest`` tokens: the cap, or that row; the maximum is hard."""
         return min(max(self.cap, longest), self.maximum)
 
     def learn(self, fullest: int, figures: PassFigures) -> None:
@@ -328,12 +325,10 @@ class LearnedBudget:
         return {"cap": self.cap, "too_high": self.too_high}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of :meth:`state_dict`, within the maximum of the present settings."""
         self.cap, self.too_high = min(state["cap"], self.maximum), state["too_high"]
 
 
 def budget_metrics(budgets: Mapping[str, LearnedBudget]) -> dict[str, float]:
-    """Return ``perf/token_budget/PHASE`` and ``perf/token_budget/PHASE_retries`` of each phase, and reset the retries."""
     metrics: dict[str, float] = {}
     for phase, budget in budgets.items():
         metrics[f"perf/token_budget/{phase}"] = float(budget.cap)

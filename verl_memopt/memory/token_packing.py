@@ -63,7 +63,6 @@ def pack(
 
 
 def pack_fixed(num_rows: int, rows_per_bin: int) -> list[list[int]]:
-    """Cut rows into micro-batches of ``rows_per_bin`` (``ppo_micro_batch_size_per_gpu``); the last may be shorter."""
     assert rows_per_bin > 0, rows_per_bin
     rows = range(num_rows)
     return [list(rows[start : start + rows_per_bin]) for start in rows[::rows_per_bin]]
@@ -148,7 +147,6 @@ def _dearest_to_cheapest(weights: list[float], num_parts: int) -> list[list[int]
 
 
 def _swap_once(weights: list[float], parts: list[list[int]]) -> bool:
-    """Swap the pair of units that best evens out the most expensive and the cheapest part; return False when none helps."""
     totals = [sum(weights[unit] for unit in units) for units in parts]
     dear, cheap = parts[totals.index(max(totals))], parts[totals.index(min(totals))]
     gap = max(totals) - min(totals)
@@ -252,7 +250,6 @@ SKIPPED_SHARE = 1 / 8
 
 
 def skipped_if_many(skipped: int, tokens: int) -> int:
-    """Return ``skipped`` if skipping that many of a pack's tokens in the last block pays, else 0."""
     return skipped if skipped and skipped >= tokens * SKIPPED_SHARE else 0
 
 
@@ -279,22 +276,18 @@ class RowTokens:
         return RowTokens(*(tuple(part[row] for row in rows) for part in parts))
 
     def cost(self, rows: Sequence[int]) -> int:
-        """Tokens computed for some rows together: each group's prompt once, and every answer."""
         prompts = {self.groups[row]: self.prompts[row] for row in rows if self.prompts[row]}
         return sum(prompts.values()) + sum(self.answers[row] for row in rows)
 
     def skipped(self, rows: Iterable[int]) -> int:
-        """Computed tokens of some rows that the last block skips: all of a prompt but its last; 0 if few."""
         prompts = {self.groups[row]: self.prompts[row] for row in rows if self.prompts[row]}
         return skipped_if_many(sum(prompts.values()) - len(prompts), self.cost(list(rows)))
 
     def suffixes(self, rows: Sequence[int]) -> int:
-        """Answer tokens of those rows that share their prompt with another of ``rows``."""
         group_sizes = Counter(self.groups[row] for row in rows)
         return sum(self.answers[row] for row in rows if group_sizes[self.groups[row]] > 1)
 
     def segments(self, rows: Sequence[int]) -> int:
-        """Number of sequences that attention sees: one per row, and one per shared prompt."""
         group_sizes = Counter(self.groups[row] for row in rows)
         return len(rows) + sum(size > 1 for size in group_sizes.values())
 
