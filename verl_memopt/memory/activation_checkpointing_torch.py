@@ -32,10 +32,7 @@ KEPT_BY_SELECTIVE = frozenset(
 
 
 def chosen_blocks(num_blocks: int, mode: str = "full", every: int = 1) -> range:
-    """Return the places of the checkpointed blocks among ``num_blocks``; ``every_n`` takes one in ``every``.
-
-    Counting starts at the last block but one: the last block would be recomputed at the peak, and save nothing.
-    """
+    # Counted from the last block but one: the last block would be recomputed at the peak, and save nothing.
     return range(num_blocks)[-2::-every] if mode == "every_n" else range(num_blocks)
 
 

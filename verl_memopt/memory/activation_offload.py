@@ -35,7 +35,6 @@ class ActivationOffloadSettings:
 
     @property
     def in_flight(self) -> int | None:
-        """Tensors whose copies may be under way at once; None where activations stay on the device."""
         return self.activation_offload_in_flight if self.enable_activation_offload else None
 
 

@@ -77,7 +77,6 @@ class ActivationOffload:
         self._let_go(but_for=1)
 
     def take_bytes_moved(self) -> int:
-        """Return the bytes moved in both directions since the last call, and start again at zero."""
         moved, self.bytes_moved = self.bytes_moved, 0
         return moved
 
@@ -107,16 +106,14 @@ class ActivationOffload:
 
 
 class _Stored:
-    """One storage on the host, and ``on_device`` (uint8) while a device copy exists. ``used``: backward has asked for it."""
-
     def __init__(self, offload: ActivationOffload, source: Tensor) -> None:
         self.offload = offload
         self.num_bytes = source.numel()
-        self.used = False
+        self.used = False  # backward has asked for it
         # Set before the arena is asked, because __del__ reads it even if the arena has no room and raises.
         self.slot: Slot | None = None
         self.slot = offload.arena.take(self.num_bytes)
-        self.on_device: Tensor | None = source
+        self.on_device: Tensor | None = source  # uint8, while there is a copy on the device
         self._version = source._version
         self._stream = offload.leaving
         self._copy(self.slot.parts, self._cut(source))
@@ -176,10 +173,8 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Saved:
-    """What autograd keeps in place of a tensor: the stored bytes, the layout in them, and the position in the order of saving."""
-
     stored: _Stored
-    place: int
+    place: int  # in the order of saving
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -187,13 +182,11 @@ class _Saved:
 
 
 class _Forward:
-    """What one forward has saved, in order. Backward asks for it in reverse order."""
-
     def __init__(self, offload: ActivationOffload) -> None:
         self._offload = offload
         self._weights: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sent: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], weakref.ref[_Stored]]] = {}
-        self._order: list[weakref.ref[_Stored]] = []
+        self._order: list[weakref.ref[_Stored]] = []  # backward asks in reverse
         self._staying: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._room = offload._stay_bytes
 

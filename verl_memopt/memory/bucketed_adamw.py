@@ -63,9 +63,9 @@ class BucketedAdamWSettings:
 
     @property
     def num_moments(self) -> int:
-        """Numbers that the optimizer keeps for each parameter. A class of another library counts as AdamW."""
         if (self.optimizer_impl, self.optimizer) == _SGD:
             return 1 if self.momentum else 0
+        # A class of another library counts as AdamW.
         return 2
 
 

@@ -138,11 +138,8 @@ class Bucketed(Optimizer, ABC):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether the device may decide to skip a step, so that the host need not wait for the gradient norm.
-
-        Not with offloaded state, which would be copied there and back for nothing. Not with stochastic rounding,
-        because the number of steps seeds its random numbers.
-        """
+        # Whether the device may skip a step, so that the host need not wait for the gradient norm. Offloaded state would be
+        # copied there and back for nothing, and the number of steps seeds stochastic rounding.
         plain = all(not section.format.decodes and section.gradients is None for section in self._sections)
         return plain and not self._offload and not self._stochastic
 
@@ -237,7 +234,6 @@ class Bucketed(Optimizer, ABC):
         return sharded_as(parameter, masters.view(weight.shape), parameter.shape)
 
     def set_master(self, parameter: Tensor, values: Tensor, first: int = 0) -> None:
-        """Overwrite a parameter from element ``first`` on: both halves of its master if that is split."""
         section, member = self._section_of[id(parameter)]
         weight = local(parameter).view(-1)[first : first + values.numel()]
         if not section.splits:
@@ -255,7 +251,6 @@ class Bucketed(Optimizer, ABC):
             part[2].copy_(remainder)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state where it rests, without a copy."""
         # The last buckets may still be on their way to the host, and the host must not read them before they are there.
         synchronize(self._device)
         return super().state_dict()
@@ -376,12 +371,9 @@ class Bucketed(Optimizer, ABC):
             torch.where(stopped.bool(), old[name], plane, out=plane)
 
     def _compared(self, work: BucketScratch) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return room for a bucket's weights before the update (as bits), room for the comparison, and the count so far.
-
-        None if weights are not compared.
-        """
         if not work.compared:
             return None
+        # The weights' bits before the update, room for the comparison, and the count so far.
         if self._changed is None:
             self._changed = torch.zeros((), dtype=torch.int64, device=self._device)
         # Compared as bits: a weight that is not a number is then equal to itself.
@@ -406,15 +398,13 @@ class Bucketed(Optimizer, ABC):
         return max(section.format.scratch, 0 if section.dtype == torch.float32 else 2)
 
     def _bucket_elements(self, section: Section, may_stop: bool) -> int:
-        """Elements per bucket, chosen so that slots, decoded moments and scratch together take three buckets.
-
-        If the update ``may_stop``, a copy of the previous state counts too, where encoding it again would change it.
-        """
+        # Slots, decoded moments and scratch together take three buckets.
         itemsize = torch.float32.itemsize
         room = itemsize * (len(section.format.names) * section.format.decodes + self._scratch_count(section))
         room += 0 if self.computes_in is None else COMPARED_BYTES
         # Three slots of a lane each hold a bucket of everything that passes.
         resting = sum(plane.dtype.itemsize / plane.per_entry for plane in section.resting)
+        # If the update may stop, a copy of the previous state counts too, where encoding it again would change it.
         extra = resting * (SLOTS * self._offload + (may_stop and not section.format.repeats))
         extra += 0 if section.gradients is None else SLOTS * section.gradients.itemsize
         elements = int(SLOTS * self._bucket_bytes / ((room + extra) or SLOTS * 2 * itemsize))
@@ -430,10 +420,7 @@ class Bucketed(Optimizer, ABC):
         return BucketScratch(rooms(*moments), rooms(*scratch), rooms(*compared))
 
     def _seeded(self, section: Section, first: Slice) -> torch.Generator:
-        """Return the generator, seeded by step and place only, so that a resumed run rounds alike.
-
-        Replicas of a shard also round alike; otherwise they would drift apart.
-        """
+        # Step and place only: a resumed run rounds alike, and so do replicas of a shard, which would otherwise drift apart.
         start = first.member.start + first.first
         # Every bucket of every step has a seed of its own, whatever ran before it.
         words = (self._seed, self._num_steps, self._sections.index(section), start, *self._place)

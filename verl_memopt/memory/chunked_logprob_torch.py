@@ -81,8 +81,6 @@ def _without_gradients(head: Head, hidden: Tensor, targets: Tensor) -> Tokens:
 
 
 class _Recomputed(torch.autograd.Function):
-    """Saves hidden states and normalizers, and computes the logits again in backward."""
-
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head, in_place: bool
@@ -173,11 +171,8 @@ def _gradient_of(token_gradient: TokenGradient, rows: slice, statistics: Tokens)
 
 
 def _assert_as_precomputed(precomputed: Tensor, actual: Tensor) -> None:
-    """Fail if backward receives a gradient that differs from the precomputed one. Nothing here waits for the device.
-
-    Non-finite values in either pass: the gradient norm shows them, and the update is skipped.
-    """
     if precomputed.numel():
+        # Nothing here waits for the device. Values that are not finite show in the gradient norm, which skips the update.
         finite = torch.isfinite(precomputed)
         bound = torch.where(finite, precomputed, 0.0).abs().amax() * 1e-5
         same = ((precomputed - actual).abs() <= bound) | ~(finite & torch.isfinite(actual))
@@ -185,13 +180,9 @@ def _assert_as_precomputed(precomputed: Tensor, actual: Tensor) -> None:
 
 
 def _add_tiles(logits: LogitTiles, tiles: Tiles, hidden: Tensor, targets: Tensor, known: Tokens, grads: LogitGrads) -> None:
-    """Add the gradient of the head's weight, tile by tile, summed in the same order as a whole gradient.
-
-    All chunks add to one tile before the next tile starts, so the logits of each chunk are computed once more. With a single
-    chunk its logit gradient is still in the buffer.
-    """
     head, chunks = logits.head, logits.head.chunks(hidden.shape[0])
     in_buffer = head.whole_rows and len(chunks) == 1
+    # All chunks add to one tile before the next tile starts, so the logits of each chunk are computed once more.
     for tile in tiles.passing():
         for rows_of_weight, part in tile.parts:
             for start in range(rows_of_weight.start, rows_of_weight.stop, head.tile):
@@ -216,7 +207,6 @@ def _rows_of(known: Tokens, grads: LogitGrads, head: Head, rows: slice) -> tuple
 def _gradient_room(
     head: Head, hidden: Tensor, needs: tuple[bool, ...], in_place: bool
 ) -> tuple[Gradients, tuple[Tensor | None, Tensor | None], Tiles | None]:
-    """Return where gradients are added, those of weight and bias to return to autograd, and the weight's tiles if any."""
     needs_hidden, needs_weight, needs_bias = needs[:3]
     tiles = tiles_of(head.weight) if needs_weight and in_place else None
     # With tiles the weight's gradient is added tile by tile later, and needs no room here.

@@ -87,23 +87,18 @@ class _LookUp(torch.autograd.Function):
 
 
 class _SortedIds:
-    """Token ids sorted by the gradient tile that holds their row."""
-
     def __init__(self, ids: Tensor, tiles: Tiles) -> None:
-        """Sort ids, int64 [...], and start copying the number of ids per tile to the host.
-
-        The copy starts in the forward, because backward needs the numbers on the host before it can queue its kernels.
-        """
         self._tiles = tiles
         numbers, rows = tiles.places(ids.reshape(-1))
         numbers, self._order = numbers.sort(stable=True)
         self._rows = rows.index_select(0, self._order)
         ends = torch.searchsorted(numbers, torch.arange(tiles.count, device=ids.device), right=True)
         # fp32 holds each whole number up to 2**24, more tokens than a micro-batch has.
+        # The copy starts in the forward: backward needs the numbers on the host before it can queue its kernels.
         self._ends: Callable[[], list[Tensor]] = fetched_together([ends.float()], ids.device)
 
     def add_rows(self, rows: Tensor) -> None:
-        """Add rows [T, h] to the gradients of the ids' rows, summed as in :func:`add_rows_`."""
+        # rows [T, h]
         (ends,), count = self._ends(), self._tiles.count
         # A fake tensor has no values. Then each tile gets as many tokens.
         ends_on_host = (
@@ -175,8 +170,6 @@ class GradientHome(Protocol):
 
 @dataclass(frozen=True)
 class GradientTile:
-    """Some rows of a matrix's gradient, on the device to be added to."""
-
     number: int
     rows: Tensor  # [n, h]
     parts: Sequence[tuple[slice, Tensor]]

@@ -128,7 +128,6 @@ def over_rows(
 
 
 def runs_compiled(first: Tensor) -> bool:
-    """Return whether :func:`over_rows` compiles statements over the rows of ``first``."""
     # A tensor of one row would be a variant of its own.
     return _on and first.shape[0] > 1 and not _observed()
 
@@ -169,7 +168,6 @@ def _probe(values: Tensor) -> Tensor:
 def run_compiled(
     function: Callable[..., Any], tensors: Sequence[Tensor | None], others: Sequence[Any], uncompiled: Callable[[], Any]
 ) -> Any:
-    """Call ``function(*tensors, *others)`` compiled, or ``uncompiled()`` if it cannot be compiled."""
     if _recorder is not None:
         return _recorder(function, tensors, others, uncompiled)
     if function not in _given_up:
@@ -196,7 +194,6 @@ def run_compiled(
 
 
 def compiled_for_width(function: Callable[..., Any], tensors: Sequence[Tensor | None], others: Sequence[Any]) -> Any:
-    """Call ``function(*tensors, *others)``, compiled for the widths of its tensors and any number of rows."""
     # Detached, so that neither `requires_grad` nor Parameter or Tensor makes a variant.
     inputs = [value.detach() if isinstance(value, Tensor) else value for value in others]
     widths = tuple(None if value is None else (value.dtype, value.shape[1:]) for value in tensors)

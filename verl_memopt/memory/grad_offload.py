@@ -59,13 +59,12 @@ def tile_params(shapes: Shapes, ranks: int = 1) -> int | None:
 
 
 def matrix_params(shapes: Shapes, ranks: int = 1) -> int:
-    """Elements of the vocabulary matrix's gradient that are on the devices at once."""
     whole, tile = shapes.vocab * shapes.hidden, tile_params(shapes, ranks)
     return whole if tile is None else min(whole, SLOTS * tile)
 
 
 def _saved(_: Shapes, after: Shapes) -> float:
-    """Bytes saved if copies take no time, so that only the vocabulary's matrix or one block's gradients are present."""
+    # If copies take no time, only the vocabulary's matrix or one block's gradients are there.
     return after.gradient_bytes * (after.params - max(matrix_params(after), after.block_params))
 
 

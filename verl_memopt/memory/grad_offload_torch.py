@@ -73,7 +73,6 @@ class StepInBackward:
                 parameter.register_post_accumulate_grad_hook(lambda parameter: weak.update(parameter))
 
     def check(self, num_micro_batches: int) -> None:
-        """Raise a ConfigError if an optimizer step has several micro-batches, over which gradients would be summed."""
         if num_micro_batches > 1:
             raise ConfigError(
                 f"{self._key}.optim.in_backward=true: an optimizer step has {num_micro_batches} micro-batches, and a gradient is "
@@ -83,7 +82,7 @@ class StepInBackward:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Inside the body, backward takes the norm of each gradient and drops it; nothing is updated."""
+        # Backward takes the norm of each gradient and drops it; nothing is updated.
         self._measures = True
         try:
             yield
@@ -92,7 +91,7 @@ class StepInBackward:
 
     @contextmanager
     def dividing(self, divisor: Tensor) -> Iterator[None]:
-        """Inside the body, backward divides each gradient by a scalar and updates. All gradients must be finite."""
+        # All gradients must be finite.
         self._divisor = divisor
         try:
             yield
@@ -113,8 +112,7 @@ class StepInBackward:
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def take_moved(self) -> Tensor:
-        """Return 1 (fp32 scalar) if this rank has updated a parameter since the last call, else 0."""
-        moved = self._moved.clone()
+        moved = self._moved.clone()  # fp32 scalar: 1 if this rank has updated a parameter since the last call
         self._moved.zero_()
         return moved
 
@@ -215,7 +213,6 @@ class OffloadedGradients:
 
     @torch.no_grad()
     def bring(self, parameter: Tensor) -> None:
-        """Load the sum so far of a plain parameter's gradient into ``.grad``, to be added to in place."""
         dtype = gradient_dtype(parameter)
         self._make_room(parameter.numel() * dtype.itemsize)  # what leaves may be as large: the same matrix, of the pass before
         grad = torch.empty_like(parameter, dtype=dtype)
@@ -236,7 +233,6 @@ class OffloadedGradients:
         setattr(whole, HOME, weakref.proxy(self))
 
     def tiles(self, parameter: Tensor) -> GradientTiles | None:
-        """Return the gradient tiles of a vocabulary matrix, as it computes; None for other parameters."""
         rows = self._tiled.get(id(parameter))
         return None if rows is None else GradientTiles(self, parameter, rows)
 
@@ -265,7 +261,6 @@ class OffloadedGradients:
 
     @torch.no_grad()
     def take(self, parameter: Tensor) -> None:
-        """Add a gradient to its sum on the host, and drop it. Waits only for room on the device."""
         gradient, place, name = parameter.grad, self._places[id(parameter)], id(parameter)
         # Autograd calls its hooks also where a function has added the gradient itself, which is gone then.
         if gradient is None:
@@ -338,7 +333,6 @@ class GradientTiles:
 
     @torch.no_grad()
     def passing(self, needed: Collection[int] | None = None) -> Iterator[GradientTile]:
-        """Yield the tiles in order and store each one afterwards. ``needed``: see :meth:`OffloadedGradients.passing`."""
         own = local(self._rows).shape[0]
         ranges = [slice(min(start, own), min(start + self._step, own)) for start in range(0, self._rank_rows, self._step)]
         if isinstance(self._rows, DTensor) and self._rows.device_mesh.size() > 1:

@@ -34,11 +34,9 @@ ALIGNMENT = 512
 
 @dataclass(order=True)
 class Slot:
-    """A stretch of the arena. ``parts`` are uint8 views of the chunks it lies in, in order."""
-
     start: int
     stop: int
-    parts: list[Tensor] = field(compare=False)
+    parts: list[Tensor] = field(compare=False)  # uint8 views of the chunks that it lies in, in order
 
 
 class HostArena:
@@ -205,8 +203,6 @@ class HostAllocator:
 
 
 class _Locked(NamedTuple):
-    """Page-locked memory in a mapping of its own, freed when nothing refers to it."""
-
     pages: mmap.mmap
     address: int
 

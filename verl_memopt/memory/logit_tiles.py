@@ -79,7 +79,7 @@ class Head:
 
     @property
     def one_buffer(self) -> bool:
-        """Whether logits exist in the compute dtype only. ``statistics`` and a cap's slope need fp32 log-probs in memory."""
+        # Statistics and a cap's slope need fp32 log-probs in memory.
         return self.compiled and not self.statistics and self.cap is None
 
     @property
@@ -117,8 +117,6 @@ LogitGrads = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class Gradients:
-    """Where gradients go; None where one is not needed."""
-
     hidden: Tensor | None  # written
     weight: Tensor | None  # added to
     bias: Tensor | None  # added to

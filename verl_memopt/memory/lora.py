@@ -52,7 +52,6 @@ class Lora:
 
     @property
     def lora_scale(self) -> float:
-        """Factor of the product of B and A; 0 without adapters."""
         return adapter_scale(self.lora_rank, self.lora_alpha, self.use_rslora) if self.lora_rank else 0.0
 
 
@@ -144,7 +143,6 @@ def _has_another_reference(settings: Settings) -> bool:
 
 
 def adapter_params(shapes: Shapes) -> int:
-    """Parameters of adapters on every linear layer of Qwen3's blocks."""
     h, mlp, query, key = shapes.hidden, shapes.mlp, shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
     sides = 2 * (h + query) + 2 * (h + key) + 3 * (h + mlp)
     return int(shapes.layers * shapes.settings.model.lora_rank * sides)

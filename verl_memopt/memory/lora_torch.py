@@ -64,9 +64,9 @@ class LoraLinear(nn.Linear):
 
     @property
     def factors(self) -> tuple[Tensor, Tensor]:
-        """A and B in the layer's compute dtype; wider adapters are cast, as FSDP2 casts masters."""
         # The reference's adapters, while a pass of the reference runs.
         down, up = self.other or (self.lora_A, self.lora_B)
+        # Wider adapters are cast, as FSDP2 casts masters.
         return down.to(self.computes), up.to(self.computes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -217,7 +217,6 @@ def _copy_whole(parameter: Tensor, whole: Tensor) -> None:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Disable the adapters inside the body. The model then is its base: the reference, without a second copy."""
     layers = list(adapters(model).values())
     for layer in layers:
         layer.active = False
@@ -359,7 +358,7 @@ def stored_adapters(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def copy_adapters(tensors: Mapping[str, Tensor], model: nn.Module, scale: float) -> None:
-    """Copy adapters with peft names into a frozen model; the first call gives its layers room for them."""
+    # The first call gives the layers room.
     if not adapters(model):
         for name, down in ((name, tensor) for name, tensor in tensors.items() if name.endswith(".lora_A.weight")):
             layer, rank = name.removeprefix(PEFT).removesuffix(".lora_A.weight"), down.shape[0]

@@ -28,7 +28,6 @@ class NativeOffload:
 
 
 def not_beside_native_offload(role: Literal["actor", "ref"], name: str, is_on: Predicate) -> Refusal:
-    """Refuse a role's other offload (``name`` in its ``fsdp_config``) together with this one."""
     prefix = f"actor_rollout_ref.{role}.fsdp_config"
 
     def both(settings: Settings) -> bool:

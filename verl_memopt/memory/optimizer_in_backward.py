@@ -36,7 +36,7 @@ class OptimizerInBackward:
 
 
 def _saved(_: Shapes, after: Shapes) -> float:
-    """Bytes saved on one device, where each parameter is a unit and the vocabulary's matrix the largest."""
+    # Each parameter is a unit, and the vocabulary's matrix is the largest.
     largest = after.vocab * after.hidden * (2 if after.tied else 1)
     return after.gradient_bytes * (after.params - largest)
 
@@ -45,7 +45,6 @@ _in_backward = attrgetter(_KEY)
 
 
 def _sequences(settings: Settings) -> int:
-    """Return the most sequences of a device per optimizer step."""
     roles = settings.actor_rollout_ref
     return -(-roles.actor.ppo_mini_batch_size * roles.rollout.n // data_ranks(settings, "actor"))
 

@@ -40,20 +40,16 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class SectionMember:
-    """A parameter of a section: its ``numel`` local elements begin at element ``start`` of the section."""
-
     parameter: nn.Parameter
-    start: int
-    numel: int
+    start: int  # in elements of the section
+    numel: int  # local elements
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements ``first`` to ``last`` (exclusive) of a member's local shard."""
-
     member: SectionMember
-    first: int
-    last: int
+    first: int  # in elements of the member's local shard
+    last: int  # exclusive
 
 
 @dataclass(eq=False)
@@ -83,7 +79,7 @@ class Section:
 
     @property
     def cut(self) -> int:
-        """Tensors are cut at multiples of this: whole quantisation blocks, and whole vectors of a kernel."""
+        # Whole quantisation blocks, and whole vectors of a kernel.
         return -(-LEAST_CUT // self.format.block) * self.format.block
 
 
@@ -139,9 +135,9 @@ def sections(
 
 
 def shard_place(parameter: Tensor) -> tuple[int, ...]:
-    """Which shard of a parameter this rank holds. Replicas of a shard agree; a plain parameter has the first."""
     if not isinstance(parameter, DTensor):
         return (0,)
+    # Replicas of a shard agree.
     place: Sequence[int] = parameter.device_mesh.get_coordinate() or []
     return tuple(at for at, placement in zip(place, parameter.placements, strict=True) if isinstance(placement, Shard))
 
@@ -192,8 +188,8 @@ class StateLanes:
     """Moves buckets of host tensors to the device and back, on two side streams on a GPU."""
 
     def __init__(self, device: torch.device, kind: str | None = None) -> None:
-        """``kind``: what the byte tracker calls bytes on the device; None = the kind of the surrounding scope."""
         self._device, self._arriving, self._leaving = device, copy_stream(device), copy_stream(device)
+        # What the byte tracker calls bytes on the device; None = the kind of the surrounding scope.
         self._kind = kind
 
     def passing(

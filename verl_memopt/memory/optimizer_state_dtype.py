@@ -29,7 +29,7 @@ class OptimizerStateDtype:
     momentum takes the first two."""
 
     def moment_bytes(self, master_bytes: int) -> float:
-        """Bytes of one moment of a parameter. Without a dtype of its own a moment has the master's."""
+        # Without a dtype of its own a moment has the master's.
         if self.state_dtype is None:
             return master_bytes
         return {"fp32": 4, "bfloat16": 2, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 128}[self.state_dtype]

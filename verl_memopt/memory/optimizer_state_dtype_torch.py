@@ -65,19 +65,15 @@ Planes = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Plane:
-    """One stored tensor of a moment. Each entry stands for ``per_entry`` elements of the parameter."""
-
     name: str
     dtype: torch.dtype
-    per_entry: int
+    per_entry: int  # elements of the parameter that an entry stands for
 
     def num_bytes(self, elements: int) -> int:
         return elements // self.per_entry * self.dtype.itemsize
 
 
 class BucketScratch(NamedTuple):
-    """Scratch for one bucket on the device. What is not needed is empty."""
-
     moments: tuple[Tensor, ...] = ()
     """fp32: the decoded moments."""
     scratch: tuple[Tensor, ...] = ()
@@ -97,7 +93,6 @@ class MomentFormat:
 
     @property
     def decodes(self) -> bool:
-        """Whether the moments need fp32 scratch, which :meth:`decode` fills."""
         return self.state_dtype != "fp32"
 
     @property
@@ -120,7 +115,7 @@ class MomentFormat:
         return work.moments
 
     def encode(self, planes: Planes, work: BucketScratch, generator: torch.Generator) -> None:
-        """Write the moments in ``work`` to the planes. Moments that were updated in place are there already."""
+        # Moments that were updated in place are there already.
         if not self.decodes:
             return
         for name, values in zip(self.names, work.moments, strict=True):

@@ -46,7 +46,6 @@ class ParamOffload:
 
     @property
     def streams(self) -> bool:
-        """Whether the model's blocks come from the host while it computes."""
         return self.param_offload == STREAM
 
 

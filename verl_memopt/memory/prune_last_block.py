@@ -31,7 +31,6 @@ class PruneLastBlock:
     """The last block skips prompt outputs that nothing reads. Set it to false only to compare."""
 
     def left_out(self, num_unread_outputs: int) -> int:
-        """Return how many of the outputs that nothing reads the last block skips."""
         return num_unread_outputs if self.prune_last_block else 0
 
 

@@ -89,13 +89,11 @@ class Packing:
 
 
 def stored_weight(layer: Any) -> tuple[Tensor, Packing | None]:
-    """Return a linear layer's stored weight and its packing; None = it is the weight itself."""
     return (layer.qweight, layer.packing) if isinstance(layer, QuantizedLinear) else (layer.weight, None)
 
 
 def whole_weight(stored: Tensor, packing: Packing | None, dtype: torch.dtype) -> Tensor:
-    """Return the weight [out, in] stored as :func:`stored_weight` returns it; a packed one in ``dtype``."""
-    return stored if packing is None else packing.dequantize(stored, dtype)
+    return stored if packing is None else packing.dequantize(stored, dtype)  # [out, in]
 
 
 class QuantizedLinear(nn.Module):
@@ -127,8 +125,6 @@ class QuantizedLinear(nn.Module):
 
 
 class _PackedProduct(torch.autograd.Function):
-    """A frozen layer's product. Backward decodes the weight again, so that no decoded one is kept in between."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, stored: Tensor, bias: Tensor | None, packing: Packing) -> Tensor:
         # The codes, not the decoded weight, which backward decodes again.
@@ -145,13 +141,13 @@ class _PackedProduct(torch.autograd.Function):
 
 
 def _encode(share: Tensor, kind: str) -> Tensor:
-    """Return uint8 codes of values in [-1, 1]. Two nf4 codes share a byte, the first in its low half."""
     if kind == "int8":
         return (share * 127).round_().to(torch.int8).view(torch.uint8)
     levels = torch.tensor(NF4_LEVELS, dtype=torch.float32).to(share.device, non_blocking=True)
     # The nearest level: between two of them the border is halfway.
     middles = (levels[1:] + levels[:-1]) / 2
     codes = torch.bucketize(share.contiguous(), middles, out_int32=True).to(torch.uint8)
+    # Two codes share a byte, the first in its low half.
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 

@@ -45,7 +45,6 @@ def can_recompute(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) ->
 
 
 def why_kept(blocks: Iterable[nn.Module], trained: bool) -> str | None:
-    """Return why some blocks cannot recompute their cheap values; None if they can. Arguments: :func:`can_recompute`."""
     return next((reason for block in blocks if (reason := _unlike(block, trained))), None)
 
 
@@ -305,7 +304,6 @@ def _through(grads: Sequence[Tensor], products: Sequence[_Product], places: Tens
 
 
 def recomputed_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm [T, n] of x [T, n] that keeps only x and the weight for backward."""
     return _RecomputedNorm.apply(x, weight, eps)
 
 
@@ -344,8 +342,8 @@ class RMSNorm:
     overwrites: bool = False
 
     def compute(self, sources: Tensors, parameters: Tensors, out: Tensor | None = None) -> Tensor:
-        """Compute the value, in ``out`` if given. ``out`` may be a source."""
         (x,), (weight,) = sources, parameters
+        # `out` may be a source.
         out = torch.empty_like(x) if out is None else out
         over_rows(_norm, (x, out), weight, self.eps)
         return out
@@ -425,7 +423,6 @@ Recomputable: TypeAlias = RMSNorm | SwiGLU
 
 
 def product_tiles(tensor: Tensor, least: int = 1) -> list[slice]:
-    """Cut a tensor's rows into at least ``least`` slices for products, of equal size if possible; one if there are no rows."""
     # As equal as possible, so that the last tile is no small product.
     rows = tensor.shape[0]
     count = max(-(-rows // PRODUCT_ROWS.get(tensor.device.type, 8192)), least)
@@ -460,7 +457,6 @@ def norm_gradient(grad: Tensor, x: Tensor, into: Tensor, weight: Tensor, eps: fl
 
 
 def norm_weight_gradient(grad: Tensor, x: Tensor, eps: float, sums: Tensor) -> None:
-    """Add only the gradient of the norm's weight to ``sums``; arguments as in :func:`norm_gradient`."""
     normal, _ = normalized(x, eps)
     sums.add_((grad.to(normal.dtype) * normal).flatten(0, -2).sum(0))
 
@@ -517,9 +513,8 @@ class Rows:
     places: np.ndarray
 
     def within(self, tile: slice) -> tuple[slice, Tensor]:
-        """Return the slice of these rows that lie in a tile, and their places within the tile, int64."""
         first, end = np.searchsorted(self.places, (tile.start, tile.stop)).tolist()
-        return slice(first, end), self.index[first:end] - tile.start
+        return slice(first, end), self.index[first:end] - tile.start  # int64
 
 
 def keep(first: Tensor, *others: Tensor | None) -> tuple[Tensor] | None:
@@ -548,7 +543,6 @@ class _Keep(torch.autograd.Function):
 
 
 def kept(ctx: Any) -> tuple[Tensor, ...]:
-    """Return the tensors of ``ctx.kept``, and drop them there: a second backward fails an assertion."""
     assert ctx.kept is not None, "this graph runs backward once"
     (output,), ctx.kept = ctx.kept, None
     return output.grad_fn.saved_tensors
@@ -562,7 +556,7 @@ class WeightSum:
         self.wide = torch.promote_types(weight.dtype, torch.float32)
 
     def add(self, grad: Tensor, value: Tensor, alone: bool) -> None:
-        """Add the product of a tile's gradient [t, m] and value [t, n]. ``alone``: there is no other tile."""
+        # grad [t, m], value [t, n]
         if not self.total.numel():
             product = torch.mm(grad.t(), value)
             # One tile needs no sum, so it stays in the dtype of the product and is rounded once.

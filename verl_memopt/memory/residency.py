@@ -35,11 +35,9 @@ KIND = "params"
 
 @dataclass
 class _OffloadedStorage:
-    """A storage on the device (``flat``) and its copy on the host (``slot``; None before the first move), both uint8."""
-
-    flat: Tensor
+    flat: Tensor  # uint8, on the device
     frozen: bool
-    slot: Tensor | None = None
+    slot: Tensor | None = None  # uint8, on the host; None before the first move
     copied: bool = False
     """The host has its values already."""
 
@@ -188,11 +186,9 @@ class OffloadedParams:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the device has values that the host lacks."""
         return not all(place.copied for place in self._places.values())
 
     def changed(self, but_frozen: bool = False) -> None:
-        """Mark the host's copy as stale: parameters get other values on the device."""
         assert self.on_device, self.name
         self._have_left()
         for place in self._places.values():
@@ -389,7 +385,6 @@ class Residency:
         self._logged: set[str] = set()
 
     def add(self, part: OffloadedParams | StreamedParams, also: Iterable[str] = ()) -> None:
-        """Add a part. It is needed where the table has its name, or one of the names in ``also``."""
         self._parts.append((part, frozenset({part.name, *also})))
 
     def take_turns(self, one: OffloadedParams, other: OffloadedParams) -> None:

@@ -52,7 +52,6 @@ class SequenceParallel:
 
 
 def is_built(settings: Settings, role: SequenceRole) -> bool:
-    """Whether the run has an actor, a reference or a reward model."""
     return role == "actor" or (needs_reference(settings) if role == "ref" else settings.reward_model.enable)
 
 

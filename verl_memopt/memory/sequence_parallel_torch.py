@@ -29,7 +29,6 @@ class SequenceGroup:
         self.rank, self.size, self.group = rank, size, group
 
     def shares(self, tokens: int) -> tuple[int, ...]:
-        """Split a number of tokens over the ranks; shares differ by at most one."""
         return tuple(tokens // self.size + (rank < tokens % self.size) for rank in range(self.size))
 
 
@@ -95,8 +94,6 @@ def _over_heads(x: Tensor, split: TokenSplit, sizes: tuple[int, ...]) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchange tokens for heads, or with ``to_heads=False`` heads for tokens. Keeps nothing for backward."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SequenceGroup, sizes: tuple[int, ...], to_heads: bool) -> Tensor:
         ctx.group, ctx.sizes, ctx.to_heads = group, sizes, to_heads

@@ -50,8 +50,6 @@ class SharedWeights:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """A setting that prevents engine and trainer from sharing weights."""
-
     keys: tuple[str, ...]
     """What the errors name."""
     when: Callable[[ActorRolloutRef, int], bool]

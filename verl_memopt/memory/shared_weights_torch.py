@@ -35,8 +35,6 @@ from verl_memopt.observe.byte_tracker import mark, scope
 
 @dataclass(eq=False)
 class _Weight:
-    """A weight in its two forms, whole and this rank's rows, and its places in the model."""
-
     whole: nn.Parameter
     rows: nn.Parameter
     places: list[tuple[nn.Module, str]]
@@ -44,9 +42,7 @@ class _Weight:
 
 @dataclass(eq=False)
 class _ReducedUnit:
-    """Weights whose gradients are reduced together once all have arrived; ``late``: at the end of a backward."""
-
-    late: bool = False
+    late: bool = False  # reduced at the end of a backward
     weights: list[_Weight] = field(default_factory=list)
     arrived: set[int] = field(default_factory=set)
 
@@ -121,7 +117,6 @@ class GatheredWeights:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Bring every rank's rows to all ranks, if any were written."""
         if not self.stale:
             return
         # All gathers are started before any is waited for.
@@ -146,7 +141,6 @@ class GatheredWeights:
 
     @torch.no_grad()
     def take(self, parameter: Tensor) -> None:
-        """Record that a whole weight's gradient is complete, and reduce its unit if it is the last one."""
         if parameter.grad is None:  # reduced already; autograd calls its hooks where a function has added the gradient itself
             return
         mark("whole gradients", [parameter.grad])

@@ -85,7 +85,6 @@ def _would_lose_masters(settings: Settings) -> bool:
 
 
 def may_stream(key: str) -> Predicate:
-    """Return a predicate: could this frozen model stream?"""
     native = attrgetter(key.replace("param_offload", "offload_policy"))
 
     def may(settings: Settings) -> bool:

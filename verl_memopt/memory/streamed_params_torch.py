@@ -158,8 +158,8 @@ class StreamedParams:
         return max(unit.room for unit in (*self._blocks, *self._matrices))
 
     def to_host(self) -> int:
-        """Free what a failed pass left on the device. Nothing is copied: the parameters are on the host."""
         self.release()
+        # Nothing is copied: the parameters rest on the host.
         return 0
 
     def to_device(self) -> int:
@@ -233,5 +233,4 @@ def _view(buffer: Tensor, start: int, like: Tensor) -> nn.Parameter:
 
 
 def without_arguments(call: Callable[[], None]) -> Callable[..., None]:
-    """Make a module hook of a call that needs neither the module nor its inputs and output."""
     return lambda *_: call()

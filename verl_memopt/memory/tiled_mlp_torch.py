@@ -185,9 +185,7 @@ def recomputed_mlp(residual: Tensor, x: Tensor, norm: RMSNorm, weight: Tensor, l
 
 
 class Traits(NamedTuple):
-    """What a linear layer has beside tensors: its adapter's scale (0 without one), and how its weight is packed, if it is."""
-
-    scale: float
+    scale: float  # of the adapter; 0 without one
     packing: Packing | None
 
 
@@ -253,7 +251,7 @@ class TiledLinear:
         return out
 
     def add(self, grad: Tensor, x: Tensor, alone: bool) -> None:
-        """Add a tile's gradients, given its output's, [t, m], and its input, [t, n]. ``alone``: there is no other tile."""
+        # grad [t, m], x [t, n]
         if self._weight_sum is not None:
             self._weight_sum.add(grad, x, alone)
         if self._bias_sum is not None:
@@ -264,7 +262,7 @@ class TiledLinear:
             self._up_sum.add(grad, self._product(x, self.down.t()).mul_(self.scale), alone)
 
     def through(self, grad: Tensor, out: Tensor, add: bool) -> None:
-        """Write the input's gradient into ``out`` [t, n], or ``add`` it there."""
+        # out [t, n]
         weight = whole_weight(self._stored, self._packing, grad.dtype)
         if add:
             torch.addmm(out, grad, weight, out=out)
@@ -288,15 +286,12 @@ class TiledLinear:
 def tiled_linears(
     tensors: Sequence[Tensor | None], traits: Sequence[Traits], needed: Sequence[bool] | None = None
 ) -> list[TiledLinear]:
-    """Wrap the layers of :func:`tensors_and_traits`. ``needed``: which tensors get a gradient; None = none."""
     needed = (False,) * len(tensors) if needed is None else needed
     fours = [slice(4 * place, 4 * place + 4) for place in range(len(traits))]
     return [TiledLinear(tensors[four], trait, needed[four]) for four, trait in zip(fours, traits, strict=True)]
 
 
 class GateAndUp:
-    """Gate and up of an MLP: one product where their weights lie one after another, else two."""
-
     def __init__(self, tensors: Sequence[Tensor | None], traits: Sequence[Traits], needed: Sequence[bool] | None = None) -> None:
         gate, up = tensors[:4], tensors[4:8]
         needed = (False,) * 8 if needed is None else needed

@@ -70,7 +70,6 @@ def oom_retry(device: torch.device, allowed: bool) -> Iterator[OomRetry]:
 
 
 def may_go_on(model: nn.Module) -> bool:
-    """Whether a model's passes continue after an out-of-memory error: :func:`oom_retry` and torch must allow it."""
     return bool(_active) and can_abandon(model)
 
 
@@ -215,10 +214,8 @@ COLLECTIVES = (
 
 @dataclass
 class _Calls:
-    """How many collectives this process has issued, and how many of the next ones it skips."""
-
-    issued: int = 0
-    leave_out: int = 0
+    issued: int = 0  # collectives of this process
+    leave_out: int = 0  # how many of the next collectives it skips
     inside: bool = False
 
 

@@ -82,12 +82,10 @@ KIND = "sync bucket"
 
 @dataclass(frozen=True)
 class _Part:
-    """``rows`` rows, from ``first`` on, of every rank's shard of a tensor. The largest shard has ``shard_rows``."""
-
     name: str
     weight: DTensor
-    shard_rows: int
-    first: int
+    shard_rows: int  # of the largest shard
+    first: int  # of every rank's shard, as `rows`
     rows: int
 
     @property
@@ -124,8 +122,6 @@ def weight_slices(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, buc
 
 
 class _Bucket:
-    """Parts that are gathered together, in one buffer of at most ``limit`` elements for sending and receiving."""
-
     def __init__(self, group: dist.ProcessGroup | None, ranks: int, dtype: torch.dtype, limit: int) -> None:
         self._group, self._ranks, self._dtype = group, ranks, dtype
         # One part for each rank's rows, and one that this rank sends.
@@ -135,7 +131,6 @@ class _Bucket:
         self._buffer: Tensor | None = None
 
     def add(self, name: str, weight: DTensor) -> Iterator[WeightSlice]:
-        """Add a tensor, as many rows at a time as fit, and yield what had to be sent to make room."""
         # FSDP cuts the first dimension into ceil(rows / ranks): every shard but the last ones is full.
         shard_rows = -(-weight.shape[0] // self._ranks)
         row, first = prod(weight.shape[1:]), 0
@@ -149,11 +144,11 @@ class _Bucket:
             first += rows
 
     def flush(self, expected: int = 0) -> Iterator[WeightSlice]:
-        """Gather and yield what was added, each tensor's rows rank by rank. ``expected``: room that later flushes need."""
         if not self._parts:
             return
         parts, length = self._parts, self._held
         self._parts, self._held = [], 0
+        # Room also for `expected` elements, which later flushes need.
         received, sent = self._room(parts[0].weight.device, length, expected)
         start = 0
         for part in parts:
@@ -199,5 +194,4 @@ def shard_group(weight: DTensor) -> tuple[dist.ProcessGroup | None, int]:
 def full_weights(
     weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_megabytes: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """As :func:`weight_slices`, but yield (name, whole tensor of ``dtype``) on every rank."""
     return joined(weight_slices(weights, dtype, bucket_megabytes), dtype)
