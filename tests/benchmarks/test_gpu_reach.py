@@ -90,7 +90,7 @@ def test_a_probe_that_does_not_fit_names_its_phase_and_the_next_one_runs(probed,
     case, (first, beyond, again), adapters = probed
     assert [first["status"], beyond["status"], again["status"]] == [FITS, OUT_OF_MEMORY, FITS]
     assert beyond["phase"] in ("old_log_prob", "ref", "update_actor")
-    assert "0.002 GiB" in beyond["message"]
+    assert "2.05 MiB" in beyond["message"]
     assert again["update_peak_bytes"] == first["update_peak_bytes"]
     assert first["phases"].keys() == {"gen", "old_log_prob", "ref", "update_actor", "update_weights"}
     roles = case_settings(case, "none", 64).actor_rollout_ref

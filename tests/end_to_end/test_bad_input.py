@@ -108,8 +108,8 @@ def unreadable(path):
         (unreadable, "config.json", "its config.json cannot be read"),
         (torn, "model.safetensors", "model.safetensors: not a whole safetensors file"),
         (torn, "tokenizer.json", "its tokenizer cannot be read"),
-        (torn, "generation_config.json", "its generation_config.json cannot be read"),
-        (unreadable, "generation_config.json", "its generation_config.json cannot be read"),
+        (torn, "generation_config.json", "generation_config.json: not JSON"),
+        (unreadable, "generation_config.json", "generation_config.json: not JSON"),
     ],
 )
 def test_a_model_folder_that_cannot_be_used_is_named_with_what_is_wrong_in_it(refused, toy, tmp_path, damage, name, said):

@@ -77,7 +77,7 @@ def shard_gathered_before_it_is_there(folder):
 
 def parameters_that_never_leave(folder):
     row = all_off() | {"actor param_offload": "on"}
-    with mock.patch.object(OffloadedParams, "leave", return_value=()):
+    with mock.patch.object(OffloadedParams, "to_host_by_unit", return_value=()):
         return misplaced(row, live(row, folder, whole=False))
 
 
