@@ -193,7 +193,8 @@ def find_checkpoint(path: Path, step: str | None) -> Checkpoint:
         raise CheckpointError(
             f"{path}: no checkpoint has a validation score (trainer.test_freq). Give --step N of {_listed(steps)}."
         )
-    if chosen not in steps:
+    # The best one was looked up later, and may be newer than the others that were seen.
+    if step != BEST and chosen not in steps:
         raise CheckpointError(f"{path}: there is no checkpoint of step {chosen}. There are {_listed(steps)}.")
     return read_checkpoint(store.folder(chosen), "")
 
