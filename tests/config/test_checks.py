@@ -333,11 +333,18 @@ def test_a_plain_name_is_taken(settled, name):
 
 
 @pytest.mark.parametrize("text", ["a\0b", "a\ud800b"], ids=ascii)
-@pytest.mark.parametrize("key", ["trainer.default_local_dir", "trainer.experiment_name", "data.train_files"])
-def test_a_text_that_no_file_can_hold_is_refused(complaint, key, text):
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("trainer.default_local_dir", "this is no path of a file: "),
+        ("data.train_files", "this is no path of a file: "),
+        ("trainer.experiment_name", "it holds a character that no file can hold. Remove it."),
+    ],
+)
+def test_a_text_that_no_file_can_hold_is_refused(complaint, key, why, text):
     shown = ascii([text] if key == "data.train_files" else text)
     message = complaint({key: [text] if key == "data.train_files" else text})
-    assert message.startswith(f"{key}={shown}: it holds a character that no file can hold. Remove it.")
+    assert message.startswith(f"{key}={shown}: {why}")
 
 
 @pytest.mark.parametrize("score", [2e12, -2e12])

@@ -100,7 +100,7 @@ def norms_and_rotary(rows, dtype):
     RMSNorm(EPS).differentiate(grad, (x,), (weight,), (into,), (sums,))
     plus, total = torch.empty_like(x), torch.empty_like(x)
     RMSNorm(EPS).differentiate(grad, (x,), (weight,), (plus,), (None,), grad)
-    of_sum = RMSNorm(EPS).of_sum(grad, x, total, weight)
+    of_sum = RMSNorm(EPS).compute_sum(grad, x, total, weight)
     query, turn, cos, sin = (
         values(*shape, seed=6).detach() for shape in ((rows, HEADS, SIZE), (rows, HEADS, SIZE), (rows, SIZE), (rows, SIZE))
     )
