@@ -14,7 +14,7 @@ import pytest
 from tests.end_to_end.runs import LOCAL
 from tests.faults.conftest import SHORT
 
-DRAWN = 5
+DRAWN = 3
 SLOW = 500
 PLACES = ("mine", "kept", "base", "data", "notes.md", "link", "run", "run/model", "run/inputs", "run/global_step_4", "empty", ".")
 """Folders and files of the user, and of a run that the user has added to."""
