@@ -76,7 +76,7 @@ class Report:
 
 def newest_of(run_dir):
     """Return the folder of the newest checkpoint, or None."""
-    found = sorted(run_dir.glob("global_step_*/"), key=lambda folder: int(folder.name.rpartition("_")[2]))
+    found = sorted(run_dir.glob("global_step_*[0-9]/"), key=lambda folder: int(folder.name.rpartition("_")[2]))
     return found[-1] if found else None
 
 

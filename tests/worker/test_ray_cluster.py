@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_memopt.errors import ConfigError
+from verl_memopt.errors import ConfigError, WorkerError
 from verl_memopt.worker.nodes import free_port
 from verl_memopt.worker.ray_cluster import (
     SOCKET_BYTES,
@@ -165,3 +165,12 @@ def test_a_folder_that_cannot_be_made_or_is_a_link_is_refused_by_name(short_fold
     (short_folder / f"verl_memopt_{os.getuid()}").symlink_to("/tmp")
     with pytest.raises(ConfigError, match="is not a folder of yours"):
         own_folder()
+
+
+def test_a_start_of_ray_that_takes_too_long_is_one_error(short_folder, monkeypatch):
+    def too_late(**options):
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr("ray.init", too_late)
+    with pytest.raises(WorkerError, match=r"Ray could not start: The current node timed out.* Start the command again"):
+        Connection({"_temp_dir": str(short_folder)}, Request(1, 1, gpu=False))
