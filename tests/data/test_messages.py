@@ -1,6 +1,8 @@
 """Conversations: content of parts and of none, tools and other columns that change the prompt, and what is refused."""
 
 import json
+import re
+import sys
 
 import pytest
 
@@ -179,6 +181,20 @@ def test_a_template_that_takes_all_memory_or_never_ends_is_one_error_at_every_do
         tokenizer.chat_template = before
     with pytest.raises(DataError, match=rf"rows\.jsonl:1: {said}"):
         texts(jsonl({**row(), "chat_template_kwargs": {"chat_template": template}}), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [(f'exec {sys.executable} -S "$@"', "writes more than"), ("echo broken >&2; exit 1", r"could not be tried .*broken")],
+    ids=["packages elsewhere", "a child that fails"],
+)
+def test_a_template_is_tried_wherever_the_packages_are_or_is_refused(program, said, tmp_path, monkeypatch):
+    """Without its folders of packages, a Python finds Jinja only where it is told."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{program}\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert re.search(said, template_trial.fault_of.__wrapped__("{% for i in range(99999) %}{{ 'x' * 99 }}{% endfor %}"))
 
 
 def test_a_conversation_that_becomes_too_long_is_an_error_of_its_row(jsonl, tokenizer, monkeypatch):

@@ -14,6 +14,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 CPU_SECONDS = 2
@@ -27,7 +29,8 @@ LARGEST_TEXT = 2**22
 LARGEST_PROMPT = 2**26
 """Most characters of a rendered conversation."""
 
-TOO_MUCH, TOO_LONG = 3, 4
+JINJA = ("jinja2", "markupsafe")
+TRIED, TOO_MUCH, TOO_LONG = 0, 3, 4
 REASONS = {
     TOO_MUCH: f"needs more than {MEMORY_BYTES // 2**20} MiB of memory",
     TOO_LONG: f"writes more than {LARGEST_TEXT:,} characters",
@@ -61,15 +64,21 @@ def render_bounded(tokenizer: Any, messages: Any, **arguments: Any) -> str:
 @cache
 def fault_of(template: str) -> str | None:
     """Return in words what a template takes too much of; None if it renders a few words within the limits, or fails at once."""
+    # With -I the child sees neither PYTHONPATH nor the packages of the user, among which Jinja may be.
+    found = [spec.origin for name in JINJA if (spec := find_spec(name)) is not None and spec.origin is not None]
+    asked = {"template": template, "path": [str(Path(origin).parents[1]) for origin in found]}
     try:
         trial = subprocess.run(
-            [sys.executable, "-I", __file__], input=json.dumps(template).encode(), timeout=WALL_SECONDS, check=False,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            [sys.executable, "-I", __file__], input=json.dumps(asked).encode(), timeout=WALL_SECONDS, check=False,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"takes more than {WALL_SECONDS} s"
     if trial.returncode < 0:
         return f"takes more than {CPU_SECONDS} s of processor time"
+    if trial.returncode not in (TRIED, *REASONS):
+        last = trial.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        return f"could not be tried in a process of its own ({last:.200})"
     return REASONS.get(trial.returncode)
 
 
@@ -100,21 +109,25 @@ def _raised(text: str) -> None:
 
 
 def main() -> int:
-    """Render the template on standard input within the limits, and return one of :data:`REASONS`, or 0."""
-    template = json.load(sys.stdin)
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    """Render the template on standard input within the limits, and return one of :data:`REASONS`, or :data:`TRIED`."""
+    asked = json.load(sys.stdin)
+    sys.path += asked["path"]
+    import jinja2.sandbox  # noqa: F401 - fails here, where the caller tells it, and not as a fault of the template
+
+    for limit, most in ((resource.RLIMIT_CPU, CPU_SECONDS), (resource.RLIMIT_AS, MEMORY_BYTES)):
+        hard = resource.getrlimit(limit)[1]
+        resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     length = 0
     try:
-        for part in _parts(template):
+        for part in _parts(asked["template"]):
             length += len(part)
             if length > LARGEST_TEXT:
                 return TOO_LONG
     except MemoryError:
         return TOO_MUCH
     except Exception:  # noqa: BLE001 - the rendering of a conversation tells it, with its row
-        return 0
-    return 0
+        return TRIED
+    return TRIED
 
 
 if __name__ == "__main__":
