@@ -191,15 +191,15 @@ class Shortage:
         ways = advice(
             phase, largest if self.first is None else [self.first, *largest], parts, partial(self._need, work or Work())
         )
-        unit, of_one = ("GiB", GIB) if self.held >= GIB else ("MiB", MIB)
-        terms = ", ".join(f"{kind} {_three_digits(self.kinds[kind] / of_one)}" for kind in largest if self.kinds[kind])
-        of = "" if self.limit is None else f" of {_three_digits(self.limit / of_one)}"
+        unit, divisor = ("GiB", GIB) if self.held >= GIB else ("MiB", MIB)
+        terms = ", ".join(f"{kind} {_three_digits(self.kinds[kind] / divisor)}" for kind in largest if self.kinds[kind])
+        of = "" if self.limit is None else f" of {_three_digits(self.limit / divisor)}"
         where = phase if parts.devices == 1 else f"{phase} on worker {parts.rank}"
-        full = f"{where}: out of device memory at {_three_digits(self.held / of_one)}{of} {unit} ({self.what}): {terms} {unit}"
-        why = f"Most of it is {largest[0]}: " if self.first is None and largest else "To make room: "
-        # One way out a line.
-        lines = [full, *(("  or " if number else f"  {why}") + way.text for number, way in enumerate(ways[:4]) if largest)]
-        return DeviceMemoryError("\n".join(lines), OutOfMemory(phase, self.requested, self.held_before, self.limit), ways)
+        full = f"{where}: out of device memory at {_three_digits(self.held / divisor)}{of} {unit} ({self.what}): {terms} {unit}"
+        why = f"Most of it is {largest[0]}: " if largest and self.first is None else "To make room: "
+        ways_out = "\n  or ".join(way.text for way in ways[:4]) if largest else ""
+        text = f"{full}\n  {why}{ways_out}" if ways_out else full
+        return DeviceMemoryError(text, OutOfMemory(phase, self.requested, self.held_before, self.limit), ways)
 
     def _need(self, work: Work, kind: str) -> Need:
         # What was live when the device was full is not the peak: of bytes that grow with the work, half of the room is kept

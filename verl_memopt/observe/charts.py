@@ -15,7 +15,7 @@ from verl_memopt.observe.files import disk_refusals, written_aside
 from verl_memopt.observe.metrics import LOSS, VAL_LOSS, headline_score
 from verl_memopt.observe.own_files import mark, refuse_others
 from verl_memopt.observe.phase import GIB, MIB
-from verl_memopt.observe.run_folder import RunFolder, TimelineRow
+from verl_memopt.observe.run_folder import CHARTS, RunFolder, TimelineRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +29,6 @@ from verl_memopt.observe.run_folder import open_run_folder
 SMOOTH_FROM = 40
 """Steps from which the reward is drawn as a running mean over its raw values."""
 
-CHARTS = ("reward_and_validation.png", "peak_memory_by_phase.png", "memory_timeline.png")
 COMPARED = tuple(f"compare_{name}" for name in CHARTS[:2])
 Points = tuple[list[float], list[float]]
 

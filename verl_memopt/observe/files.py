@@ -81,7 +81,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    # The path to write to, which becomes ``path`` once the body has ended well, and is removed where it has not.
+    # Yields the path to write to. It is renamed to ``path`` if the body ends well, and removed if it fails.
     aside = path.with_name(f".{path.name}.partial")
     try:
         yield aside

@@ -36,11 +36,12 @@ COMMAND, PENDING = "command.txt", "command.txt.pending"
 """The command of a run from Python, in ``inputs/``; and that of a start which may still be refused."""
 PREVIOUS, HALF = "previous", ".partial"
 """Folder with what earlier runs left, each in a folder of its own; and the suffix of one that is not whole yet."""
+CHARTS = ("reward_and_validation.png", "peak_memory_by_phase.png", "memory_timeline.png")
 RECORD = (
     *("config.yaml", "metrics.jsonl", "memory_timeline.csv", "generations.jsonl", "warnings.jsonl", "phase_memory.jsonl"),
     *("summary.json", "record.json", "config_history", "tensorboard", "wandb", "wandb_id.txt", "mlflow.db", "mlflow_id.txt"),
     *("swanlog", "swanlab_id.txt"),
-    *("reward_and_validation.png", "peak_memory_by_phase.png", "memory_timeline.png"),
+    *CHARTS,
 )
 RUN_FILES = (
     *(*RECORD, FINAL_MODEL, BEST_MODEL, f"{FINAL_MODEL}.old{HALF}", f"{BEST_MODEL}.old{HALF}"),

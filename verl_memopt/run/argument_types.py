@@ -21,7 +21,8 @@ def path_of(text: str) -> Path:
 
 
 def new_file_of(text: str) -> Path:
-    # What lies there may be the user's own, and outputs of a command have no mark by which to tell them. An empty file is none.
+    # What lies there may be the user's own, and the output of a command has no mark that would tell. An empty file, as mktemp
+    # makes one, holds nothing that could be lost.
     path = path_of(text)
     if path.is_dir():
         raise ArgumentTypeError(f"{text} is a folder; give a file")

@@ -296,7 +296,8 @@ class Connection:
             ) from error
         except Exception as error:  # Ray raises a plain one where its own processes do not start in time, or are killed meanwhile
             self.close()
-            raise WorkerError(f"Ray could not start: {error} Start the command again; a run goes on from its record.") from error
+            why = str(error).rstrip(".")
+            raise WorkerError(f"Ray could not start: {why}. Start the command again; a run goes on from its record.") from error
         self._joined = ray.get_runtime_context().gcs_address if joins else None
         self._started = [child.pid for child in psutil.Process().children() if child not in before]
         self._heads = {pid: name for pid in self._started if (name := HEADS.get(psutil.Process(pid).name()))}
