@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from verl_memopt.distributed.device import leave_process_group, synchronize
+from verl_memopt.observe.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -26,10 +27,7 @@ NONE = "–"
 
 
 def write_json(path: Path, record: Any) -> None:
-    """Write a record in one step, so that a run that is interrupted leaves the last whole one."""
-    beside = path.with_name(f"{path.name}.part")
-    beside.write_text(json.dumps(record, indent=1) + "\n")
-    beside.replace(path)
+    write_whole(path, json.dumps(record, indent=1) + "\n")
 
 
 def text_table(

@@ -50,7 +50,7 @@ def test_making_a_model_leaves_the_global_random_state_alone(tmp_path):
 
 
 def test_an_older_model_at_the_place_is_replaced_and_nothing_is_left_beside_it(tmp_path):
-    (tmp_path / "model.partial").mkdir()
+    (tmp_path / ".model.partial").mkdir()
     make_tiny_model(tmp_path / "model", TinyShape(vocab_size=400, num_layers=1))
     folder = make_tiny_model(tmp_path / "model", SMALLEST)
     assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == 320

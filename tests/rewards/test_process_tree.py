@@ -84,7 +84,7 @@ def test_processes_with_a_mark_are_killed_wherever_they_are_and_others_are_not()
     marked.wait()
     other, _ = started(SLEEP, 1, THE_MARK="one more")
     try:
-        assert kill_marked("THE_MARK=one", 20) == [second]
+        assert kill_marked("THE_MARK=one") == [second]
         assert gone(second)
         assert other.poll() is None
     finally:
@@ -119,7 +119,7 @@ def test_ending_descendants_leaves_none_of_a_tree_that_goes_on_growing(tmp_path)
         "            os.setsid()\n"
         f"            open({str(tmp_path / 'alive')!r}, 'a').write('x')\n"
         "time.sleep(0.2)\n"
-        "print(end_descendants(20), flush=True)\n"
+        "print(end_descendants(), flush=True)\n"
     )
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert shown.stdout.split() == ["True"]

@@ -9,7 +9,8 @@ import time
 import psutil
 import pytest
 
-from verl_memopt.run.processes import descendants, kill, wait_until_gone
+from tests.rewards.processes import all_gone
+from verl_memopt.run.processes import descendants, kill
 
 BUSY = "for _ in range(10**12): pass"
 IN_C = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
@@ -78,7 +79,7 @@ def test_every_process_that_was_started_ends_with_it_and_what_was_printed_is_kep
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 143
     assert output == "kept\n"
-    assert wait_until_gone([child.pid for child in children], 10) == []
+    assert all_gone([child.pid for child in children])
 
 
 @pytest.mark.parametrize(("name", "code"), CODES)

@@ -10,8 +10,9 @@ import psutil
 import pytest
 
 from tests.end_to_end.runs import ROOT
+from tests.rewards.processes import all_gone
 from verl_memopt.errors import WorkerError
-from verl_memopt.run.processes import MARK, Guardian, is_alive, kill, wait_until_gone
+from verl_memopt.run.processes import MARK, Guardian, is_alive, kill
 
 STARTER = """
 import subprocess, sys, time
@@ -69,7 +70,7 @@ def test_what_a_killed_process_started_is_killed_and_nothing_else(starter, momen
     os.kill(guardian, signal.SIGTERM)  # it is of the job that a scheduler ends, and goes on
     process.kill()
     process.wait()
-    assert wait_until_gone([guardian, child, grandchild], 20) == []
+    assert all_gone([guardian, child, grandchild])
     assert is_alive(before)
     assert not after or is_alive(after)
 
@@ -79,7 +80,7 @@ def test_an_orphan_that_the_guardian_never_saw_is_killed_and_nothing_else(starte
     process.kill()
     process.wait()
     os.kill(guardian, signal.SIGCONT)
-    assert wait_until_gone([guardian, orphan], 20) == []
+    assert all_gone([guardian, orphan])
     assert is_alive(after)
 
 
@@ -116,7 +117,7 @@ def test_the_guardian_that_takes_the_place_of_a_killed_one_kills_the_same_proces
     process, guardian, before, child, grandchild, after = starter(moment, RENEWED)
     process.kill()
     process.wait()
-    assert wait_until_gone([guardian, child, grandchild], 20) == []
+    assert all_gone([guardian, child, grandchild])
     assert is_alive(before)
     assert is_alive(after)
 

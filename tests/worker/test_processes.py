@@ -6,8 +6,9 @@ import time
 import psutil
 import pytest
 
+from tests.rewards.processes import all_gone
 from verl_memopt.run import processes
-from verl_memopt.run.processes import descendants, is_alive, kill, wait_until_gone
+from verl_memopt.run.processes import descendants, is_alive, kill, kill_processes
 
 
 def started(code):
@@ -61,13 +62,16 @@ def test_a_process_name_with_spaces_and_parentheses_is_read():
     process.communicate()
 
 
-def test_killing_what_is_gone_is_no_error_and_waiting_says_who_is_left(family):
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    kill([gone.pid, family[0]])
-    assert wait_until_gone(family, 0.3) == [family[1]]
-    kill([family[1]])
-    assert wait_until_gone(family, 10) == []
+def test_killing_processes_waits_for_them_spares_others_and_what_is_gone_is_no_error(family):
+    ended = subprocess.Popen(["sleep", "60"])
+    processes = [psutil.Process(pid) for pid in (ended.pid, family[0])]
+    ended.kill()
+    ended.wait()
+    kill([ended.pid])
+    assert kill_processes(processes)
+    assert [is_alive(pid) for pid in family] == [False, True]
+    assert kill_processes([psutil.Process(family[1])])
+    assert not is_alive(family[1])
 
 
 FORKS = """
@@ -80,7 +84,7 @@ script = "setsid sleep 60 & i=0; while [ $i -lt 40 ]; do sleep 50 & i=$((i+1)); 
 children = [subprocess.Popen(["sh", "-c", script]) for _ in range(3)]
 time.sleep(0.3)
 print(resource_tracker._resource_tracker._pid, flush=True)
-print("left", kill_descendants(), flush=True)
+print(kill_descendants(), flush=True)
 time.sleep(60)
 """
 
@@ -88,9 +92,9 @@ time.sleep(60)
 def test_every_descendant_is_killed_also_those_whose_parent_went_first_and_pythons_tracker_stays():
     process = started(FORKS)
     tracker = int(process.stdout.readline())
-    assert process.stdout.readline() == "left []\n"
+    assert process.stdout.readline() == "True\n"
     children = psutil.Process(process.pid).children(recursive=True)
     assert [child.pid for child in children if child.status() != psutil.STATUS_ZOMBIE] == [tracker]
     process.kill()
     process.communicate()
-    assert wait_until_gone([tracker], 20) == []
+    assert all_gone([tracker])

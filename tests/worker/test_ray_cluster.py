@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from verl_memopt.errors import ConfigError, WorkerError
+from verl_memopt.run.process_tree import STOP_SIGNALS
 from verl_memopt.worker.nodes import free_port
 from verl_memopt.worker.ray_cluster import (
     SOCKET_BYTES,
-    STOP_SIGNALS,
     Connection,
     Request,
     own_folder,

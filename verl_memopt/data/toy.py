@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import shutil
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from typing import Any
 
 from verl_memopt.errors import DataError
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.observe.files import written_aside
 from verl_memopt.records import RecordError, read_json
 
 logger = logging.getLogger(__name__)
@@ -106,15 +106,11 @@ def made_whole(
         not folder.is_dir() or not own_files.issuperset(_files(folder)) or (made is None and any(folder.iterdir()))
     ):
         raise DataError(f"{folder}: {occupied}")
-    aside = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    try:
+    with written_aside(folder, several_write=True) as aside:
         aside.mkdir(parents=True)
         results = build(aside)
         (aside / record.name).write_text(json.dumps({**identity, **results, _FILES: _files(aside)}, indent=2) + "\n")
         shutil.rmtree(folder, ignore_errors=True)
-        aside.rename(folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return folder
 
 

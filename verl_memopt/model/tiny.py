@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_memopt.observe.files import written_aside
 from verl_memopt.observe.own_files import mark, remove_left
 
 if TYPE_CHECKING:
@@ -68,16 +69,14 @@ def make_tiny_model(folder: str | Path, shape: TinyShape | None = None, *, seed:
     """
     shape = TinyShape() if shape is None else shape
     folder = Path(folder)
-    aside = folder.with_name(folder.name + ".partial")
-    remove_left(aside)
-    aside.mkdir(parents=True)
-    mark(aside)
-    tokenizer = build_tokenizer(min(shape.vocab_size, 320))
-    # Under another name until it is complete, so that an interrupted run leaves no half a model.
-    _random_model(shape, tokenizer, seed).save_pretrained(aside)
-    tokenizer.save_pretrained(aside)
-    remove_left(folder)
-    aside.rename(folder)
+    with written_aside(folder) as aside:
+        remove_left(aside)
+        aside.mkdir(parents=True)
+        mark(aside)
+        tokenizer = build_tokenizer(min(shape.vocab_size, 320))
+        _random_model(shape, tokenizer, seed).save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        remove_left(folder)
     return folder
 
 

@@ -80,15 +80,18 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
-    # Yields the path to write to. It is renamed to ``path`` if the body ends well, and removed if it fails.
-    aside = path.with_name(f".{path.name}.partial")
+def written_aside(path: Path, several_write: bool = False) -> Iterator[Path]:
+    """Yield the path to write a file or a folder to, which is renamed to ``path`` if the body ends well, and removed if it fails.
+
+    ``several_write``: processes may write it at the same time, so each has a path of its own. After a kill that path stays.
+    """
+    aside = path.with_name(f".{path.name}{f'.{os.getpid()}' if several_write else ''}.partial")
     try:
         yield aside
         aside.replace(path)
     except BaseException:
         with suppress(OSError):
-            aside.unlink(missing_ok=True)
+            shutil.rmtree(aside) if aside.is_dir() else aside.unlink(missing_ok=True)
         raise
 
 

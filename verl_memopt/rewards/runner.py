@@ -39,8 +39,8 @@ from verl_memopt.rewards.score import (
     read_outcomes,
 )
 from verl_memopt.rewards.scorer import PROGRESS, FunctionCall
-from verl_memopt.rewards.supervisor import END_SECONDS, MARK, RUN_SIGNALS, VERDICT, VERDICT_AT, last_lines
-from verl_memopt.run.process_tree import kill_marked, safe_path
+from verl_memopt.rewards.supervisor import MARK, VERDICT, VERDICT_AT, last_lines
+from verl_memopt.run.process_tree import END_SECONDS, STOP_SIGNALS, kill_marked, safe_path
 
 logger = logging.getLogger(__name__)
 
@@ -373,7 +373,7 @@ class RewardProcess:
         arguments = (*fds, None if log is None else str(log.absolute()), astuple(limits), sys.path)
         program = f"import sys; sys.path[:] = {safe_path()!r}; from verl_memopt.rewards.supervisor import main; main{arguments!r}"
         # In this thread, and in the process until the supervisor has its handlers.
-        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, RUN_SIGNALS)
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", program],
@@ -516,6 +516,6 @@ class RewardProcess:
         return clean, record[VERDICT.size : VERDICT.size + length].decode(errors="replace")
 
     def _kill_left_over(self) -> None:
-        killed = kill_marked(self._mark, END_SECONDS)
+        killed = kill_marked(self._mark)
         if killed:
             logger.warning("killed %d processes that a reward function had started and left behind", len(killed))

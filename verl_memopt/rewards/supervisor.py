@@ -24,20 +24,21 @@ from pathlib import Path
 from verl_memopt.observe.files import written_aside
 from verl_memopt.rewards import scorer
 from verl_memopt.rewards.score import KEY, Limits
-from verl_memopt.run.process_tree import cpu_seconds, descendants, end_descendants, proportional_bytes, resident_bytes
+from verl_memopt.run.process_tree import (
+    STOP_SIGNALS,
+    cpu_seconds,
+    descendants,
+    end_descendants,
+    proportional_bytes,
+    resident_bytes,
+)
 
 MARK = "VERL_MEMOPT_REWARD_PROCESS"
 """Environment variable with a value unique to one supervisor. Everything that a reward function starts inherits it."""
 
-RUN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Sent to every process of a run by a terminal, Slurm, systemd or a container. The run handles them."""
-
 WATCH_SECONDS = 0.25
 WATCH_SHARE = 0.005
 """The processes are checked this often, and less often where a check takes more than this share of the time."""
-
-END_SECONDS = 5.0
-"""Longest time in which killed processes must be gone."""
 
 VERDICT = struct.Struct("?H")
 """Whether no process is left, and the length of the reason that follows."""
@@ -61,10 +62,10 @@ def main(pipe: int, lifeline: int, progress: int, log: str | None, limits: tuple
         limits: The fields of :class:`Limits`.
         path: Where the reward function imports from.
     """
-    for number in RUN_SIGNALS:
+    for number in STOP_SIGNALS:
         # A handler and not SIG_IGN, which programs that the function starts would inherit.
         signal.signal(number, _ignore)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, RUN_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     bound = Limits(*limits)
     output, printed = os.pipe() if log is not None else (-1, -1)
     # The programs that a reward function starts must not hold these open: the run would never see them close.
@@ -145,7 +146,7 @@ class _Watch:
         Returns the scorer's wait status, or 0 if the run has ended.
         """
         status, reason = self._wait()
-        clean = end_descendants(END_SECONDS)
+        clean = end_descendants()
         # What the processes printed before they were killed is still in the pipe, and explains their end.
         while self._take_output():
             pass

@@ -1,6 +1,6 @@
 """A request to stop a run: which signal made it, how much time is left, and the exit code.
 
-This file imports only the standard library, so that the command line can watch for signals before it loads anything heavy.
+This file imports nothing heavy, so that the command line can watch for signals before it loads anything else.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
+
+from verl_memopt.observe.files import written_aside
 
 logger = logging.getLogger(__name__)
 
@@ -308,9 +310,8 @@ class StopFile:
     _moment: float | None = None
 
     def write(self, moment: float) -> None:
-        aside = self.path.with_name(self.path.name + ".new")
-        aside.write_text(f"{moment}\n")
-        aside.replace(self.path)
+        with written_aside(self.path) as aside:
+            aside.write_text(f"{moment}\n")
 
     def remove(self) -> None:
         # In a folder that was made read-only there is no file.

@@ -9,12 +9,18 @@ import signal
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from psutil import Process
+
+STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""Sent to every process of a run by a terminal, Slurm, systemd or a container. The run alone decides what they end."""
+
+END_SECONDS = 5.0
+"""Longest time in which killed processes must be gone."""
 
 _STOP_ROUNDS = 8
 """Scans that stop processes before they are killed, so that none starts another in between."""
@@ -82,21 +88,38 @@ def _each(tree: Iterable[Process], method: str) -> list[Any]:
     return answers
 
 
-def end_descendants(seconds: float) -> bool:
-    """Kill every process below this one, wait until none is left, and return whether that took at most ``seconds``.
+def kill_all(find: Callable[[], Collection[int] | None], seconds: float = END_SECONDS) -> bool:
+    """Kill the processes that ``find`` returns until it returns None, and return whether that took at most ``seconds``.
 
-    This process must adopt orphans (PR_SET_CHILD_SUBREAPER). Then "no child" means "no descendant".
+    It is asked again and again, because new processes may appear meanwhile. An empty answer means that some are left, and that
+    this search found none of them.
     """
     deadline = time.monotonic() + seconds
-    while reap():
+    while (found := find()) is not None:
         if time.monotonic() > deadline:
             return False
-        _kill_all()
+        stopped, running = set[int](), set(found)
+        for _ in range(_STOP_ROUNDS):
+            if not running:
+                break
+            send_signal(running, signal.SIGSTOP)
+            stopped |= running
+            running = set(find() or ()) - stopped
+        send_signal(stopped, signal.SIGKILL)
         time.sleep(_ROUND_SECONDS)
     return True
 
 
-def reap() -> bool:
+def end_descendants() -> bool:
+    """Kill every process below this one, wait until none is left, and return whether that took at most ``END_SECONDS``.
+
+    This process must adopt orphans (PR_SET_CHILD_SUBREAPER). Then "no child" means "no descendant", which a search alone cannot
+    tell: it misses a process that starts while it lists them.
+    """
+    return kill_all(lambda: [process.pid for process in descendants(os.getpid())] if _reap() else None)
+
+
+def _reap() -> bool:
     # Collect the children that have ended, and return whether any child is left.
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
@@ -106,17 +129,6 @@ def reap() -> bool:
     return True
 
 
-def _kill_all() -> None:
-    stopped: set[int] = set()
-    for _ in range(_STOP_ROUNDS):
-        running = {process.pid for process in descendants(os.getpid())} - stopped
-        if not running:
-            break
-        send_signal(running, signal.SIGSTOP)
-        stopped |= running
-    send_signal(stopped, signal.SIGKILL)
-
-
 def send_signal(pids: Iterable[int], number: int) -> None:
     # os.kill, because psutil's methods first read again when the process was started: long enough for another to be forked.
     for pid in pids:
@@ -124,17 +136,20 @@ def send_signal(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def kill_marked(mark: str, seconds: float) -> list[int]:
+def kill_marked(mark: str) -> list[int]:
     """Kill every process whose initial environment has the entry ``mark`` (``NAME=value``), and return their ids.
 
     This finds the processes of a supervisor that was killed. They are no longer below this process, but they inherited the
     supervisor's environment.
     """
-    deadline, killed = time.monotonic() + seconds, set[int]()
-    while (alive := marked(mark)) and time.monotonic() < deadline:
-        killed.update(process.pid for process in alive)
-        _each(alive, "kill")
-        time.sleep(_ROUND_SECONDS)
+    killed = set[int]()
+
+    def find() -> list[int] | None:
+        found = [process.pid for process in marked(mark)]
+        killed.update(found)
+        return found or None
+
+    kill_all(find)
     return sorted(killed)
 
 

@@ -17,8 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -32,9 +31,8 @@ logger = logging.getLogger(__name__)
 PR_SET_CHILD_SUBREAPER = 36
 """The prctl option that makes orphans children of this process instead of children of init."""
 
-ROUNDS = 50
-ROUND_SECONDS = 0.05
-"""Rounds of killing, and the wait after each, because new processes may appear meanwhile."""
+KILL_SECONDS = 2.5
+"""Longest time for killing what this process has started, when a signal ends it."""
 
 READY_SECONDS = 60.0
 """Longest time in which the guardian must have started."""
@@ -59,30 +57,25 @@ def kill(pids: Iterable[int]) -> None:
     process_tree.send_signal(pids, signal.SIGKILL)
 
 
-def kill_descendants() -> list[int]:
-    """Kill every process that descends from this one, and return those that are left.
+def kill_descendants() -> bool:
+    """Kill every process that descends from this one, and return whether none is left.
 
     An orphan becomes a child of this process. So if the parent of a process was killed first, the next round finds it.
     """
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    left: list[int] = []
-    for _ in range(ROUNDS):
-        left = [pid for pid in descendants(os.getpid()) if not _is_tracker(pid)]
-        if not left:
-            break
-        kill(left)
-        process_tree.reap()
-        time.sleep(ROUND_SECONDS)
-    return left
+    return process_tree.kill_all(lambda: [pid for pid in descendants(os.getpid()) if not _is_tracker(pid)] or None, KILL_SECONDS)
 
 
-def wait_until_gone(pids: Iterable[int], seconds: float) -> list[int]:
-    # Wait at most ``seconds`` until none of these processes runs, and return those that still run.
-    deadline = time.monotonic() + seconds
-    left = list(pids)
-    while (left := [pid for pid in left if is_alive(pid)]) and time.monotonic() < deadline:
-        time.sleep(ROUND_SECONDS)
-    return left
+def kill_processes(processes: Collection[psutil.Process]) -> bool:
+    """Kill processes and wait until none of them runs; return whether that took at most ``END_SECONDS``.
+
+    psutil compares start times, so a process with a reused id is spared.
+    """
+    return process_tree.kill_all(lambda: _running(processes) or None)
+
+
+def _running(processes: Iterable[psutil.Process]) -> list[int]:
+    return [process.pid for process in processes if process.is_running() and is_alive(process.pid)]
 
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -141,13 +134,7 @@ def _is_tracker(pid: int) -> bool:
 LOOK_SECONDS = 0.1
 """Time between two searches for new processes, until all have started."""
 
-GUARDIAN_ROUNDS, GUARDIAN_ROUND_SECONDS = 20, 0.1
-"""Largest number of killing rounds, each for the processes that appeared since the last one."""
-
 READY, STARTED = b"ready\n", b"all have started\n"
-
-IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""A scheduler sends these to every process of a job, and the guardian must outlive the one that it watches."""
 
 MARK = "VERL_MEMOPT_GUARDED_BY"
 """Environment variable of the guarded processes. Its value is the guardian's own."""
@@ -174,7 +161,7 @@ class Guardian:
         path = process_tree.safe_path()
         program = f"import sys; sys.path[:] = {path!r}; from {__name__} import guard; guard({os.getpid()}, {self._value!r})"
         # The guardian inherits the mask, so a signal that arrives while it imports does not end it.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, process_tree.STOP_SIGNALS)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", program],
@@ -240,7 +227,7 @@ def guard(starter: int, value: str) -> None:
 
     Processes whose environment has ``VERL_MEMOPT_GUARDED_BY`` with this value are killed as well.
     """
-    for number in IGNORED:
+    for number in process_tree.STOP_SIGNALS:  # it must outlive the process that it watches
         signal.signal(number, signal.SIG_IGN)
     # Processes are equal if id and start time are. An id alone may be used again.
     # What exists already is not the guardian's: it belongs to the program that starts Ray, or is the guardian itself. But where
@@ -259,14 +246,13 @@ def guard(starter: int, value: str) -> None:
             starting = False  # what was born since the last look has the mark, and what is born now is not guarded
         else:
             break
-    for _ in range(GUARDIAN_ROUNDS):
+
+    def find() -> list[int] | None:
         below = [process_tree.descendants(process.pid) for process in guarded if process.is_running()]
-        guarded |= {*process_tree.marked(f"{MARK}={value}")}.union(*below)
-        alive = [process.pid for process in guarded if process.is_running() and is_alive(process.pid)]
-        if not alive:
-            break
-        kill(alive)
-        time.sleep(GUARDIAN_ROUND_SECONDS)
+        guarded.update(process_tree.marked(f"{MARK}={value}"), *below)
+        return _running(guarded) or None
+
+    process_tree.kill_all(find)
 
 
 @contextmanager

@@ -89,17 +89,12 @@ class RunLock:
         self.release()
 
     def _lock_folder(self) -> int | None:
-        # The locked descriptor of the folder; None if the file system has no such locks.
         # Unlike that of the file, this lock is shared with forked processes, which therefore close the descriptor.
         folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(folder)
-            if error.errno in LOCKED_BY_ANOTHER:
-                raise self._held() from error
-            return None
-        return folder
+        if _locked(folder, fcntl.LOCK_EX):
+            return folder
+        os.close(folder)
+        raise self._held()
 
     def _release_folder(self) -> None:
         folder, self._folder = self._folder, None

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_memopt.errors import ConfigError, WorkerError
-from verl_memopt.run.processes import Guardian, descendants, is_alive, kill, remove_segments, wait_until_gone
+from verl_memopt.run.process_tree import STOP_SIGNALS
+from verl_memopt.run.processes import Guardian, descendants, is_alive, kill, kill_processes, remove_segments
 from verl_memopt.worker.nodes import Home
 
 logger = logging.getLogger(__name__)
@@ -35,16 +36,11 @@ LOOK_SECONDS = 5.0
 SILENT_SECONDS = 15.0
 """Time for which a node of a joined cluster may be silent."""
 
-GONE_SECONDS = 5.0
-"""Longest time in which killed processes must be gone."""
-
 KEPT_SECONDS = 86_400
 """Age in seconds from which a session's folder is removed."""
 
 HEADS = {"gcs_server": "head process (gcs_server)", "raylet": "node process (raylet)"}
 """Processes without which Ray cannot carry a run, by their process names."""
-
-STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 SOCKET_BYTES = 107
 """Longest path of a socket in bytes."""
@@ -232,10 +228,7 @@ class Connection:
 
     def _kill_started(self) -> None:
         self._remember_started()
-        # psutil compares start times, so a process with a reused id is spared.
-        running = [process.pid for process in self._known if process.is_running()]
-        kill(running)
-        wait_until_gone(running, GONE_SECONDS)
+        kill_processes(self._known)
 
     def _shutdown(self) -> None:
         import ray

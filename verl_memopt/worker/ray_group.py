@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING, Any
 from verl_memopt.distributed.threads import THREADS, threads_for
 from verl_memopt.errors import ConfigError, DeviceMemoryError, HostMemoryError, UserError, WorkerError
 from verl_memopt.memory.critic_rules import own_pools
+from verl_memopt.run.process_tree import STOP_SIGNALS
 from verl_memopt.run.processes import full_shared_memory, uncollected
 from verl_memopt.worker.group import LOOPBACK, Pending, Placement, WorkerFactory, process_environment
 from verl_memopt.worker.nodes import Home, compare_nodes, held_port, log_places, network_of, site, visible_devices
-from verl_memopt.worker.ray_cluster import STOP_SIGNALS, Connection, Request, release, reserve
+from verl_memopt.worker.ray_cluster import Connection, Request, release, reserve
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl_memopt.observe.files import write_whole
+
 MIB, GIB = 2**20, 2**30
 
 LABELS = {"token": "Basic", "lazy": "Lazy generation", "repeat_sampler": "RepeatSampler", "string": "String-level"}
@@ -237,10 +239,7 @@ def worst(outcomes: set[str]) -> str:
 
 
 def write_result(path: Path, result: CellResult) -> None:
-    """Write a result as JSON, completely or not at all."""
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n", encoding="utf-8")
-    aside.replace(path)
+    write_whole(path, json.dumps(dataclasses.asdict(result), indent=1) + "\n")
 
 
 def read_result(path: Path) -> CellResult:

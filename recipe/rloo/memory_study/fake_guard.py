@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_memopt.errors import ConfigError
+from verl_memopt.observe.files import written_aside
 
 SOURCE = Path(__file__).with_name("fake_guard.cpp")
 ROOT = Path(__file__).parents[3]
@@ -62,10 +63,8 @@ def compiled_guard() -> Path:
     library = cache / f"fake-guard-{digest}.so"
     if not library.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as folder:
-            aside = Path(folder) / library.name
+        with written_aside(library, several_write=True) as aside:
             _compile(torch_folder, aside)
-            os.replace(aside, library)
     return library
 
 
