@@ -40,7 +40,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["verl_memopt", "verl_memopt.*"]),
-    package_data={"verl_memopt": ["py.typed", "config/yaml/*.yaml", "config/yaml/*/*.yaml", "memory/example.json"]},
+    package_data={"verl_memopt": ["py.typed", "config/yaml/*.yaml", "config/yaml/*/*.yaml", "plan/example.json"]},
     install_requires=INSTALL_REQUIRES,
     extras_require={
         "cpu": requirements("requirements/cpu.txt"),

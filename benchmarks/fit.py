@@ -23,14 +23,14 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.gpu.reach_cases import size_of
-from verl_memopt.cli import train
 from verl_memopt.config.loader import load_settings
 from verl_memopt.errors import ConfigError, DeviceMemoryError
-from verl_memopt.memory.fit import Peaks, Sizes, predict
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.phase import GIB, MIB
-from verl_memopt.trainer.fit import phases_of
+from verl_memopt.plan.peaks import Peaks, Sizes, predict
+from verl_memopt.plan.verdict import phases_of
+from verl_memopt.trainer.main_ppo import train
 
 AR = "actor_rollout_ref"
 WAYS = ("rloo", "grpo", "ppo", "lora", "lora_ppo", "rloo", "grpo", "ppo", "sft", "rlt")

@@ -19,12 +19,12 @@ from math import prod
 from verl_memopt.config.loader import changed, load_settings
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.fit import CARDS
-from verl_memopt.memory.formulas import PUBLISHED
+from verl_memopt.memory.cards import CARDS
+from verl_memopt.model.sizes import PUBLISHED
 from verl_memopt.observe.phase import GIB
-from verl_memopt.trainer.fit import Card, judge, sizes_of_models
-from verl_memopt.trainer.fit_levers import Lever, levers_of
-from verl_memopt.trainer.fit_search import Search, State, silent
+from verl_memopt.plan.levers import Lever, levers_of
+from verl_memopt.plan.search import Search, State, silent
+from verl_memopt.plan.verdict import Card, judge, sizes_of_models
 
 MOST_STATES = 3000
 """Combinations of a case at most."""

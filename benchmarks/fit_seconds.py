@@ -23,12 +23,12 @@ from unittest import mock
 
 import torch
 
-from verl_memopt.cli import train
 from verl_memopt.config.loader import load_settings
-from verl_memopt.memory.seconds import Rates, seconds_of
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
-from verl_memopt.trainer.calibrate import measure
-from verl_memopt.trainer.fit import phases_of, sizes_of_models
+from verl_memopt.plan.calibrate import measure
+from verl_memopt.plan.seconds import Rates, seconds_of
+from verl_memopt.plan.verdict import phases_of, sizes_of_models
+from verl_memopt.trainer.main_ppo import train
 
 AR = "actor_rollout_ref"
 SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return float(len(solution_str) % 3)\n"

@@ -28,9 +28,10 @@ from verl_memopt.config.loader import load_settings
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
-from verl_memopt.memory.formulas import NARROW_TILE_ELEMENTS, PUBLISHED, TILE_ELEMENTS, ModelSize
+from verl_memopt.memory.fused import NARROW_TILE_ELEMENTS, TILE_ELEMENTS
 from verl_memopt.memory.rollout_memory import kv_bytes_per_token
 from verl_memopt.model.assembly import ModelUse, allocate, build_policy
+from verl_memopt.model.sizes import PUBLISHED, ModelSize
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 from verl_memopt.observe.phase import GIB

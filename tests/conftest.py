@@ -29,8 +29,8 @@ settings.load_profile("no_clock")
 
 
 LONGEST_FIRST = (
-    *("end_to_end", "faults", "benchmarks", "virtual_gpu", "rollout", "worker", "rewards", "docs", "ladder", "trainer", "gpu"),
-    *("memory", "model", "architecture"),
+    *("end_to_end", "faults", "benchmarks", "virtual_gpu", "rollout", "worker", "rewards", "docs", "ladder", "trainer", "plan"),
+    *("gpu", "memory", "model", "architecture"),
 )  # fmt: skip
 """Rooms whose files take longest. What is handed out last should be short, or one process ends minutes after the other."""
 

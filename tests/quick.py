@@ -26,7 +26,7 @@ OTHERS = (
     ("verl_memopt/config/yaml/", "tests/config/test_profiles.py"),
     ("docs/configuration.md", "tests/config/test_document.py"),
     ("docs/from_trl.md", "tests/config/test_trl_document.py"),
-    ("docs/memory.md", "tests/memory/test_index.py"),
+    ("docs/memory.md", "tests/plan/test_list_knobs.py"),
     ("requirements", "tests/architecture/test_requirements.py"),
     ("setup.py", "tests/architecture/test_requirements.py"),
     ("benchmarks/gpu/wheels.txt", "tests/architecture/test_requirements.py"),

@@ -15,11 +15,11 @@ import yaml
 
 from verl_memopt.config.keys import shown
 from verl_memopt.config.loader import PACKAGED, load_settings
-from verl_memopt.memory import profiles
-from verl_memopt.memory.formulas import PUBLISHED
+from verl_memopt.memory.cards import CARDS, gigabytes
+from verl_memopt.model.sizes import PUBLISHED
 from verl_memopt.observe.phase import GIB
-from verl_memopt.trainer.fit import Card
-from verl_memopt.trainer.fit_search import PLANS, Change, Search, silent
+from verl_memopt.plan.search import PLANS, Change, Search, silent
+from verl_memopt.plan.verdict import Card
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = "examples/memory_optimization"
@@ -119,7 +119,7 @@ def row(card: str) -> Row:
 
 
 def _largest(card: str, way: str, searches: bool) -> Largest:
-    size = Card.of(profiles.gigabytes(card))
+    size = Card.of(gigabytes(card))
     for model, params in presets().items():
         if LEAST_BYTES[way] * params > size.num_bytes:
             continue
@@ -134,7 +134,7 @@ def _largest(card: str, way: str, searches: bool) -> Largest:
 
 def table(language: str) -> str:
     """Return the Markdown table of all cards, followed by the added settings."""
-    rows = [row(card) for card in profiles.CARDS]
+    rows = [row(card) for card in CARDS]
     marked = [each for each in rows if each.all.model != each.alone.model]
     body = "".join(f"{each.line}\n" for each in rows)
     added = "".join(f"- `model={each.all.model} memory={each.card} {each.all.command}`\n" for each in marked)
@@ -162,7 +162,7 @@ FILES: dict[str, tuple[str, str]] = {
     f"{EXAMPLES}/README.md": ("table", "en"),
     "docs/out_of_memory.md": ("table", "en"),
     f"{EXAMPLES}/run_rtx5090_rloo.sh": ("script", "32g"),
-    **{f"verl_memopt/config/yaml/memory/{card}.yaml": ("profile", card) for card in profiles.CARDS},
+    **{f"verl_memopt/config/yaml/memory/{card}.yaml": ("profile", card) for card in CARDS},
 }
 """File -> what stands between its markers, and in which language or for which card."""
 MARKED = re.compile(r"(<cards>[^\n]*\n)(.*?)([^\n]*</cards>)", re.DOTALL)

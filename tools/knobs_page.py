@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from verl_memopt.memory.knob import PARTS, Knob, in_yaml, knobs, text_of
-from verl_memopt.memory.list_knobs import MIB, example
+from verl_memopt.plan.list_knobs import MIB, example
 
 HEAD = """# Memory knobs
 

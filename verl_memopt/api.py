@@ -110,15 +110,15 @@ def train(
 
 def train_call(call: Call, listener: Listener | None = None) -> Run:
     """Train as a call says; see :func:`train`. ``listener`` is called at each moment of the run."""
-    from verl_memopt import cli
     from verl_memopt.observe.log_setup import lasting_console, setup_logging
     from verl_memopt.run.run_lock import only_run
+    from verl_memopt.trainer import main_ppo
 
     setup_logging()
     with only_run("train"), lasting_console():
         folder, loaded, inputs = call.load()
         with private_files(loaded.trainer.private_files), inputs.written():
-            code = cli.train_or_advise(loaded, listener=listener, rows=inputs.rows)
+            code = main_ppo.train_or_advise(loaded, listener=listener, rows=inputs.rows)
     if code:
         raise KeyboardInterrupt(f"the run in {folder} was interrupted; resume=True, run_dir={str(folder)!r} continues it")
     from verl_memopt.trainer.replay import record_folder
@@ -257,11 +257,11 @@ class Run:
     def _evaluate(self, rows: Any) -> dict[str, float]:
         import yaml
 
-        from verl_memopt import cli
         from verl_memopt.config.keys import flatten, replaced
         from verl_memopt.config.loader import settings_from_mapping
         from verl_memopt.data.python_rows import held_out_files
-        from verl_memopt.trainer.fit_search import silent
+        from verl_memopt.plan.search import silent
+        from verl_memopt.trainer import main_ppo
         from verl_memopt.trainer.replay import record_folder
 
         start = self.path / "evaluations"
@@ -282,7 +282,7 @@ class Run:
                 FOLDER: str(folder),
             },
         )
-        cli.train_or_advise(loaded)
+        main_ppo.train_or_advise(loaded)
         return _validation_of(Run(record_folder(loaded, folder)))
 
     def __repr__(self) -> str:

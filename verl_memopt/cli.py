@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import gc
-import importlib
 import io
 import json
 import logging
-import os
 import pkgutil
 import re
 import shutil
-import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from verl_memopt import __version__
-from verl_memopt.errors import ConfigError, DeviceMemoryError, HostMemoryError, UnreadableCheckpointError, UserError
 from verl_memopt.recipes import RECIPES
 from verl_memopt.run.argument_types import gigabytes_of, new_file_of, path_of, seconds_of, size_of, step_of
-
-if TYPE_CHECKING:
-    from verl_memopt.config.schema import Settings
-    from verl_memopt.data.python_rows import PythonRows
-    from verl_memopt.run.interrupts import Interrupts
-    from verl_memopt.trainer.listener import Listener
-    from verl_memopt.worker.ray_group import RayGroup
+from verl_memopt.run.interrupts import guarded
+from verl_memopt.trainer.main_ppo import ENTRIES, build_parser, run
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
@@ -166,7 +154,7 @@ def _show_knobs(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     from rich.console import Console
 
     from verl_memopt.memory.knob import as_json, knobs
-    from verl_memopt.memory.list_knobs import print_knob, print_knobs
+    from verl_memopt.plan.list_knobs import print_knob, print_knobs
 
     named = {knob.name: knob for knob in knobs()}
     unknown = [word for word in parsed.words if word not in named]
@@ -237,9 +225,9 @@ def fit_command(arguments: Sequence[str]) -> int:
     parsed = parser.parse_intermixed_args(arguments)
     from verl_memopt.config.loader import load_settings
     from verl_memopt.observe.log_setup import setup_logging
-    from verl_memopt.trainer.fit import card_asked_for
-    from verl_memopt.trainer.fit_report import command
-    from verl_memopt.trainer.until_it_fits import CommandLine
+    from verl_memopt.plan.report import command
+    from verl_memopt.plan.until_it_fits import CommandLine
+    from verl_memopt.plan.verdict import card_asked_for
 
     setup_logging(level=logging.ERROR)
     # Rows are not read, so a command line needs no files.
@@ -285,14 +273,36 @@ def calibrate_command(arguments: Sequence[str]) -> int:
     import torch
 
     from verl_memopt.distributed.device import resolve_device
-    from verl_memopt.trainer.calibrate import command
+    from verl_memopt.plan.calibrate import command
 
     sys.stdout.write(command(torch.device(resolve_device(parsed.device)), parsed.seconds))
     return 0
 
 
+def sft(
+    arguments: Sequence[str] | None,
+    prog: str = "verl-memopt sft",
+    config_name: str = "sft_trainer",
+    config_dir: str | None = None,
+) -> int:
+    """Run supervised fine-tuning and return its exit code. It is a training run with settings for it.
+
+    Args:
+        arguments: None = those of this process.
+        prog: Name of the command in its help.
+        config_name: Used if the command line names none.
+        config_dir: As ``config_name``.
+    """
+    description = "Teach a model the responses of a dataset (supervised fine-tuning)."
+    parser = build_parser(prog, description, config_name, f"{config_name} (the default), or a file of --config-dir")
+    parser.set_defaults(config_dir=config_dir)
+    from verl_memopt.algorithms.records import SFT
+
+    return run(arguments, parser, estimator=SFT)
+
+
 COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("verl_memopt.cli:run", "train a policy (Hydra overrides: key=value)"),
+    "train": ("verl_memopt.trainer.main_ppo:run", "train a policy (Hydra overrides: key=value)"),
     "sft": ("verl_memopt.cli:sft", "teach a model the responses of a dataset, before RL"),
     "chat": ("verl_memopt.cli:chat_command", "talk to a trained model in the terminal"),
     "export": ("verl_memopt.cli:export_command", "write the model of a checkpoint for other programs to load"),
@@ -327,258 +337,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=list(COMMANDS), metavar="command")
     parser.parse_args(arguments)
     return 0
-
-
-def guarded(command: Callable[[], int], watched: bool) -> int:
-    """Run a command and return its exit code. A user's error is printed without a traceback.
-
-    With ``watched``, signals are watched until the process ends, which it does in this call, unless its output cannot be written.
-    """
-    from verl_memopt.run.interrupts import SignalWatch, end_process
-
-    watch = SignalWatch() if watched else None
-    try:
-        _check_directory()
-        if watched:
-            _write_anything()
-        code = command()
-    except UserError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        code = error.exit_code
-    except SystemExit as error:
-        # Ray has a handler of its own while it starts. It ends this thread before the watch has begun to end the process.
-        if watch is not None and error.code == signal.SIGTERM:
-            watch.hold_while_ending(begins_within=5)
-        raise
-    finally:
-        if watch is not None:
-            watch.hold_while_ending()
-    if watched:
-        end_process(code)
-    return code
-
-
-def _check_directory() -> None:
-    try:
-        os.getcwd()
-    except FileNotFoundError as error:
-        raise UserError("the working directory was deleted. Change to one that exists.") from error
-
-
-def _write_anything() -> None:
-    # A character that the terminal's encoding lacks is written as its code.
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
-            stream.reconfigure(errors="backslashreplace")
-
-
-# A run, from its command line to its exit code. Heavy packages are imported only where a run starts: a dry run needs none.
-
-
-ENTRIES = "ppo_trainer (the default: verl's defaults), rloo_trainer, grpo_trainer, or a file of --config-dir"
-
-
-def build_parser(
-    prog: str,
-    description: str = "Train a policy with PPO, RLOO, GRPO and others.",
-    config_name: str = "ppo_trainer",
-    entries: str = ENTRIES,
-) -> argparse.ArgumentParser:
-    usage = "%(prog)s [--config-name NAME] [--config-dir FOLDER] [--cfg job] [--until-it-fits] [key=value ...]"
-    parser = argparse.ArgumentParser(prog=prog, usage=usage, description=description)
-    parser.add_argument("--config-name", default=config_name, help=entries)
-    parser.add_argument("--config-dir", "--config-path", default=None, help="folder of a recipe's YAML")
-    parser.add_argument("--cfg", choices=["job"], help="print the resolved settings as YAML and exit")
-    parser.add_argument(
-        "--until-it-fits",
-        action="store_true",
-        help="when memory runs out, set what the error advises and start again, up to eight times",
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="any setting, under verl's key names")
-    return parser
-
-
-def sft(
-    arguments: Sequence[str] | None,
-    prog: str = "verl-memopt sft",
-    config_name: str = "sft_trainer",
-    config_dir: str | None = None,
-) -> int:
-    """Run supervised fine-tuning and return its exit code. It is a training run with settings for it.
-
-    Args:
-        arguments: None = those of this process.
-        prog: Name of the command in its help.
-        config_name: Used if the command line names none.
-        config_dir: As ``config_name``.
-    """
-    description = "Teach a model the responses of a dataset (supervised fine-tuning)."
-    parser = build_parser(prog, description, config_name, f"{config_name} (the default), or a file of --config-dir")
-    parser.set_defaults(config_dir=config_dir)
-    from verl_memopt.algorithms.records import SFT
-
-    return run(arguments, parser, estimator=SFT)
-
-
-def run(arguments: Sequence[str] | None, parser: argparse.ArgumentParser | None = None, estimator: str | None = None) -> int:
-    """Run the training that a command line asks for, and return its exit code.
-
-    Args:
-        arguments: None = those of this process.
-        parser: None = that of ``verl-memopt train``.
-        estimator: The only estimator that the entry accepts. None = any.
-    """
-    from verl_memopt.observe.log_setup import lasting_console, setup_logging
-
-    parser = parser or build_parser("verl-memopt train")
-    parsed = parser.parse_intermixed_args(arguments)
-    setup_logging(level=logging.INFO)
-    with lasting_console():
-        return _run(parsed, parser.prog, estimator)
-
-
-def _run(parsed: argparse.Namespace, prog: str, estimator: str | None) -> int:
-    from verl_memopt.config.loader import load_settings, log_objective, to_yaml
-    from verl_memopt.observe.files import folder_refusals
-
-    settings = load_settings(parsed.config_name, parsed.overrides, parsed.config_dir)
-    if estimator not in (None, settings.algorithm.adv_estimator):
-        raise ConfigError(
-            f"algorithm.adv_estimator={settings.algorithm.adv_estimator}: {prog} learns the responses of the dataset. Set "
-            f"algorithm.adv_estimator={estimator}, or use verl-memopt train."
-        )
-    log_objective(settings)
-    if settings.debug.mode == "dry" and parsed.cfg is None:
-        from verl_memopt.trainer.fit import say_verdict
-
-        say_verdict(settings)
-    if parsed.cfg is not None or settings.debug.mode == "dry":
-        sys.stdout.write(to_yaml(settings))
-        return 0
-    with folder_refusals(str(settings.trainer.default_local_dir)):
-        if not parsed.until_it_fits:
-            more = "\n  Or add --until-it-fits to the command: it finds settings that fit, and prints them"
-            return train_or_advise(settings, more)
-        from verl_memopt.trainer.until_it_fits import CommandLine, train_until_it_fits
-
-        return train_until_it_fits(CommandLine(prog, parsed.config_name, parsed.config_dir, tuple(parsed.overrides)), train)
-
-
-def train_or_advise(settings: Settings, more: str = "", listener: Listener | None = None, rows: PythonRows | None = None) -> int:
-    """Train as :func:`train`. An out-of-memory error also gets the settings that together make room, and ``more``."""
-    try:
-        return train(settings, listener, rows)
-    except (DeviceMemoryError, HostMemoryError) as error:
-        from verl_memopt.trainer.until_it_fits import set_together
-
-        error.args = (f"{error}{set_together(error, settings)}{more}",)
-        raise
-
-
-def train(settings: Settings, listener: Listener | None = None, rows: PythonRows | None = None) -> int:
-    """Run training and return the exit code: 0 when done; 130, 143 or 129 when a signal stopped it.
-
-    With ``trainer.resume_mode=auto`` a checkpoint that cannot be loaded is skipped, and the run resumes at the one before.
-    Everything that was started has ended when it returns or raises.
-
-    Args:
-        settings: Of the run.
-        listener: Called at each step. It may stop the run.
-        rows: The training rows, if they are a stream of this process.
-    """
-    from verl_memopt.model.folder import resolve_folder
-    from verl_memopt.observe.own_files import private_files
-    from verl_memopt.run.interrupts import process_interrupts
-
-    model = settings.actor_rollout_ref.model  # before Ray's processes start, which would wait for the hub
-    resolve_folder(model.path, "actor_rollout_ref.model.path", bool(model.trust_remote_code))
-    with private_files(settings.trainer.private_files), process_interrupts() as interrupts:
-        unreadable: dict[int, str] = {}
-        while True:
-            with _begun_workers(settings) as begun:
-                try:
-                    return _train(settings, begun, unreadable, interrupts, listener, rows)
-                except UnreadableCheckpointError as error:
-                    if settings.trainer.resume_mode != "auto":
-                        raise
-                    # The workers that failed to load it are in no known state, so new ones load the one before.
-                    unreadable[error.step] = error.fault
-
-
-def _train(
-    settings: Settings,
-    begun: RayGroup | None,
-    unreadable: dict[int, str],
-    interrupts: Interrupts,
-    listener: Listener | None,
-    rows: PythonRows | None,
-) -> int:
-    from verl_memopt.observe.phase import PhaseClock
-    from verl_memopt.trainer.build import build_run
-    from verl_memopt.trainer.loop import TrainingLoop, start_rewards, start_workers
-    from verl_memopt.trainer.replay import debug_settings, mode_of
-    from verl_memopt.trainer.reporter import Reporter
-
-    settings, clock = debug_settings(settings), PhaseClock()
-    custom, reward_model, scores = settings.custom_reward_function, settings.reward_model, mode_of(settings).scores
-    context = build_run(settings, unreadable, rows)
-    with (
-        context.lock,
-        start_rewards(custom, reward_model, context.environment.run_dir) if scores else nullcontext() as rewards,
-        Reporter(context, clock) as reporter,
-    ):
-        try:
-            if begun is not None:  # this process only waits while Ray's start their engines
-                _import_aside("matplotlib.backends.backend_agg")
-            with start_workers(context, clock, begun) as workers:
-                TrainingLoop(context, workers, rewards, reporter, interrupts, listener).run()
-                reporter.draw_aside()
-        except KeyboardInterrupt:
-            reporter.say("stopped at once; a new start resumes at the last checkpoint")
-        except UnreadableCheckpointError:
-            raise
-        except UserError:
-            reporter.say(f"the record so far: {reporter.folder.path}")
-            raise
-        reporter.finish()
-        return interrupts.exit_code or 0
-
-
-@contextmanager
-def _begun_workers(settings: Settings) -> Iterator[RayGroup | None]:
-    """Start Ray's processes, which import what a worker needs while this process checks the run. None without Ray."""
-    if settings.trainer.worker_group != "ray" or settings.debug.mode != "off":
-        yield None
-        return
-    from verl_memopt.run.builds import device_of
-    from verl_memopt.run.processes import uncollected
-    from verl_memopt.worker.ray_group import group_of
-
-    device = device_of(settings.trainer.device)
-    ahead = ("verl_memopt.worker.worker:import_ahead", settings.actor_rollout_ref.rollout.name, device)
-    group = group_of(settings, device, ahead)
-    try:
-        # Not before Ray runs: on two cores its start, the first link of the chain, would take half as long again.
-        with uncollected():
-            importlib.import_module("verl_memopt.trainer.loop")
-        gc.freeze()  # during the run no collection looks through what was imported
-        yield group
-    finally:
-        group.shutdown()
-        gc.unfreeze()
-
-
-def _import_aside(module: str) -> threading.Thread:
-    # An error shows again at the next import of the module, which is not in a thread.
-    from verl_memopt.run.processes import uncollected
-
-    def quietly() -> None:
-        with suppress(Exception), uncollected():
-            importlib.import_module(module)
-
-    thread = threading.Thread(target=quietly, name=f"imports {module}")
-    thread.start()
-    return thread
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ import torch
 
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.schema import Settings
-from verl_memopt.memory.fit import Peaks, Sizes, predict
-from verl_memopt.memory.formulas import ModelSize
+from verl_memopt.model.sizes import ModelSize
 from verl_memopt.model.tiny import SHAPES as TINY_SHAPES
 from verl_memopt.model.tiny import TinyShape, build_tokenizer
+from verl_memopt.plan.peaks import Peaks, Sizes, predict
 from verl_memopt.worker.roles import WorkerPlan
 
 _SMALLEST = TINY_SHAPES["qwen3-0.6b"]

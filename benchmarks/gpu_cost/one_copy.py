@@ -40,10 +40,10 @@ from verl_memopt.config.schema import Settings
 from verl_memopt.distributed.device import is_gpu, leave_process_group, local_device, resolve_device
 from verl_memopt.errors import DeviceMemoryError
 from verl_memopt.ladder.measure import UpdateSize, make_batch
-from verl_memopt.memory.fit import Sizes, predict
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.observe.log_setup import setup_logging
 from verl_memopt.observe.phase import GIB
+from verl_memopt.plan.peaks import Sizes, predict
 from verl_memopt.trainer.micro_batching import budgets, cut_ranks
 from verl_memopt.worker.group import Placement
 from verl_memopt.worker.trained_model import MiniBatch

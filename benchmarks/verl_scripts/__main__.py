@@ -25,10 +25,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 
 from benchmarks.common import write_json
-from verl_memopt.cli import build_parser
 from verl_memopt.config.loader import load_settings
 from verl_memopt.errors import ConfigError, UserError
 from verl_memopt.model.families import FAMILIES
+from verl_memopt.trainer.main_ppo import build_parser
 
 SUFFIXES = (".sh", ".slurm")
 CALL = "main_ppo"

@@ -8,9 +8,9 @@ import torch
 from benchmarks.gpu import reach
 from benchmarks.gpu.reach import FINE, FITS, OUT_OF_MEMORY, STEP, Known, Prober, case_of, next_length, parse, table, write_report
 from benchmarks.gpu.reach_cases import SHAPES, WAYS, Case, case_settings, computed_peak, make_folder, size_of
-from verl_memopt.memory.formulas import Pass
 from verl_memopt.memory.lora import adapter_params
 from verl_memopt.model.weights import WeightFolder
+from verl_memopt.plan.formulas import Pass, Shapes
 
 SMALL = {"prompt": 16, "layers": 2, "vocabulary": 512, "shrink": 32}
 
@@ -94,7 +94,7 @@ def test_a_probe_that_does_not_fit_names_its_phase_and_the_next_one_runs(probed,
     assert again["update_peak_bytes"] == first["update_peak_bytes"]
     assert first["phases"].keys() == {"gen", "old_log_prob", "ref", "update_actor", "update_weights"}
     roles = case_settings(case, "none", 64).actor_rollout_ref
-    assert adapters == adapter_params(size_of(case.model).shapes(roles, Pass(1, 1, 1, 1), "cpu"))
+    assert adapters == adapter_params(Shapes.of(size_of(case.model), roles, Pass(1, 1, 1, 1), "cpu"))
     (tmp_path / "probes.jsonl").write_text("".join(json.dumps(probe) + "\n" for probe in (first, beyond)))
     write_report(tmp_path, [case])
     (found,) = json.loads((tmp_path / "reach.json").read_text())["cases"]

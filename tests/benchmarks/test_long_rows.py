@@ -2,7 +2,7 @@
 
 from benchmarks.long_rows import CHUNK, MODEL, PROMPT, peak
 from verl_memopt.config.loader import load_settings
-from verl_memopt.model.weights import size_of
+from verl_memopt.model.sizes import size_of
 
 
 def test_a_block_over_tiles_holds_less_of_a_long_row(tiny_folder):

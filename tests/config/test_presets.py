@@ -12,10 +12,10 @@ from verl_memopt.config.loader import PACKAGED, compose_mapping, load_settings, 
 from verl_memopt.errors import ConfigError
 from verl_memopt.ladder.measure import UpdateSize, measure_row, row_settings
 from verl_memopt.memory import profiles
-from verl_memopt.memory.fit import CARDS, Sizes, predict
-from verl_memopt.memory.formulas import PUBLISHED, ModelSize
+from verl_memopt.model.sizes import PUBLISHED, ModelSize
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
-from verl_memopt.trainer.fit import Card, judge
+from verl_memopt.plan.peaks import Sizes, predict
+from verl_memopt.plan.verdict import Card, judge
 
 AR = "actor_rollout_ref"
 FILES = ["data.train_files=train.jsonl", "data.val_files=null"]
@@ -52,7 +52,6 @@ def settings_of(model, memory, **more):
 
 def test_these_are_the_presets():
     assert {path.stem for path in (PACKAGED / "model").glob("*.yaml")} == set(NAMES)
-    assert tuple(CARDS) == profiles.CARDS
 
 
 def needed(memory):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.docs.pages import DOCS
 from tools.cards import FILES, MARKED, ROOT, profile_lines, row
-from verl_memopt.memory import profiles
+from verl_memopt.memory.cards import CARDS
 
 TABLES = {name: language for name, (kind, language) in FILES.items() if kind == "table"}
 
@@ -15,9 +15,7 @@ def between_markers(name):
     return MARKED.search((ROOT / name).read_text())[2]
 
 
-@pytest.mark.parametrize(
-    "card", [pytest.param(card, marks=[] if card in ("24g", "32g") else pytest.mark.slow) for card in profiles.CARDS]
-)
+@pytest.mark.parametrize("card", [pytest.param(card, marks=[] if card in ("24g", "32g") else pytest.mark.slow) for card in CARDS])
 def test_the_tables_say_of_a_card_what_fit_says(card):
     found, text = row(card), between_markers("README.md")
     assert found.line in text, "run: python -m tools.cards"
@@ -36,7 +34,7 @@ def test_all_tables_of_cards_are_one():
 
 def test_no_page_names_a_card_and_its_model_outside_of_the_table():
     """The models that a profile names are in its marked lines alone."""
-    for card in profiles.CARDS:
+    for card in CARDS:
         text = (ROOT / f"verl_memopt/config/yaml/memory/{card}.yaml").read_text()
         assert re.findall(r"model=\w+", MARKED.sub("", text)) == []
     assert "up to model=" not in (DOCS / "out_of_memory.md").read_text()

@@ -23,8 +23,8 @@ from tests.end_to_end.runs import (
 from tests.end_to_end.test_saved_models import check_vllm_answers
 from tests.rlt import brief_toy, values_of
 from verl_memopt.cli import main
-from verl_memopt.cli import train as run_settings
 from verl_memopt.config.loader import settings_from_mapping
+from verl_memopt.trainer.main_ppo import train as run_settings
 
 AR = "actor_rollout_ref"
 FILE = "model.safetensors"

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.end_to_end.runs import LOCAL, lines_of, metrics, train_here
 from tests.rlt import brief_toy, values_of
 from tests.rollout.tools import place_at
-from verl_memopt.cli import train
 from verl_memopt.config import schema
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.rollout.engine import SamplingSettings, build_engine
+from verl_memopt.trainer.main_ppo import train
 
 AR = "actor_rollout_ref"
 STEPS = 2

@@ -60,7 +60,7 @@ from rich.console import Console
 from tools.settings_page import page as configuration
 from verl_memopt.config.loader import load_settings
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.list_knobs import print_knobs
+from verl_memopt.plan.list_knobs import print_knobs
 from tools.knobs_page import page
 from verl_memopt.ladder.measure import ABLATION
 from verl_memopt.memory.knob import Need

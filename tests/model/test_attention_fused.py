@@ -18,7 +18,7 @@ from tests.model.attention_cases import (
     with_gradients,
     with_rotary_gradients,
 )
-from verl_memopt.memory.formulas import TILE_ELEMENTS
+from verl_memopt.memory.fused import TILE_ELEMENTS
 from verl_memopt.model.attention import eager_attention
 from verl_memopt.model.attention_dense import PACKED_EFFICIENT, _DenseAttention, dense_attention
 from verl_memopt.model.attention_fused import _with_merged, flash_attention, merge

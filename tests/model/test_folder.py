@@ -28,7 +28,8 @@ from verl_memopt.model.export import export_folder, write_record
 from verl_memopt.model.folder import check_vocabulary, end_tokens, files_of_index, load_tokenizer, resolve_folder, why_no_answer
 from verl_memopt.model.packing import pack_rows
 from verl_memopt.model.packing_check import check_architecture, check_packing
-from verl_memopt.model.weights import WeightFolder, check_dtypes, named_weights, size_of
+from verl_memopt.model.sizes import size_of
+from verl_memopt.model.weights import WeightFolder, check_dtypes, named_weights
 from verl_memopt.run.chat import ChatOptions, open_chat
 from verl_memopt.trl.models import loaded
 

@@ -6,12 +6,12 @@ import pytest
 
 from tests.rlt import brief_toy, settings_of
 from tests.trainer.conftest import AR, LEAST, learned, ready
-from verl_memopt.cli import train
 from verl_memopt.config.debug_modes import MODES
 from verl_memopt.config.keys import leaf_values, shown
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError, DataError, DeviceMemoryError
+from verl_memopt.trainer.main_ppo import train
 from verl_memopt.trainer.replay import debug_settings
 
 NO_FILES = {"data.train_files": "???", "data.val_files": "???"}

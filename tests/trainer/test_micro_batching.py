@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.algorithms.modes import LOSSES, TOKEN_LOCAL
 from tests.trainer.conftest import AR, Member, Updater, batch_of, group_of
 from verl_memopt.algorithms.losses import LossTokens, policy_loss, select_clip_cov, select_kl_cov
+from verl_memopt.algorithms.rollout_correction import update_gives_old_log_probs
 from verl_memopt.algorithms.rows import LOSS_AGG_MODES, GlobalCounts
 from verl_memopt.config.schema import Actor, Critic
 from verl_memopt.data.dataset import PromptRow
@@ -26,7 +27,6 @@ from verl_memopt.trainer.micro_batching import (
     role_updates,
     rows_per_rank,
     uneven_shares,
-    update_gives_old_log_probs,
 )
 from verl_memopt.trainer.rollouts import RowAnswers, StepBatch
 from verl_memopt.worker.policy import Objective

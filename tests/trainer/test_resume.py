@@ -11,7 +11,6 @@ import torch
 from blake3 import blake3
 
 from tests.trainer.conftest import AR, LEAST, learned, ready
-from verl_memopt.cli import train
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.distributed.file_records import FileRecord
 from verl_memopt.errors import CheckpointError, ConfigError, UnreadableCheckpointError
@@ -20,6 +19,7 @@ from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.run.checkpoints import CheckpointStore, read_manifest, write_manifest
 from verl_memopt.run.resume import checkpoint_store, find_checkpoint, loaded_parts, plain_shapes, with_seeds
 from verl_memopt.trainer.build import build_run
+from verl_memopt.trainer.main_ppo import train
 
 SAVES = {"trainer.save_freq": 1}
 MOVED = "trainer.default_local_dir"

@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from tests.observe.test_loggers import WandbError, WandbRun
 from tests.trainer.conftest import learned
-from verl_memopt.cli import build_parser, train
 from verl_memopt.errors import DataError, RewardError
+from verl_memopt.trainer.main_ppo import build_parser, train
 
 
 def test_options_may_stand_before_between_and_after_overrides_and_have_defaults():

@@ -165,7 +165,7 @@ print(*(set(sys.modules) - before))"""
 
 RAYS_OWN = """
 import signal, sys, time
-from verl_memopt.cli import guarded
+from verl_memopt.run.interrupts import guarded
 plain = SignalWatch._handle
 def late(self, number):
     time.sleep(0.5)
@@ -187,7 +187,7 @@ def test_a_handler_that_ray_sets_for_a_moment_changes_no_exit_code(watched):
 
 ENDS = """
 import atexit, sys, threading, time
-from verl_memopt.cli import guarded
+from verl_memopt.run.interrupts import guarded
 def late():
     time.sleep(0.3)
     print("thread")
@@ -207,7 +207,9 @@ def test_a_command_that_is_done_waits_for_threads_and_exit_handlers_and_loses_no
 
 
 def test_output_that_cannot_be_written_is_still_an_error():
-    code = "import sys; from verl_memopt.cli import guarded; sys.exit(guarded(lambda: print('done') or 0, watched=True))"
+    code = (
+        "import sys; from verl_memopt.run.interrupts import guarded; sys.exit(guarded(lambda: print('done') or 0, watched=True))"
+    )
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode != 0

@@ -30,11 +30,11 @@ from verl_memopt.config.schema import Settings
 from verl_memopt.data.batch import Ragged
 from verl_memopt.ladder.measure import UpdateSize, make_batch
 from verl_memopt.memory.critic_rules import has_critic
-from verl_memopt.memory.fit import Sizes, predict
 from verl_memopt.memory.fused import compiled_for_width, recorded_calls
 from verl_memopt.memory.knob import needs_reference
 from verl_memopt.memory.recompute_elementwise_torch import _norm_of_sum
 from verl_memopt.model.tiny import TinyShape
+from verl_memopt.plan.peaks import Sizes, predict
 from verl_memopt.recipes.rlt.student import Student, StudentPlan, student_batch, student_micro_batches
 from verl_memopt.recipes.rlt.student_rows import StudentRows
 from verl_memopt.trainer.micro_batching import budgets, critic_budgets, cut_ranks

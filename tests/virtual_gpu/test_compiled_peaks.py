@@ -8,7 +8,7 @@ from benchmarks.gpu.reach_cases import size_of
 from benchmarks.gpu_cost.update import MODELS, Case
 from tests.forked import call_on_fake_gpu
 from tests.virtual_gpu.compiled_peaks import RUNS, bare, settings_of
-from verl_memopt.memory.fit import Sizes, predict
+from verl_memopt.plan.peaks import Sizes, predict
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the fake device is compiled")
 

@@ -16,11 +16,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from verl_memopt.algorithms.custom import inputs_of, statistics_of
 from verl_memopt.algorithms.kl import MAX_LOG_RATIO
 from verl_memopt.algorithms.losses import LossAndMetrics, LossTokens, gpg_loss, vanilla_loss
+from verl_memopt.algorithms.records import LOSSES
 from verl_memopt.algorithms.rows import row_means, row_sums
 from verl_memopt.config.algorithm_rules import importance_bounds, rejection_bounds
-from verl_memopt.config.schema import Actor, RolloutCorrection
+from verl_memopt.config.schema import Actor, Algorithm, RolloutCorrection
 
 # How far the trainer's probabilities are from the rollout engine's: divergences and perplexities.
 
@@ -267,6 +269,20 @@ class Correction:
 def corrects_before_update(settings: RolloutCorrection) -> bool:
     # In bypass mode the update computes weights and rejections.
     return not settings.bypass_mode and (settings.rollout_is is not None or settings.rollout_rs is not None)
+
+
+def update_gives_old_log_probs(actor: Actor, train_batch_size: int, algorithm: Algorithm) -> bool:
+    """Return whether the forward of the only optimizer step gives the old log-probs, so that no pass for them is needed."""
+    once = actor.ppo_epochs == 1 and train_batch_size == actor.ppo_mini_batch_size
+    read_before = algorithm.use_kl_in_reward or algorithm.use_pf_ppo or corrects_before_update(algorithm.rollout_correction)
+    read_before |= reads_entropy(actor, algorithm) or LOSSES[actor.policy_loss.loss_mode].selects is not None
+    read_before |= "old_log_probs" in inputs_of(algorithm) or bool(statistics_of(algorithm))
+    return actor.old_log_prob_pass == "auto" and once and not read_before
+
+
+def reads_entropy(actor: Actor, algorithm: Algorithm) -> bool:
+    # It is the pass for old log-probs that computes the entropy.
+    return actor.calculate_entropy or algorithm.top_entropy_quantile < 1
 
 
 def correct(

@@ -22,13 +22,13 @@ from verl_memopt.data.batch import Ragged, RolloutBatch, rollout_batch
 from verl_memopt.distributed.device import empty_cache, leave_process_group, local_device, resolve_device
 from verl_memopt.errors import ConfigError, DeviceMemoryError, OutOfMemory
 from verl_memopt.memory.critic_rules import has_critic, twin
-from verl_memopt.memory.formulas import Pass, Shapes
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.knob import knob_named, knobs
 from verl_memopt.model.families import POLICY_KEY
 from verl_memopt.model.folder import resolve_folder
-from verl_memopt.model.weights import size_of
+from verl_memopt.model.sizes import size_of
 from verl_memopt.observe.phase import PhaseMemory
+from verl_memopt.plan.formulas import Pass, Shapes
 from verl_memopt.trainer.micro_batching import budgets, critic_budgets, cut_ranks, with_selection
 from verl_memopt.worker.group import LocalGroup
 from verl_memopt.worker.roles import WorkerPlan
@@ -212,7 +212,7 @@ def shapes(folder: Path, work: UpdateSize, overrides: Sequence[str]) -> Shapes:
     largest = max(budgets(roles)[0].micro_batches(tokens, [""] * work.rows), key=tokens.cost)
     cost = tokens.cost(largest)
     update = Pass(cost, len(largest) * work.response, tokens.segments(largest), cost)
-    found = size_of(roles.model, POLICY_KEY).shapes(roles, update, resolve_device(settings.trainer.device))
+    found = Shapes.of(size_of(roles.model, POLICY_KEY), roles, update, resolve_device(settings.trainer.device))
     return replace(found, suffix_tokens=tokens.suffixes(largest), skipped=tokens.skipped(largest))
 
 

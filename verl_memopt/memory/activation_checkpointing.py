@@ -13,8 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from verl_memopt.memory.formulas import activation_saving
-from verl_memopt.memory.knob import Advice, Claim, Factor, Knob, LadderRow, PositiveInt, UnusedKey
+from verl_memopt.memory.knob import Advice, Claim, Factor, Knob, LadderRow, PositiveInt, UnusedKey, activation_saving
 
 _MODEL = "actor_rollout_ref.model"
 _ON, _MODE, _EVERY = (

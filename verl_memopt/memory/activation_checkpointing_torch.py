@@ -2,7 +2,7 @@
 
 Bytes saved: let A be the bytes that a block keeps for its backward, and X the bytes of its input. With ``full`` the block whose
 backward runs is whole again, so the peak falls by (L - 1) x (A - X). With ``every_n`` one block in n keeps X instead of A. With
-``selective`` blocks also keep the outputs of products and of attention. ``memory/formulas.py`` has the whole formula.
+``selective`` blocks also keep the outputs of products and of attention. ``plan/formulas.py`` has the whole formula.
 """
 
 from __future__ import annotations

@@ -13,8 +13,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from verl_memopt.memory.formulas import activation_saving
-from verl_memopt.memory.knob import NOT_NEGATIVE, Advice, Claim, Factor, Knob, LadderRow, NaturalInt, PositiveInt, UnusedKey
+from verl_memopt.memory.knob import (
+    NOT_NEGATIVE,
+    Advice,
+    Claim,
+    Factor,
+    Knob,
+    LadderRow,
+    NaturalInt,
+    PositiveInt,
+    UnusedKey,
+    activation_saving,
+)
 
 _MODEL = "actor_rollout_ref.model"
 _ON = f"{_MODEL}.enable_activation_offload"

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_memopt.algorithms.records import LOSSES_OF_SEQUENCES
-from verl_memopt.memory.formulas import Shapes
 from verl_memopt.memory.knob import LOWER, Advice, Claim, Factor, Knob, LadderRow, NaturalInt, Need, switch
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
+    from verl_memopt.plan.formulas import Shapes
 
 _CHUNK, _TILE = "actor_rollout_ref.model.logprob_chunk_tokens", "actor_rollout_ref.model.logprob_vocab_tile"
 

@@ -25,10 +25,14 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from verl_memopt.memory.formulas import NARROW_TILE_ELEMENTS, TILE_ELEMENTS
 from verl_memopt.observe.phase import COMPILE_FIGURES
 
 KEY = "actor_rollout_ref.actor.use_torch_compile"
+
+TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**23}
+NARROW_TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
+"""Elements of a tile of rows that elementwise statements run over: what fits in a core's cache, or keeps a GPU busy for longer
+than a kernel launch takes. Narrow tiles are for statements that create nothing in fp32."""
 
 RECOMPILE_LIMIT = 16
 """Variants of a statement compiled for one width: the strides of its tensors make some. Dynamo's own limit is 8."""

@@ -18,10 +18,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from verl_memopt.memory.bucketed_adamw import SLOTS, only_with_adamw
-from verl_memopt.memory.formulas import Shapes
 from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, Refusal, for_roles
+
+if TYPE_CHECKING:
+    from verl_memopt.plan.formulas import Shapes
 
 _ACTOR = "actor_rollout_ref.actor"
 KEY = f"{_ACTOR}.fsdp_config.grad_offload"

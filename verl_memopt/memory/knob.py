@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-from verl_memopt.memory.formulas import Shapes
-
 if TYPE_CHECKING:
     from verl_memopt.config.schema import ActorRolloutRef, Fsdp, Settings
+    from verl_memopt.plan.formulas import Shapes
 
 Predicate = Callable[["Settings"], bool]
 """A question about the settings."""
@@ -163,6 +162,10 @@ class Claim:
     """A kind of device bytes, or ``host buffers``."""
     num_bytes: Callable[[Shapes, Shapes], float]
     """Return the bytes saved, from the shapes before and after the knob is switched on."""
+
+
+def activation_saving(before: Shapes, after: Shapes) -> float:
+    return before.activation_bytes - after.activation_bytes
 
 
 @dataclass(frozen=True)

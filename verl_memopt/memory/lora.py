@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from verl_memopt.memory.formulas import Shapes
 from verl_memopt.memory.knob import Claim, Factor, Knob, LadderRow, NaturalInt, PositiveFloat, Refusal, needs_reference
 
 if TYPE_CHECKING:
     from verl_memopt.config.role_settings import TrainedFsdp
     from verl_memopt.config.schema import Settings
+    from verl_memopt.plan.formulas import Shapes
 
 _MODEL = "actor_rollout_ref.model"
 _RANK, _ALPHA, _TARGETS, _EXCLUDED, _PATH = (

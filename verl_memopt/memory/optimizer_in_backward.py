@@ -16,11 +16,11 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from verl_memopt.memory.bucketed_adamw import only_with_adamw
-from verl_memopt.memory.formulas import Shapes
 from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, data_ranks, switch
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
+    from verl_memopt.plan.formulas import Shapes
 
 _ACTOR = "actor_rollout_ref.actor"
 _KEY, _CLIP = f"{_ACTOR}.optim.in_backward", f"{_ACTOR}.optim.clip_grad"

@@ -42,6 +42,11 @@ class PrecisionSettings:
     """Gradient reduction."""
 
 
+def width(dtype: str) -> int:
+    """Bytes of an element of a dtype, by its name in the settings."""
+    return 4 if dtype in ("fp32", "float32") else 2
+
+
 KNOB = Knob(
     cost="rounding",
     settings={"fsdp": PrecisionSettings},

@@ -12,13 +12,12 @@ Works with: every recipe and every key. A key on the command line wins over the 
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Set
 from typing import TYPE_CHECKING
 
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory import grad_offload, shared_weights, split_masters, streamed_params
+from verl_memopt.memory.cards import CARDS, check_card, gigabytes, names_card
 from verl_memopt.memory.critic_rules import has_critic, twin, twin_refusal
 from verl_memopt.memory.knob import Knob, devices_of, needs_reference, num_devices
 from verl_memopt.memory.param_offload import ACTOR_KEY, REFERENCE_KEY, STREAM
@@ -27,54 +26,8 @@ if TYPE_CHECKING:
     from verl_memopt.config.role_settings import TrainedFsdp
     from verl_memopt.config.schema import Settings
 
-CARDS = ("12g", "16g", "24g", "32g", "48g", "80g", "141g")
-"""Profiles for one card of so many GB. Each file says which models fit it."""
 PROFILES = ("constrained", "balanced", "large_multi_gpu", *CARDS)
-
-LARGEST = 1000
-"""GB of a card, which none reaches."""
-
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:g|gb|gib)?", re.IGNORECASE)
-
-
-def gigabytes(size: str) -> float:
-    """Parse a size (32, 32g, 32GB, "32 GB" or 32GiB) or the name of a card into GB, the number by which it is sold.
-
-    Raises:
-        ValueError: It is no size above 0, or the name of cards of several sizes.
-    """
-    if sizes := _sizes_of(size):
-        if len(sizes) > 1:
-            raise ValueError(f"{size} is made with {' and '.join(card_size.upper() + 'B' for card_size in sizes)}. Write which")
-        size = sizes[0]
-    found = SIZE.fullmatch(size.strip())
-    number = float(found[1]) if found else 0.0
-    if not 0 < number < math.inf:
-        raise ValueError(f"{size} is no number of GB above 0, and no card that is known here")
-    return number
-
-
-def _sizes_of(name: str) -> list[str]:
-    from verl_memopt.memory.seconds import DATASHEETS  # it reads the settings, which know the profiles
-
-    sizes = [size for size, cards in DATASHEETS.items() if any(_short(card.name) == _short(name) for card in cards)]
-    unit = re.search(r"(\d+)\s*gi?b$", name.lower())
-    return [f"{unit[1]}g"] if unit is not None and f"{unit[1]}g" in sizes else sizes
-
-
-def _short(card: str) -> str:
-    # 4090 of "NVIDIA GeForce RTX 4090 24GB".
-    return re.sub(r"nvidia|geforce|rtx|[\s_-]|\d+\s*gi?b$", "", card.lower())
-
-
-def check_card(number: float) -> None:
-    """Refuse a number of GB that no card has.
-
-    Raises:
-        ConfigError: It is too large.
-    """
-    if number > LARGEST:
-        raise ConfigError(f"no card has {number:g} GB. If these are MB, write {number / 1024:.0f}.")
+"""The last ones are for one card of so many GB. Each file says which models fit it."""
 
 
 def profile_named(name: str) -> str:
@@ -83,7 +36,7 @@ def profile_named(name: str) -> str:
     Raises:
         ConfigError: No profile is for a card of that size.
     """
-    if name in PROFILES or not (SIZE.fullmatch(name.strip()) or _sizes_of(name)):
+    if name in PROFILES or not names_card(name):
         return name
     try:
         number = gigabytes(name)

@@ -13,8 +13,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl_memopt.memory.formulas import activation_saving
-from verl_memopt.memory.knob import Claim, Knob, LadderRow, switch
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, activation_saving, switch
 from verl_memopt.model.families import OWN_BLOCKS
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from verl_memopt.memory import shared_weights
-from verl_memopt.memory.formulas import Shapes
 from verl_memopt.memory.knob import DEVICES, Claim, Knob, LadderRow, Refusal, num_devices
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
+    from verl_memopt.plan.formulas import Shapes
 
 KEY = "actor_rollout_ref.model.quantization"
 _RANK, _LOAD = "actor_rollout_ref.model.lora_rank", "actor_rollout_ref.rollout.load_format"

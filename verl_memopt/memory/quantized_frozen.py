@@ -10,9 +10,35 @@ Works with: ``param_offload``, which then moves the codes. It refuses LoRA, whos
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from verl_memopt.memory.knob import Claim, Knob, LadderRow, switch
+
+
+class Format(NamedTuple):
+    bits: int
+    group: int  # weights along the input that share an fp32 scale
+
+
+FORMATS = {"int8": Format(8, 128), "nf4": Format(4, 64)}
+"""Formats of quantised weights."""
+
+
+QUANTIZED_AT_ONCE = 2**22
+"""Elements of a weight that are quantised at a time as it is loaded."""
+
+
+def groups_of(kind: str, width: int) -> int:
+    return -(-width // FORMATS[kind].group)
+
+
+def code_bytes(kind: str, width: int) -> int:
+    return groups_of(kind, width) * FORMATS[kind].group * FORMATS[kind].bits // 8
+
+
+def row_bytes(kind: str, width: int) -> int:
+    return code_bytes(kind, width) + 4 * groups_of(kind, width)
+
 
 _KEY = "actor_rollout_ref.ref.quantization"
 

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.formulas import FORMATS, code_bytes, groups_of, row_bytes
+from verl_memopt.memory.quantized_frozen import FORMATS, code_bytes, groups_of, row_bytes
 
 NF4_LEVELS = (
     -1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.09105003, 0.0,

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_memopt.memory.formulas import activation_saving
-from verl_memopt.memory.knob import Claim, Knob, LadderRow, switch
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, activation_saving, switch
+
+PRODUCT_ROWS = {"cpu": 2048, "cuda": 8192}
+"""Tokens at most in a tile of a block's products in backward: enough for its products to be as fast as whole ones."""
 
 _KEY = "actor_rollout_ref.model.recompute_elementwise"
 

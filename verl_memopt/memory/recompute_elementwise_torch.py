@@ -2,7 +2,7 @@
 
 Bytes saved: let A be the bytes that a block of Qwen3 keeps without the knob, and A' those that it keeps with it: less than half
 in bfloat16. Without activation checkpointing the peak falls by (L - 1) x (A - A'). The last block's backward walks over tiles of
-tokens, so it holds less too. ``memory/formulas.py`` has A, A' and what the last block holds at each moment.
+tokens, so it holds less too. ``plan/formulas.py`` has A, A' and what the last block holds at each moment.
 
 Exact, except for the order of sums. A norm's gradient is computed in fp32 throughout. Rotations round once. A weight's gradient
 is summed over tiles of 2,048 tokens (8,192 on a GPU) in fp32, which in half precision rounds it once more. Source: arXiv
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, silu
 
-from verl_memopt.memory.formulas import PRODUCT_ROWS
 from verl_memopt.memory.fused import JOINS, joined, over_rows, runs_compiled
 from verl_memopt.memory.lora_torch import LoraLinear
 from verl_memopt.memory.quantized_frozen_torch import Packing, stored_weight, whole_weight
+from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS
 from verl_memopt.model.families import OWN_BLOCKS
 
 KEY = "actor_rollout_ref.model.recompute_elementwise"

@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from verl_memopt.memory.formulas import width
 from verl_memopt.memory.knob import (
     LOWER,
     POSITIVE,
@@ -34,6 +33,7 @@ from verl_memopt.memory.knob import (
     enough_rows,
     switch,
 )
+from verl_memopt.memory.precision import width
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
+from verl_memopt.errors import ConfigError
 from verl_memopt.memory.knob import (
     DEVICES,
     POSITIVE,
@@ -75,6 +76,19 @@ def _refusal(role: SequenceRole, keys: tuple[str, str] = DEVICES) -> Refusal:
 
 def _of(role: SequenceRole, settings: Settings) -> str:
     return f"of its pool ({role})" if has_pool(settings, role) else "of the run"
+
+
+def check_heads(heads: int, ranks: int, key: str) -> None:
+    if heads % ranks:
+        possible = " or ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        raise ConfigError(f"{key}={ranks}: the model's {heads} query heads do not divide over the ranks. Set {possible}.")
+
+
+def key_copies(heads: int, kv_heads: int, ranks: int) -> int:
+    """How often each key head is repeated so that key heads divide over the ranks; query heads must divide."""
+    assert heads % ranks == 0, (heads, ranks)
+    shared = heads // kv_heads
+    return next(copies for copies in range(1, shared + 1) if shared % copies == 0 and kv_heads * copies % ranks == 0)
 
 
 KNOB = Knob(

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import init_device_mesh
 
-from verl_memopt.memory.formulas import key_copies
 from verl_memopt.memory.recompute_elementwise_torch import Rows
+from verl_memopt.memory.sequence_parallel import key_copies
 
 
 class SequenceGroup:

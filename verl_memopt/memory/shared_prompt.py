@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from verl_memopt.memory.formulas import activation_saving
-from verl_memopt.memory.knob import Claim, Knob, LadderRow, Range, switch
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, Range, activation_saving, switch
 
 CHOICE = Range("must be true, false or auto", lambda value: value in (True, False, "auto"))
 _KEY = "actor_rollout_ref.actor.use_prefix_grouper"

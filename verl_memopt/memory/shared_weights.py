@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-from verl_memopt.memory.formulas import width
 from verl_memopt.memory.knob import Claim, Knob, LadderRow, Range, Refusal, UnusedKey, num_devices
 from verl_memopt.memory.lora import SLOT_RANKS, base_rests_as_computed
+from verl_memopt.memory.precision import width
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import ActorRolloutRef, Settings

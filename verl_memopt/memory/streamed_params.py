@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from verl_memopt.memory.formulas import Shapes, width
 from verl_memopt.memory.knob import (
     Advice,
     Claim,
@@ -30,9 +29,11 @@ from verl_memopt.memory.knob import (
     needs_reference,
 )
 from verl_memopt.memory.param_offload import ACTOR_KEY, REFERENCE_KEY, SCORER_KEY, STREAM
+from verl_memopt.memory.precision import width
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
+    from verl_memopt.plan.formulas import Shapes
 
 _RANK, _LOAD = "actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.load_mode"
 _FOLLOWS = "actor_rollout_ref.ref.sync_every_steps"

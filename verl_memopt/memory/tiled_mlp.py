@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from verl_memopt.memory.formulas import activation_saving
-from verl_memopt.memory.knob import Claim, Factor, Knob, LadderRow, PositiveInt, UnusedKey
+from verl_memopt.memory.knob import Claim, Factor, Knob, LadderRow, PositiveInt, UnusedKey, activation_saving
 
 _KEY = "actor_rollout_ref.model.tiled_mlp"
 

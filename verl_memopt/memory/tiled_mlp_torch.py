@@ -3,7 +3,7 @@
 Bytes saved: let I be the width of the MLP and n ``tiled_mlp.num_shards``. At the MLP's backward six tensors of T x I x b bytes
 (gate, activation, up, their product and two gradients) shrink to one tile each, less the sums of the gradients of three weights
 and of the input. The peak can then move to the backward of attention. Passes without gradients save 3 x T x I x b x (1 - 1 / n),
-less T x h x b. ``memory/formulas.py`` has the whole formula.
+less T x h x b. ``plan/formulas.py`` has the whole formula.
 
 Exact: outputs and gradients of inputs are those of the whole MLP. Gradients of weights differ by the order of one sum.
 """

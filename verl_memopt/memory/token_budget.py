@@ -16,7 +16,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from verl_memopt.memory.critic_rules import as_critic, has_critic
-from verl_memopt.memory.formulas import activation_saving
 from verl_memopt.memory.knob import (
     LOWER,
     POSITIVE,
@@ -31,6 +30,7 @@ from verl_memopt.memory.knob import (
     Refusal,
     SequenceRole,
     UnusedKey,
+    activation_saving,
     enough_rows,
     longest_sample,
     needs_reference,

@@ -21,10 +21,10 @@ from verl_memopt.config.schema import CriticModel, Fsdp, Model, ScoringModel, Tr
 from verl_memopt.distributed.device import cast_units_at_once, is_gpu
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
-from verl_memopt.memory.formulas import check_heads, key_copies
 from verl_memopt.memory.lora import base_rests_as_computed
 from verl_memopt.memory.lora_torch import apply_lora
 from verl_memopt.memory.quantized_frozen_torch import check_quantizable, quantize_blocks
+from verl_memopt.memory.sequence_parallel import check_heads, key_copies
 from verl_memopt.memory.sequence_parallel_torch import sequence_group
 from verl_memopt.memory.shared_weights_torch import GatheredWeights
 from verl_memopt.memory.streamed_params_torch import StreamedParams, allocate_on_host, native_offload

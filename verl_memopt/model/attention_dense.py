@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from verl_memopt.distributed.device import is_gpu, sent_together
-from verl_memopt.memory.formulas import ATTENTION_ELEMENTS, key_heads_at_once
 from verl_memopt.model.attention_fused import CPU_FLASH, LSE_ALIGNMENT, Parts, key_heads, merge_into
 from verl_memopt.model.packing import PrefixLayout, ranges
 from verl_memopt.model.rotary import Rotary, apply_rotary_to_both, rotary_arguments, rotary_backward_to_all, weight_sums
@@ -202,6 +201,10 @@ def _efficient_backward(
     return _sum_key_heads(parts, k)
 
 
+ATTENTION_ELEMENTS = {"cpu": 0, "cuda": 2**21}
+"""Elements of queries in a call of attention that takes several key heads, or segments of several lengths: enough to keep a GPU
+busy for longer than its launches take. A CPU launches nothing, and computes one key head and one length at a time."""
+
 PACKED_CPU_FLASH = PackedKernel(_cpu_forward, _cpu_backward, ATTENTION_ELEMENTS["cpu"], float_parts=True)
 PACKED_EFFICIENT = PackedKernel(_efficient_forward, _efficient_backward, ATTENTION_ELEMENTS["cuda"], float_parts=False)
 
@@ -367,3 +370,12 @@ def _collect(collect: Callable[[Tensor, Tensor], Tensor], targets: Parts, call: 
             collect(target[place], part)
         else:
             target.index_add_(0, place, part)
+
+
+def key_heads_at_once(elements: int, kv_heads: int, tile: int) -> int:
+    """Return how many of ``kv_heads`` key heads attention computes at once: a divisor of them, so that all calls have one width.
+
+    ``elements`` counts the query elements that share a key head, and ``tile`` is the most that one call may have.
+    """
+    most = min(max(tile // max(elements, 1), 1), kv_heads)
+    return next(count for count in range(most, 0, -1) if kv_heads % count == 0)

@@ -6,7 +6,7 @@ the last tile to the first, the tile once more and its gradients. The gradients 
 the tile's own turn comes, because later tokens have added theirs, so one walk is enough.
 
 Bytes: in its backward a block holds its input, the gradient of its output (whose place takes that of the input), keys and values,
-and their gradients in fp32. All else is of one tile. ``memory/formulas.py`` has the formula.
+and their gradients in fp32. All else is of one tile. ``plan/formulas.py`` has the formula.
 
 Exact: attention over parts of the keys is merged by log-sum-exps, as in :mod:`verl_memopt.model.attention_fused` (arXiv
 2310.01889), and gradients of weights are summed over tiles in fp32.

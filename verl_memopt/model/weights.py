@@ -20,23 +20,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from verl_memopt.config.schema import CriticModel, Model
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.formulas import PUBLISHED, QUANTIZED_AT_ONCE, ModelSize
 from verl_memopt.memory.lora_torch import ADAPTERS
-from verl_memopt.memory.prune_last_block import window_of
+from verl_memopt.memory.quantized_frozen import QUANTIZED_AT_ONCE
 from verl_memopt.memory.quantized_frozen_torch import Packing, quantized_layers
-from verl_memopt.model.attention import REGISTERED
 from verl_memopt.model.families import (
-    NO_LIST,
-    OWN_BLOCKS,
     POLICY_KEY,
     UNEVEN,
     impossible_size,
     one_line,
     refused,
     unsupported,
-    window,
 )
-from verl_memopt.model.folder import HUB_ID, fetch, files_of_index, refuse_odd_files
+from verl_memopt.model.folder import files_of_index
 from verl_memopt.model.packed_model import register_kernels
 from verl_memopt.observe.byte_tracker import HOST, declare_host, mark, scope
 from verl_memopt.observe.own_files import MODEL_RECORD
@@ -403,56 +398,3 @@ def mapped(part: Tensor) -> Tensor:
     declare_host(part.untyped_storage())
     mark(KIND, [part], HOST)
     return part
-
-
-# The sizes of a model, from a table of published ones or from a config.json. No weights are read.
-
-
-def size_of(model: Model | CriticModel, key: str) -> ModelSize:
-    """Sizes of a model: published, from a folder, or from the hub; only config.json is read."""
-    source = str(model.hf_config_path or model.path)
-    if source in PUBLISHED and not model.override_config:
-        return PUBLISHED[source]
-    folder = Path(source).expanduser()
-    if not folder.is_dir():
-        if folder.exists() or not HUB_ID.match(source):
-            raise ConfigError(f"{key}.path={source}: no such folder. Give a folder with config.json, or a hub id (owner/name).")
-        folder = _config_of_hub(source, key)
-    refuse_odd_files(folder, f"{key}.path={source}")
-    return _read_size(model, folder, key)
-
-
-def _config_of_hub(name: str, key: str) -> Path:
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        return fetch(name, ["config.json"])
-    except (HfHubHTTPError, OSError) as error:
-        raise ConfigError(
-            f"{key}.path={name}: the hub could not give its config.json ({type(error).__name__}: {error}). Give a folder that "
-            "holds it, or a model that is known without: " + ", ".join(PUBLISHED) + "."
-        ) from error
-
-
-def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
-    config = load_model_config(model, folder, key)
-    empty = empty_model(config, REGISTERED["sdpa"], torch.float32, bool(model.trust_remote_code), key)
-    layers: Any = getattr(empty.get_decoder(), "layers", None)
-    if layers is None:
-        raise refused(config, str(folder), NO_LIST, key)
-    block, heads = layers[0], config.num_attention_heads
-    return ModelSize(
-        hidden=config.hidden_size,
-        mlp=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        layers=config.num_hidden_layers,
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        vocab=config.vocab_size,
-        tied=bool(config.tie_word_embeddings),
-        qk_norm=hasattr(block.self_attn, "q_norm"),
-        slides=window(config) is not None,
-        prunes=type(block).__name__ in OWN_BLOCKS and window_of(block.self_attn) is None,
-        positions=getattr(config, "max_position_embeddings", None),
-        counted=(sum(weight.numel() for weight in empty.parameters()), sum(weight.numel() for weight in block.parameters())),
-    )

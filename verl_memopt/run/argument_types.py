@@ -53,9 +53,9 @@ def seconds_of(text: str) -> float:
 
 def gigabytes_of(text: str) -> float:
     # Reads 24, 24g and 24GB.
-    from verl_memopt.memory import profiles
+    from verl_memopt.memory import cards
 
     try:
-        return profiles.gigabytes(text)
+        return cards.gigabytes(text)
     except ValueError as error:
         raise ArgumentTypeError(str(error)) from error

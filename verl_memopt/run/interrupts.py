@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import logging
 import os
 import select
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+from verl_memopt.errors import UserError
 from verl_memopt.observe.files import written_aside
 
 logger = logging.getLogger(__name__)
@@ -231,6 +233,47 @@ class SignalWatch:
             kill_descendants()
         finally:
             os._exit(code)
+
+
+def guarded(command: Callable[[], int], watched: bool) -> int:
+    """Run a command and return its exit code. A user's error is printed without a traceback.
+
+    With ``watched``, signals are watched until the process ends, which it does in this call, unless its output cannot be written.
+    """
+    watch = SignalWatch() if watched else None
+    try:
+        _check_directory()
+        if watched:
+            _write_anything()
+        code = command()
+    except UserError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        code = error.exit_code
+    except SystemExit as error:
+        # Ray has a handler of its own while it starts. It ends this thread before the watch has begun to end the process.
+        if watch is not None and error.code == signal.SIGTERM:
+            watch.hold_while_ending(begins_within=5)
+        raise
+    finally:
+        if watch is not None:
+            watch.hold_while_ending()
+    if watched:
+        end_process(code)
+    return code
+
+
+def _check_directory() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UserError("the working directory was deleted. Change to one that exists.") from error
+
+
+def _write_anything() -> None:
+    # A character that the terminal's encoding lacks is written as its code.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def end_process(code: int) -> None:

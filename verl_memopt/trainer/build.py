@@ -14,6 +14,7 @@ from types import MappingProxyType
 from verl_memopt.algorithms.custom import check_custom, statistics_of
 from verl_memopt.algorithms.kl import EntropyController, KlController
 from verl_memopt.algorithms.records import WITH_GREEDY_RESPONSES, WITHOUT_BASELINE
+from verl_memopt.algorithms.rollout_correction import reads_entropy, update_gives_old_log_probs
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import Critic, Data, Model, ResourcePool, Settings, Trainer
 from verl_memopt.data.dataset import PromptDataset, PromptRow, PromptRows, build_dataset
@@ -30,6 +31,8 @@ from verl_memopt.model.packing_check import find_reward_model
 from verl_memopt.model.weights import load_model_config
 from verl_memopt.observe.run_folder import RunFolder, refuse_what_is_not_ours
 from verl_memopt.observe.samples import refuse_other_files
+from verl_memopt.plan.search import refuse_what_cannot_fit
+from verl_memopt.plan.verdict import beside_cache
 from verl_memopt.rewards.rules import check_rows
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore, check_driver
@@ -45,8 +48,6 @@ from verl_memopt.run.resume import (
 )
 from verl_memopt.run.run_lock import RunLock, hold
 from verl_memopt.trainer.correct_rollouts import BypassUpdate, MismatchCheck
-from verl_memopt.trainer.fit import beside_cache
-from verl_memopt.trainer.fit_search import refuse_what_cannot_fit
 from verl_memopt.trainer.group_filter import GroupFilter
 from verl_memopt.trainer.micro_batching import (
     MiniBatchCutter,
@@ -54,9 +55,7 @@ from verl_memopt.trainer.micro_batching import (
     adaptive_phases,
     budgets,
     critic_budgets,
-    reads_entropy,
     role_updates,
-    update_gives_old_log_probs,
 )
 from verl_memopt.trainer.replay import NoPrompts, mode_of, record_folder, replay_of, replayed_steps, written_dump
 from verl_memopt.trainer.rollouts import Generator, LogProbPass

@@ -1,9 +1,31 @@
-"""``python -m verl_memopt.trainer.main_ppo``: the training entry under verl's module name. It takes the same overrides."""
+"""``python -m verl_memopt.trainer.main_ppo``, verl's name for it: a run, from its command line to its exit code.
 
+Heavy packages are imported only where a run starts: a dry run needs none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import logging
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING
 
-from verl_memopt.cli import build_parser, guarded, run
+from verl_memopt.errors import ConfigError, DeviceMemoryError, HostMemoryError, UnreadableCheckpointError, UserError
+from verl_memopt.run.interrupts import guarded
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
+    from verl_memopt.data.python_rows import PythonRows
+    from verl_memopt.run.interrupts import Interrupts
+    from verl_memopt.trainer.listener import Listener
+    from verl_memopt.worker.ray_group import RayGroup
+
+ENTRIES = "ppo_trainer (the default: verl's defaults), rloo_trainer, grpo_trainer, or a file of --config-dir"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -13,6 +35,187 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments. None takes them from the command line, and then also watches for signals until the process ends.
     """
     return guarded(lambda: run(argv, build_parser("python -m verl_memopt.trainer.main_ppo")), watched=argv is None)
+
+
+def build_parser(
+    prog: str,
+    description: str = "Train a policy with PPO, RLOO, GRPO and others.",
+    config_name: str = "ppo_trainer",
+    entries: str = ENTRIES,
+) -> argparse.ArgumentParser:
+    usage = "%(prog)s [--config-name NAME] [--config-dir FOLDER] [--cfg job] [--until-it-fits] [key=value ...]"
+    parser = argparse.ArgumentParser(prog=prog, usage=usage, description=description)
+    parser.add_argument("--config-name", default=config_name, help=entries)
+    parser.add_argument("--config-dir", "--config-path", default=None, help="folder of a recipe's YAML")
+    parser.add_argument("--cfg", choices=["job"], help="print the resolved settings as YAML and exit")
+    parser.add_argument(
+        "--until-it-fits",
+        action="store_true",
+        help="when memory runs out, set what the error advises and start again, up to eight times",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="any setting, under verl's key names")
+    return parser
+
+
+def run(arguments: Sequence[str] | None, parser: argparse.ArgumentParser | None = None, estimator: str | None = None) -> int:
+    """Run the training that a command line asks for, and return its exit code.
+
+    Args:
+        arguments: None = those of this process.
+        parser: None = that of ``verl-memopt train``.
+        estimator: The only estimator that the entry accepts. None = any.
+    """
+    from verl_memopt.observe.log_setup import lasting_console, setup_logging
+
+    parser = parser or build_parser("verl-memopt train")
+    parsed = parser.parse_intermixed_args(arguments)
+    setup_logging(level=logging.INFO)
+    with lasting_console():
+        return _run(parsed, parser.prog, estimator)
+
+
+def _run(parsed: argparse.Namespace, prog: str, estimator: str | None) -> int:
+    from verl_memopt.config.loader import load_settings, log_objective, to_yaml
+    from verl_memopt.observe.files import folder_refusals
+
+    settings = load_settings(parsed.config_name, parsed.overrides, parsed.config_dir)
+    if estimator not in (None, settings.algorithm.adv_estimator):
+        raise ConfigError(
+            f"algorithm.adv_estimator={settings.algorithm.adv_estimator}: {prog} learns the responses of the dataset. Set "
+            f"algorithm.adv_estimator={estimator}, or use verl-memopt train."
+        )
+    log_objective(settings)
+    if settings.debug.mode == "dry" and parsed.cfg is None:
+        from verl_memopt.plan.verdict import say_verdict
+
+        say_verdict(settings)
+    if parsed.cfg is not None or settings.debug.mode == "dry":
+        sys.stdout.write(to_yaml(settings))
+        return 0
+    with folder_refusals(str(settings.trainer.default_local_dir)):
+        if not parsed.until_it_fits:
+            more = "\n  Or add --until-it-fits to the command: it finds settings that fit, and prints them"
+            return train_or_advise(settings, more)
+        from verl_memopt.plan.until_it_fits import CommandLine, train_until_it_fits
+
+        return train_until_it_fits(CommandLine(prog, parsed.config_name, parsed.config_dir, tuple(parsed.overrides)), train)
+
+
+def train_or_advise(settings: Settings, more: str = "", listener: Listener | None = None, rows: PythonRows | None = None) -> int:
+    """Train as :func:`train`. An out-of-memory error also gets the settings that together make room, and ``more``."""
+    try:
+        return train(settings, listener, rows)
+    except (DeviceMemoryError, HostMemoryError) as error:
+        from verl_memopt.plan.until_it_fits import set_together
+
+        error.args = (f"{error}{set_together(error, settings)}{more}",)
+        raise
+
+
+def train(settings: Settings, listener: Listener | None = None, rows: PythonRows | None = None) -> int:
+    """Run training and return the exit code: 0 when done; 130, 143 or 129 when a signal stopped it.
+
+    With ``trainer.resume_mode=auto`` a checkpoint that cannot be loaded is skipped, and the run resumes at the one before.
+    Everything that was started has ended when it returns or raises.
+
+    Args:
+        settings: Of the run.
+        listener: Called at each step. It may stop the run.
+        rows: The training rows, if they are a stream of this process.
+    """
+    from verl_memopt.model.folder import resolve_folder
+    from verl_memopt.observe.own_files import private_files
+    from verl_memopt.run.interrupts import process_interrupts
+
+    model = settings.actor_rollout_ref.model  # before Ray's processes start, which would wait for the hub
+    resolve_folder(model.path, "actor_rollout_ref.model.path", bool(model.trust_remote_code))
+    with private_files(settings.trainer.private_files), process_interrupts() as interrupts:
+        unreadable: dict[int, str] = {}
+        while True:
+            with _begun_workers(settings) as begun:
+                try:
+                    return _train(settings, begun, unreadable, interrupts, listener, rows)
+                except UnreadableCheckpointError as error:
+                    if settings.trainer.resume_mode != "auto":
+                        raise
+                    # The workers that failed to load it are in no known state, so new ones load the one before.
+                    unreadable[error.step] = error.fault
+
+
+def _train(
+    settings: Settings,
+    begun: RayGroup | None,
+    unreadable: dict[int, str],
+    interrupts: Interrupts,
+    listener: Listener | None,
+    rows: PythonRows | None,
+) -> int:
+    from verl_memopt.observe.phase import PhaseClock
+    from verl_memopt.trainer.build import build_run
+    from verl_memopt.trainer.loop import TrainingLoop, start_rewards, start_workers
+    from verl_memopt.trainer.replay import debug_settings, mode_of
+    from verl_memopt.trainer.reporter import Reporter
+
+    settings, clock = debug_settings(settings), PhaseClock()
+    custom, reward_model, scores = settings.custom_reward_function, settings.reward_model, mode_of(settings).scores
+    context = build_run(settings, unreadable, rows)
+    with (
+        context.lock,
+        start_rewards(custom, reward_model, context.environment.run_dir) if scores else nullcontext() as rewards,
+        Reporter(context, clock) as reporter,
+    ):
+        try:
+            if begun is not None:  # this process only waits while Ray's start their engines
+                _import_aside("matplotlib.backends.backend_agg")
+            with start_workers(context, clock, begun) as workers:
+                TrainingLoop(context, workers, rewards, reporter, interrupts, listener).run()
+                reporter.draw_aside()
+        except KeyboardInterrupt:
+            reporter.say("stopped at once; a new start resumes at the last checkpoint")
+        except UnreadableCheckpointError:
+            raise
+        except UserError:
+            reporter.say(f"the record so far: {reporter.folder.path}")
+            raise
+        reporter.finish()
+        return interrupts.exit_code or 0
+
+
+@contextmanager
+def _begun_workers(settings: Settings) -> Iterator[RayGroup | None]:
+    """Start Ray's processes, which import what a worker needs while this process checks the run. None without Ray."""
+    if settings.trainer.worker_group != "ray" or settings.debug.mode != "off":
+        yield None
+        return
+    from verl_memopt.run.builds import device_of
+    from verl_memopt.run.processes import uncollected
+    from verl_memopt.worker.ray_group import group_of
+
+    device = device_of(settings.trainer.device)
+    ahead = ("verl_memopt.worker.worker:import_ahead", settings.actor_rollout_ref.rollout.name, device)
+    group = group_of(settings, device, ahead)
+    try:
+        # Not before Ray runs: on two cores its start, the first link of the chain, would take half as long again.
+        with uncollected():
+            importlib.import_module("verl_memopt.trainer.loop")
+        gc.freeze()  # during the run no collection looks through what was imported
+        yield group
+    finally:
+        group.shutdown()
+        gc.unfreeze()
+
+
+def _import_aside(module: str) -> threading.Thread:
+    # An error shows again at the next import of the module, which is not in a thread.
+    from verl_memopt.run.processes import uncollected
+
+    def quietly() -> None:
+        with suppress(Exception), uncollected():
+            importlib.import_module(module)
+
+    thread = threading.Thread(target=quietly, name=f"imports {module}")
+    thread.start()
+    return thread
 
 
 if __name__ == "__main__":

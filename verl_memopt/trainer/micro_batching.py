@@ -10,12 +10,10 @@ from itertools import groupby, pairwise
 
 import torch
 
-from verl_memopt.algorithms.custom import inputs_of, statistics_of
 from verl_memopt.algorithms.kl import EntropyController
 from verl_memopt.algorithms.records import LOSSES, load
-from verl_memopt.algorithms.rollout_correction import corrects_before_update
 from verl_memopt.algorithms.rows import GlobalCounts
-from verl_memopt.config.schema import Actor, ActorRolloutRef, Algorithm, Critic, Ref, Rollout, Settings
+from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, Ref, Rollout, Settings
 from verl_memopt.data.batch import RolloutBatch, token_index
 from verl_memopt.errors import ConfigError, TrainingError
 from verl_memopt.memory.knob import reference_ranks
@@ -124,20 +122,6 @@ def adaptive_phases(settings: Settings) -> tuple[str, ...]:
         "reward": rewards.adaptive_token_budget and (rewards.use_dynamic_bsz or rewards.recipe is not None),
     }
     return tuple(phase for phase, learns in adaptive.items() if learns)
-
-
-def update_gives_old_log_probs(actor: Actor, train_batch_size: int, algorithm: Algorithm) -> bool:
-    """Return whether the forward of the only optimizer step gives the old log-probs, so that no pass for them is needed."""
-    once = actor.ppo_epochs == 1 and train_batch_size == actor.ppo_mini_batch_size
-    read_before = algorithm.use_kl_in_reward or algorithm.use_pf_ppo or corrects_before_update(algorithm.rollout_correction)
-    read_before |= reads_entropy(actor, algorithm) or LOSSES[actor.policy_loss.loss_mode].selects is not None
-    read_before |= "old_log_probs" in inputs_of(algorithm) or bool(statistics_of(algorithm))
-    return actor.old_log_prob_pass == "auto" and once and not read_before
-
-
-def reads_entropy(actor: Actor, algorithm: Algorithm) -> bool:
-    # It is the pass for old log-probs that computes the entropy.
-    return actor.calculate_entropy or algorithm.top_entropy_quantile < 1
 
 
 def mini_batch_rows(num_prompts: int, samples: int, prompts_per_mini: int, shuffle_seed: int | None) -> list[list[int]]:

@@ -12,8 +12,8 @@ from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
 from tests.tensors import whole_of
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import ActorRolloutRef
-from verl_memopt.memory.formulas import Shapes
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.plan.formulas import Shapes
 from verl_memopt.worker.trained_model import micro_batch
 
 ON, OFF = {"prune_last_block": True}, {"prune_last_block": False}

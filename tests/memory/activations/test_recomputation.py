@@ -14,10 +14,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from tests.memory.recomputed import DOUBLE, EPS, ROUNDING, drawn, gradients, plain_norm, relative, saved_by
 from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
-from verl_memopt.memory.formulas import PRODUCT_ROWS
 from verl_memopt.memory.fused import JOINS
 from verl_memopt.memory.lora_torch import LoraLinear
 from verl_memopt.memory.quantized_frozen_torch import quantize_blocks
+from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS
 from verl_memopt.memory.recompute_elementwise_torch import (
     RMSNorm,
     Rows,

@@ -15,12 +15,13 @@ from verl_memopt.config.schema import ActorRolloutRef, Model, TrainedFsdp
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
-from verl_memopt.memory.formulas import Shapes, key_copies
 from verl_memopt.memory.lora_torch import initialize_adapters
+from verl_memopt.memory.sequence_parallel import key_copies
 from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.byte_tracker import DEVICE
+from verl_memopt.plan.formulas import Shapes
 from verl_memopt.worker.policy import Policy
 
 CPU = torch.device("cpu")

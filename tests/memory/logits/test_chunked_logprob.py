@@ -12,9 +12,9 @@ from verl_memopt.algorithms.estimators import SUM_PI_SQUARED
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Model, PolicyLoss, TrainedFsdp
 from verl_memopt.memory.chunked_logprob import FREE_TILE, KNOB, _saved, logit_bytes
 from verl_memopt.memory.chunked_logprob_torch import _assert_as_precomputed, head_log_probs
-from verl_memopt.memory.formulas import Shapes
 from verl_memopt.memory.logit_tiles import Head, Statistic, TokenStatistics
 from verl_memopt.observe.byte_tracker import ByteTracker
+from verl_memopt.plan.formulas import Shapes
 
 VOCAB, WIDTH = 37, 5
 

@@ -26,7 +26,7 @@ from recipe.rlt.make_toy import (
 from tests.end_to_end.runs import lines_of
 from tests.recipe.rlt import naive
 from tests.rlt import AR, data_of, write
-from verl_memopt.cli import sft, train
+from verl_memopt.cli import sft
 from verl_memopt.config.loader import load_settings, settings_from_mapping
 from verl_memopt.data.batch import Ragged
 from verl_memopt.data.encoder import tokenize
@@ -36,6 +36,7 @@ from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.recipes.rlt.dataset import FORMATS, NO_TRACE, STRATOS, RltDataset, RltPrompts, RltRecord, teacher_rows
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student_rows import END, PREFIX, StudentEncoder
+from verl_memopt.trainer.main_ppo import train
 
 RECORD = RltRecord("1+1?", "2", "one and one", "f:1")
 

@@ -9,13 +9,14 @@ import torch
 from tests.end_to_end.runs import lines_of
 from tests.recipe.rlt.test_student_pass import CPU, HEAT, encode, plain_lm, random_samples
 from tests.rlt import brief_toy, settings_of, write
-from verl_memopt.cli import main, train
+from verl_memopt.cli import main
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.tiny import make_tiny_model
 from verl_memopt.recipes.rlt.score_command import ScoringWorker, read_explanations, reward_settings, with_ranks
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import Student, student_batch, student_micro_batches, teacher_batch
 from verl_memopt.recipes.rlt.student_rows import SOLUTION, THINK
+from verl_memopt.trainer.main_ppo import train
 from verl_memopt.worker.group import LocalGroup
 
 SHORT = "tag_format=short"

@@ -15,18 +15,20 @@ from benchmarks.gpu.reach_cases import size_of as shape_size
 from benchmarks.gpu_cost.one_copy import settings_of
 from benchmarks.gpu_cost.update import Case
 from tests.forked import call_on_fake_gpu
-from verl_memopt.cli import main, train
+from verl_memopt.cli import main
 from verl_memopt.config.keys import value_at
 from verl_memopt.config.loader import load_settings
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.fit import CARDS, CONTEXT, Sizes, predict
-from verl_memopt.memory.formulas import Pass
+from verl_memopt.memory.cards import CARDS
 from verl_memopt.memory.lora import adapter_params
+from verl_memopt.model.sizes import size_of
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
-from verl_memopt.model.weights import size_of
+from verl_memopt.plan.formulas import Pass, Shapes
+from verl_memopt.plan.peaks import CONTEXT, Sizes, predict
+from verl_memopt.plan.search import find_out
+from verl_memopt.plan.verdict import Card, beside_cache, judge, known_card
 from verl_memopt.trainer.build import build_run
-from verl_memopt.trainer.fit import Card, beside_cache, judge, known_card
-from verl_memopt.trainer.fit_search import find_out
+from verl_memopt.trainer.main_ppo import train
 
 QUICK = (3, 6, 7, 8, 13, 15, 28, 34, 36, 39)
 """Draws of RLOO, GRPO with a KL, PPO and LoRA with random knobs that take the least time."""
@@ -305,7 +307,7 @@ def test_ranks_that_share_weights_with_their_engines_hold_no_more_than_was_predi
     assert step.keys() >= {"old_log_prob", "update_actor", "update_weights"}
     assert more_than(of_tensors, step) == {}
     assert "gathered" not in step["update_actor"]["bus"]
-    shapes = shape_size(shape).shapes(settings.actor_rollout_ref, Pass(1, 1, 1, 1), "cuda")
+    shapes = Shapes.of(shape_size(shape), settings.actor_rollout_ref, Pass(1, 1, 1, 1), "cuda")
     updated = 4 * adapter_params(shapes) if more[: len(ADAPTERS)] == ADAPTERS else 2 * shapes.params
     assert step["update_weights"]["bus"]["gathered"] == pytest.approx(updated * 7 / 8, rel=1e-3)
     assert step["update_weights"]["peak"] == pytest.approx(of_tensors["update_weights"], rel=0.02)

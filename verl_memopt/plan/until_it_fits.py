@@ -25,16 +25,16 @@ from verl_memopt.config.secrets import argument_without_secrets
 from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import ConfigError, DeviceMemoryError, HostMemoryError, OutOfMemory, UserError
 from verl_memopt.memory.critic_rules import has_critic, own_pools, twin
-from verl_memopt.memory.formulas import Pass
 from verl_memopt.memory.host_buffers import GIB
 from verl_memopt.memory.knob import longest_sample, needs_reference, sequence_ranks
 from verl_memopt.memory.param_offload import REFERENCE_KEY, SCORER_KEY, STREAM
 from verl_memopt.memory.streamed_params import may_stream
-from verl_memopt.model.weights import size_of
+from verl_memopt.model.sizes import size_of
 from verl_memopt.observe.phase import MIB
+from verl_memopt.plan.formulas import Pass, Shapes
+from verl_memopt.plan.search import Search, silent
+from verl_memopt.plan.verdict import Card
 from verl_memopt.run.interrupts import process_interrupts
-from verl_memopt.trainer.fit import Card
-from verl_memopt.trainer.fit_search import Search, silent
 
 logger = logging.getLogger(__name__)
 
@@ -319,7 +319,7 @@ def _tiles_save(settings: Settings, half: bool = False) -> bool:
         tiled = replace(roles.model.tiled_mlp, enabled=tiles)
         model = replace(roles.model, tiled_mlp=tiled, enable_gradient_checkpointing=True)
         with_tiles = replace(roles, model=model, actor=actor)
-        return size.shapes(with_tiles, work, resolve_device(settings.trainer.device)).activation_bytes
+        return Shapes.of(size, with_tiles, work, resolve_device(settings.trainer.device)).activation_bytes
 
     return held(True) < held(False)
 

@@ -7,16 +7,17 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.fit_search import compare, draw
-from tests.trainer.test_fit import TWO_COPIES, rloo, said
+from tests.plan.test_peaks import TWO_COPIES, rloo, said
 from verl_memopt.cli import main
 from verl_memopt.config.keys import value_at
 from verl_memopt.config.loader import PACKAGED, load_settings
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.formulas import PUBLISHED, ModelSize
-from verl_memopt.memory.profiles import gigabytes, profile_named
-from verl_memopt.trainer.fit import Card, judge
-from verl_memopt.trainer.fit_levers import levers_of
-from verl_memopt.trainer.fit_search import find_out
+from verl_memopt.memory.cards import gigabytes
+from verl_memopt.memory.profiles import profile_named
+from verl_memopt.model.sizes import PUBLISHED, ModelSize
+from verl_memopt.plan.levers import levers_of
+from verl_memopt.plan.search import find_out
+from verl_memopt.plan.verdict import Card, judge
 
 AR = "actor_rollout_ref"
 LLAMA_70B = ModelSize(8192, 28_672, 80, 64, 8, 128, 128_256, False, positions=2**17)

@@ -1,8 +1,8 @@
 """Estimate the seconds of a step, phase by phase, from counted FLOPs and bytes and the rates of a machine.
 
-Every row has its longest length, as in ``fit.py``. A phase computes and reads at once, and takes the longer of the two; copies to
-the host and back are added, except those of a phase that hides them. Reward functions, checkpoints and exchanges between devices
-are not counted. The rates of a named card are its datasheet's, times what programs usually reach of them.
+Every row has its longest length, as in ``peaks.py``. A phase computes and reads at once, and takes the longer of the two; copies
+to the host and back are added, except those of a phase that hides them. Reward functions, checkpoints and exchanges between
+devices are not counted. The rates of a named card are its datasheet's, times what programs usually reach of them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from verl_memopt.config.schema import Actor, Critic, CriticModel, Model, Settings, TrainedFsdp
-from verl_memopt.memory.formulas import ModelSize, Pass, width
+from verl_memopt.memory.cards import Datasheet
 from verl_memopt.memory.knob import data_ranks, num_devices
 from verl_memopt.memory.lora import adapter_params
 from verl_memopt.memory.param_offload import STREAM
+from verl_memopt.memory.precision import width
 from verl_memopt.memory.rollout_memory import kv_bytes_per_token
 from verl_memopt.memory.shared_weights import why_not
+from verl_memopt.model.sizes import ModelSize
+from verl_memopt.plan.formulas import Pass, Shapes
 
 REACHED_PRODUCTS, REACHED_MEMORY, REACHED_BUS = 0.5, 0.8, 0.8
 """Shares of a datasheet's rates that large products, elementwise kernels and pinned copies usually reach."""
@@ -51,30 +54,11 @@ class Rates:
         return self.fp32_flops if width(dtype) == 4 else self.half_flops
 
 
-def _datasheet(name: str, half: float, fp32: float, memory: float, bus: float) -> Rates:
-    reached = (half * 1e12 * REACHED_PRODUCTS, fp32 * 1e12 * REACHED_PRODUCTS)
-    read = memory * 1e9 * REACHED_MEMORY
-    return Rates(name, *reached, read, bus * 1e9 * REACHED_BUS, read / SAMPLED_BYTES)
+def rates_of(card: Datasheet) -> Rates:
+    half, fp32 = (teraflops * 1e12 * REACHED_PRODUCTS for teraflops in (card.half, card.fp32))
+    read = card.memory * 1e9 * REACHED_MEMORY
+    return Rates(card.name, half, fp32, read, card.bus * 1e9 * REACHED_BUS, read / SAMPLED_BYTES)
 
-
-PCIE_4, PCIE_5 = 31.5, 63.0
-"""GB a second one way, of 16 lanes."""
-DATASHEETS: dict[str, tuple[Rates, ...]] = {
-    "12g": (_datasheet("RTX 4070", 58.3, 29.1, 504, PCIE_4),),
-    "16g": (_datasheet("RTX 4080", 97.5, 48.7, 717, PCIE_4),),
-    "24g": (
-        _datasheet("RTX 3090", 71, 35.6, 936, PCIE_4), _datasheet("RTX 4090", 165, 82.6, 1008, PCIE_4),
-        _datasheet("L4", 121, 30.3, 300, PCIE_4),
-    ),
-    "32g": (_datasheet("RTX 5090", 209.5, 104.8, 1792, PCIE_5),),
-    "40g": (_datasheet("A100 40 GB", 312, 19.5, 1555, PCIE_4),),
-    "48g": (_datasheet("L40S", 362, 91.6, 864, PCIE_4),),
-    "80g": (_datasheet("A100 80 GB", 312, 19.5, 2039, PCIE_4), _datasheet("H100", 989, 67, 3350, PCIE_5)),
-    "141g": (_datasheet("H200", 989, 67, 4800, PCIE_5),),
-    "180g": (_datasheet("B200", 2250, 75, 8000, PCIE_5),),
-}  # fmt: skip
-"""Size of a card -> cards of that size: dense bfloat16 and fp32 TFLOP/s, GB/s of memory and of the bus, as their makers print
-them. Not measured."""
 
 FORWARD_CALLS, BACKWARD_CALLS, DECODE_CALLS, STEP_CALLS = 60, 120, 76, 300
 """Small operations of a block in a forward, in a backward and in transformers' step of a token, and of it beside blocks.
@@ -143,7 +127,7 @@ class _Step:
 
     def _flops(self, of: Lengths) -> tuple[float, float]:
         size = self.size
-        linear = size.shapes(self.settings.actor_rollout_ref, Pass(1, 1, 1, 1), self.device).linear_params
+        linear = Shapes.of(size, self.settings.actor_rollout_ref, Pass(1, 1, 1, 1), self.device).linear_params
         attention = 4 * size.layers * size.heads * size.head_dim * of.pairs
         return 2 * linear * of.tokens + attention, 2 * size.hidden * size.vocab * of.rows * of.response
 
@@ -245,7 +229,7 @@ class _Step:
         roles = self.settings.actor_rollout_ref
         if not roles.model.lora_rank:
             return self.size.params
-        return adapter_params(self.size.shapes(roles, Pass(1, 1, 1, 1), self.device))
+        return adapter_params(Shapes.of(self.size, roles, Pass(1, 1, 1, 1), self.device))
 
     @property
     def _gradients(self) -> float:

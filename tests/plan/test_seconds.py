@@ -10,8 +10,9 @@ from benchmarks.gpu.reach_cases import size_of as shape_size
 from benchmarks.update_pass.flops import floor
 from benchmarks.update_pass.work import Batch
 from verl_memopt.config.loader import load_settings
-from verl_memopt.memory.seconds import DATASHEETS, Rates, seconds_of
-from verl_memopt.trainer.calibrate import lines, measure, rates_of_machine, store
+from verl_memopt.memory.cards import DATASHEETS
+from verl_memopt.plan.calibrate import lines, measure, rates_of_machine, store
+from verl_memopt.plan.seconds import Rates, rates_of, seconds_of
 
 AR = "actor_rollout_ref"
 FREE = 1e30
@@ -77,7 +78,7 @@ def test_small_micro_batches_cost_launches():
 
 def test_every_faster_card_takes_less_time():
     order = ("RTX 4090", "RTX 5090", "H100", "H200", "B200")
-    of = {rates.name: rates for cards in DATASHEETS.values() for rates in cards}
+    of = {card.name: rates_of(card) for cards in DATASHEETS.values() for card in cards}
     totals = [sum(seconds(rates=of[name]).values()) for name in order]
     assert totals == sorted(totals, reverse=True)
     assert not any(rates.is_measured for rates in of.values())

@@ -3,49 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
 
-from verl_memopt.errors import ConfigError
-
-if TYPE_CHECKING:
-    from verl_memopt.config.schema import ActorRolloutRef
-
-PRODUCT_ROWS = {"cpu": 2048, "cuda": 8192}
-"""Tokens at most in a tile of a block's products in backward: enough for its products to be as fast as whole ones."""
-
-TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**23}
-NARROW_TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
-"""Elements of a tile of rows that elementwise statements run over: what fits in a core's cache, or keeps a GPU busy for longer
-than a kernel launch takes. Narrow tiles are for statements that create nothing in fp32."""
-
-ATTENTION_ELEMENTS = {"cpu": 0, "cuda": 2**21}
-"""Elements of queries in a call of attention that takes several key heads, or segments of several lengths: enough to keep a GPU
-busy for longer than its launches take. A CPU launches nothing, and computes one key head and one length at a time."""
+from verl_memopt.config.schema import ActorRolloutRef
+from verl_memopt.memory.fused import NARROW_TILE_ELEMENTS, TILE_ELEMENTS
+from verl_memopt.memory.precision import width
+from verl_memopt.memory.quantized_frozen import row_bytes
+from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS
+from verl_memopt.memory.sequence_parallel import key_copies
+from verl_memopt.model.attention_dense import ATTENTION_ELEMENTS, key_heads_at_once
+from verl_memopt.model.sizes import ModelSize
 
 
-class Format(NamedTuple):
-    bits: int
-    group: int  # weights along the input that share an fp32 scale
+@dataclass(frozen=True)
+class Pass:
+    """The largest micro-batch of a pass on one rank, and the tokens of all its micro-batches."""
 
-
-FORMATS = {"int8": Format(8, 128), "nf4": Format(4, 64)}
-"""Formats of quantised weights."""
-
-
-QUANTIZED_AT_ONCE = 2**22
-"""Elements of a weight that are quantised at a time as it is loaded."""
-
-
-def groups_of(kind: str, width: int) -> int:
-    return -(-width // FORMATS[kind].group)
-
-
-def code_bytes(kind: str, width: int) -> int:
-    return groups_of(kind, width) * FORMATS[kind].group * FORMATS[kind].bits // 8
-
-
-def row_bytes(kind: str, width: int) -> int:
-    return code_bytes(kind, width) + 4 * groups_of(kind, width)
+    tokens: int
+    responses: int
+    rows: int
+    all_tokens: int
+    prefix: int = 0
+    """Tokens of a prompt whose answers may lie in several micro-batches, which then read its prefix KV."""
+    alone: bool = False
+    """It is the only micro-batch of its optimizer step, so that no gradients exist when it begins."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +58,14 @@ class Shapes:
     """n, its prompts and answers that attention takes as sequences."""
     device: str = "cpu"
     """Where it is computed: ``cpu`` or ``cuda``."""
+
+    @classmethod
+    def of(cls, size: ModelSize, roles: ActorRolloutRef, work: Pass, device: str) -> Shapes:
+        return cls(
+            settings=roles, layers=size.layers, hidden=size.hidden, mlp=size.mlp, heads=size.heads, kv_heads=size.kv_heads,
+            head_dim=size.head_dim, vocab=size.vocab, params=size.params, block_params=size.block_params, tied=size.tied,
+            tokens=work.tokens, responses=work.responses, segments=work.rows, device=device,
+        )  # fmt: skip
 
     @property
     def compiles(self) -> bool:
@@ -422,118 +410,3 @@ class Shapes:
         norms = (4 + 2 * b) * (2 * self.hidden + query + key)  # of each input, norm and output the first is fp32
         kept = norms + b * (query + key + (4 * self.mlp if model.mlp_tiles is None else 0))
         return self.tokens * kept + self.exchanged_bytes
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    hidden: int
-    mlp: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    tied: bool
-    """One matrix is embedding and LM head."""
-    qkv_bias: bool = False
-    """Projections of queries, keys and values have a bias (Qwen2)."""
-    qk_norm: bool = False
-    """Queries and keys of a head are normalised (Qwen3)."""
-    slides: bool = False
-    """Attention slides over a window, so that answers cannot share a prompt."""
-    prunes: bool = True
-    """Its last block can leave out outputs that nothing reads (``prune_last_block``)."""
-    positions: int | None = None
-    """Tokens of the longest sequence by its config; None = unknown."""
-    counted: tuple[int, int] | None = None
-    """(parameters, those of a block) of a model that was built without storage; None = from the sizes."""
-
-    @property
-    def widest(self) -> int:
-        # The shorter side is `hidden`.
-        return max(self.mlp, self.heads * self.head_dim)
-
-    @property
-    def block_params(self) -> int:
-        if self.counted is not None:
-            return self.counted[1]
-        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = 2 * self.hidden * (query + key) + self.qkv_bias * (query + 2 * key) + self.qk_norm * 2 * self.head_dim
-        return attention + 3 * self.hidden * self.mlp + 2 * self.hidden
-
-    @property
-    def params(self) -> int:
-        if self.counted is not None:
-            return self.counted[0]
-        return self.vocab * self.hidden * (1 if self.tied else 2) + self.layers * self.block_params + self.hidden
-
-    def shapes(self, roles: ActorRolloutRef, work: Pass, device: str) -> Shapes:
-        return Shapes(
-            settings=roles, layers=self.layers, hidden=self.hidden, mlp=self.mlp, heads=self.heads, kv_heads=self.kv_heads,
-            head_dim=self.head_dim, vocab=self.vocab, params=self.params, block_params=self.block_params, tied=self.tied,
-            tokens=work.tokens, responses=work.responses, segments=work.rows, device=device,
-        )  # fmt: skip
-
-
-PUBLISHED = {
-    "Qwen/Qwen2.5-0.5B-Instruct": ModelSize(896, 4864, 24, 14, 2, 64, 151_936, True, qkv_bias=True, positions=2**15),
-    "Qwen/Qwen2.5-1.5B-Instruct": ModelSize(1536, 8960, 28, 12, 2, 128, 151_936, True, qkv_bias=True, positions=2**15),
-    "Qwen/Qwen2.5-3B-Instruct": ModelSize(2048, 11_008, 36, 16, 2, 128, 151_936, True, qkv_bias=True, positions=2**15),
-    "Qwen/Qwen2.5-7B-Instruct": ModelSize(3584, 18_944, 28, 28, 4, 128, 152_064, False, qkv_bias=True, positions=2**15),
-    "Qwen/Qwen2.5-14B-Instruct": ModelSize(5120, 13_824, 48, 40, 8, 128, 152_064, False, qkv_bias=True, positions=2**15),
-    "Qwen/Qwen2.5-32B-Instruct": ModelSize(5120, 27_648, 64, 40, 8, 128, 152_064, False, qkv_bias=True, positions=2**15),
-    "Qwen/Qwen3-0.6B": ModelSize(1024, 3072, 28, 16, 8, 128, 151_936, True, qk_norm=True, positions=40_960),
-    "Qwen/Qwen3-1.7B": ModelSize(2048, 6144, 28, 16, 8, 128, 151_936, True, qk_norm=True, positions=40_960),
-    "Qwen/Qwen3-4B": ModelSize(2560, 9728, 36, 32, 8, 128, 151_936, True, qk_norm=True, positions=40_960),
-    "Qwen/Qwen3-8B": ModelSize(4096, 12_288, 36, 32, 8, 128, 151_936, False, qk_norm=True, positions=40_960),
-    "Qwen/Qwen3-14B": ModelSize(5120, 17_408, 40, 40, 8, 128, 151_936, False, qk_norm=True, positions=40_960),
-    "Qwen/Qwen3-32B": ModelSize(5120, 25_600, 64, 64, 8, 128, 151_936, False, qk_norm=True, positions=40_960),
-    "meta-llama/Llama-3.2-1B-Instruct": ModelSize(2048, 8192, 16, 32, 8, 64, 128_256, True, positions=2**17),
-    "meta-llama/Llama-3.2-3B-Instruct": ModelSize(3072, 8192, 28, 24, 8, 128, 128_256, True, positions=2**17),
-}
-"""Hub id -> sizes, of the models of the presets ``model=``, so that nothing is fetched."""
-
-
-@dataclass(frozen=True)
-class Pass:
-    """The largest micro-batch of a pass on one rank, and the tokens of all its micro-batches."""
-
-    tokens: int
-    responses: int
-    rows: int
-    all_tokens: int
-    prefix: int = 0
-    """Tokens of a prompt whose answers may lie in several micro-batches, which then read its prefix KV."""
-    alone: bool = False
-    """It is the only micro-batch of its optimizer step, so that no gradients exist when it begins."""
-
-
-def key_heads_at_once(elements: int, kv_heads: int, tile: int) -> int:
-    """Return how many of ``kv_heads`` key heads attention computes at once: a divisor of them, so that all calls have one width.
-
-    ``elements`` counts the query elements that share a key head, and ``tile`` is the most that one call may have.
-    """
-    most = min(max(tile // max(elements, 1), 1), kv_heads)
-    return next(count for count in range(most, 0, -1) if kv_heads % count == 0)
-
-
-def check_heads(heads: int, ranks: int, key: str) -> None:
-    if heads % ranks:
-        possible = " or ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
-        raise ConfigError(f"{key}={ranks}: the model's {heads} query heads do not divide over the ranks. Set {possible}.")
-
-
-def key_copies(heads: int, kv_heads: int, ranks: int) -> int:
-    """How often each key head is repeated so that key heads divide over the ranks; query heads must divide."""
-    assert heads % ranks == 0, (heads, ranks)
-    shared = heads // kv_heads
-    return next(copies for copies in range(1, shared + 1) if shared % copies == 0 and kv_heads * copies % ranks == 0)
-
-
-def width(dtype: str) -> int:
-    """Bytes of an element of a dtype, by its name in the settings."""
-    return 4 if dtype in ("fp32", "float32") else 2
-
-
-def activation_saving(before: Shapes, after: Shapes) -> float:
-    return before.activation_bytes - after.activation_bytes

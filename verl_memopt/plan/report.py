@@ -14,12 +14,12 @@ from verl_memopt.config.keys import replaced, shown
 from verl_memopt.config.schema import Settings
 from verl_memopt.memory.critic_rules import has_critic, own_pools
 from verl_memopt.memory.knob import devices_of, num_devices
-from verl_memopt.memory.seconds import Rates
 from verl_memopt.observe.phase import GIB
-from verl_memopt.trainer.fit import Card, FitVerdict, machines, seconds_with
-from verl_memopt.trainer.fit_levers import BUDGET
-from verl_memopt.trainer.fit_search import LONGEST, Findings, Step, find_out
-from verl_memopt.trainer.until_it_fits import CommandLine
+from verl_memopt.plan.levers import BUDGET
+from verl_memopt.plan.search import LONGEST, Findings, Step, find_out
+from verl_memopt.plan.seconds import Rates
+from verl_memopt.plan.until_it_fits import CommandLine
+from verl_memopt.plan.verdict import Card, FitVerdict, machines, seconds_with
 
 
 def as_json(settings: Settings, found: Findings, line: CommandLine) -> dict[str, Any]:

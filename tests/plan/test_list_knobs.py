@@ -10,8 +10,8 @@ from tools.knobs_page import page
 from verl_memopt.config.keys import leaf_types, value_at
 from verl_memopt.config.schema import Settings
 from verl_memopt.memory.knob import as_json, knob_named, knobs
-from verl_memopt.memory.list_knobs import Saved, example_of, print_knob, print_knobs
 from verl_memopt.memory.profiles import PROFILES
+from verl_memopt.plan.list_knobs import Saved, example_of, print_knob, print_knobs
 
 KEYS = set(leaf_types())
 EACH = pytest.mark.parametrize("knob", knobs(), ids=lambda knob: knob.name)

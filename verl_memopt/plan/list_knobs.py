@@ -77,7 +77,7 @@ def _plain(text: str) -> str:
 
 # What each knob saved in one measured ladder.
 #
-# ``python -m verl_memopt.memory.list_knobs LADDER.json`` prints ``verl_memopt/memory/example.json`` anew.
+# ``python -m verl_memopt.plan.list_knobs LADDER.json`` prints ``verl_memopt/plan/example.json`` anew.
 
 MIB = 2**20
 _FILE = Path(__file__).with_name("example.json")

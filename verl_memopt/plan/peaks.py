@@ -16,16 +16,19 @@ from typing import Any, Literal
 from verl_memopt.config.keys import value_at
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, CriticModel, Fsdp, Model, Settings, TrainedFsdp
 from verl_memopt.memory.critic_rules import CRITIC_PHASES, has_critic, own_pools
-from verl_memopt.memory.formulas import QUANTIZED_AT_ONCE, ModelSize, Pass, width
-from verl_memopt.memory.held import Held, Kinds, largest, sum_kinds
 from verl_memopt.memory.host_buffers import ALIGNMENT, GIB
 from verl_memopt.memory.knob import devices_of, needs_reference, sequence_ranks
 from verl_memopt.memory.lora import slot_rank
+from verl_memopt.memory.precision import width
+from verl_memopt.memory.quantized_frozen import QUANTIZED_AT_ONCE
 from verl_memopt.memory.residency import CRITIC, NEEDS, POLICY, REFERENCE, REWARD_MODEL
 from verl_memopt.memory.rollout_memory import AUTO, kv_bytes_per_token, sampler_bytes
 from verl_memopt.memory.shared_weights import why_not
 from verl_memopt.memory.token_budget import Role, sizes_of
+from verl_memopt.model.sizes import ModelSize
 from verl_memopt.observe.phase import MIB
+from verl_memopt.plan.formulas import Pass
+from verl_memopt.plan.held import Held, Kinds, largest, sum_kinds
 
 CONTEXT = round(1.3 * GIB)
 """Of a process on a GPU beside torch's allocator: CUDA context, libraries, what a sleeping engine keeps (reported by others)."""
@@ -39,10 +42,6 @@ OTHER = 2**17
 """Small tensors of all kinds: rotary frequencies, counters, seeds, indices of tokens."""
 CHECK_TOKENS, CHECK_RESPONSES = 80, 48
 """Tokens of the forwards that compare packed rows when a model is built (``model/packing_check.py``), and answers of them."""
-
-
-CARDS = {"12g": 12_282, "16g": 15_360, "24g": 23_028, "32g": 32_607, "48g": 46_068, "80g": 81_559, "141g": 143_771}
-"""Profile -> MiB that nvidia-smi reports for a card of that size; where cards differ, one of the smaller ones (an A10 at 24g)."""
 
 
 @dataclass(frozen=True)

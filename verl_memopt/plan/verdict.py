@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_memopt.algorithms.records import SFT
+from verl_memopt.algorithms.rollout_correction import update_gives_old_log_probs
 from verl_memopt.config.schema import Model, Settings
 from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.cards import CARDS, DATASHEETS, check_card, gigabytes
 from verl_memopt.memory.critic_rules import has_critic
-from verl_memopt.memory.fit import CARDS, Peaks, Sizes, bytes_beside_cache, on_one_machine, predict
-from verl_memopt.memory.formulas import PUBLISHED, check_heads
 from verl_memopt.memory.knob import longest_sample, needs_reference, sequence_ranks
-from verl_memopt.memory.profiles import check_card, gigabytes
 from verl_memopt.memory.rollout_memory import AUTO, CACHE
-from verl_memopt.memory.seconds import DATASHEETS, Rates, seconds_of
 from verl_memopt.memory.sequence_parallel import KEYS as SEQUENCE
-from verl_memopt.model.weights import size_of
+from verl_memopt.memory.sequence_parallel import check_heads
+from verl_memopt.model.sizes import PUBLISHED, size_of
 from verl_memopt.observe.phase import GIB, MIB
-from verl_memopt.trainer.calibrate import rates_of_machine
-from verl_memopt.trainer.micro_batching import update_gives_old_log_probs
+from verl_memopt.plan.calibrate import rates_of_machine
+from verl_memopt.plan.peaks import Peaks, Sizes, bytes_beside_cache, on_one_machine, predict
+from verl_memopt.plan.seconds import Rates, rates_of, seconds_of
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +200,8 @@ def judge(settings: Settings, card: Card) -> FitVerdict:
 
 
 def cards_like(card: Card) -> tuple[Rates, ...]:
-    return DATASHEETS[min(DATASHEETS, key=lambda size: abs(Card.of(gigabytes(size)).num_bytes - card.num_bytes))]
+    nearest = min(DATASHEETS, key=lambda size: abs(Card.of(gigabytes(size)).num_bytes - card.num_bytes))
+    return tuple(rates_of(datasheet) for datasheet in DATASHEETS[nearest])
 
 
 def machines(card: Card) -> tuple[Rates, ...]:

@@ -20,11 +20,11 @@ from verl_memopt.config.loader import changed
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.critic_rules import has_critic
-from verl_memopt.memory.fit import CERTAIN
 from verl_memopt.memory.knob import knob_named, longest_sample, needs_reference
 from verl_memopt.observe.phase import GIB
-from verl_memopt.trainer.fit import Card, FitVerdict, cards_like, is_here, judge, seconds_with, sizes_of_models
-from verl_memopt.trainer.fit_levers import BUDGET, BUDGETS, SHARE, Level, Lever, levers_of
+from verl_memopt.plan.levers import BUDGET, BUDGETS, SHARE, Level, Lever, levers_of
+from verl_memopt.plan.peaks import CERTAIN
+from verl_memopt.plan.verdict import Card, FitVerdict, cards_like, is_here, judge, seconds_with, sizes_of_models
 
 _AR = "actor_rollout_ref"
 RESPONSE = "data.max_response_length"

@@ -12,11 +12,11 @@ from verl_memopt.config.keys import leaf_types, value_at
 from verl_memopt.config.schema import Settings
 from verl_memopt.memory import grad_offload, quantized_base, split_masters
 from verl_memopt.memory.critic_rules import has_critic, twin
-from verl_memopt.memory.formulas import ModelSize
 from verl_memopt.memory.knob import knob_named, longest_sample, needs_reference, num_devices
 from verl_memopt.memory.param_offload import ACTOR_KEY, REFERENCE_KEY, STREAM
 from verl_memopt.memory.rollout_memory import AUTO, CACHE
 from verl_memopt.memory.sequence_parallel import KEYS as SEQUENCE
+from verl_memopt.model.sizes import ModelSize
 
 _AR = "actor_rollout_ref"
 _MODEL, _ROLLOUT, _ACTOR = f"{_AR}.model", f"{_AR}.rollout", f"{_AR}.actor"

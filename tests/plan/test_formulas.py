@@ -5,8 +5,10 @@ import pytest
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import ActorRolloutRef
 from verl_memopt.memory.chunked_logprob import logit_bytes
-from verl_memopt.memory.formulas import ATTENTION_ELEMENTS, Shapes, key_heads_at_once, width
+from verl_memopt.memory.precision import width
 from verl_memopt.memory.tiled_mlp import TiledMlp
+from verl_memopt.model.attention_dense import ATTENTION_ELEMENTS, key_heads_at_once
+from verl_memopt.plan.formulas import Shapes
 
 SHAPES = Shapes(
     settings=ActorRolloutRef(), layers=4, hidden=8, mlp=16, heads=4, kv_heads=2, head_dim=2, vocab=100, params=5000,

@@ -1,4 +1,4 @@
-"""The bytes of one model on one device, for :mod:`verl_memopt.memory.fit`: what it holds at rest, and what its passes add.
+"""The bytes of one model on one device, for ``peaks.py``: what it holds at rest, and what its passes add.
 
 What decoder blocks and logits hold comes from the knobs' own formulas. Every figure is an upper bound.
 """
@@ -12,12 +12,15 @@ from functools import cached_property
 
 from verl_memopt.config.schema import ActorRolloutRef, PolicyLoss, TrainedFsdp
 from verl_memopt.memory.chunked_logprob import logit_bytes
-from verl_memopt.memory.formulas import TILE_ELEMENTS, ModelSize, Pass, Shapes, width
+from verl_memopt.memory.fused import TILE_ELEMENTS
 from verl_memopt.memory.grad_offload import matrix_params, tile_params
 from verl_memopt.memory.host_buffers import CHUNK_BYTES, GIB
 from verl_memopt.memory.lora import adapter_params, base_rests_as_computed
 from verl_memopt.memory.optimizer_state_dtype_torch import MOST_BLOCK, block_size
+from verl_memopt.memory.precision import width
+from verl_memopt.model.sizes import ModelSize
 from verl_memopt.observe.phase import MIB
+from verl_memopt.plan.formulas import Pass, Shapes
 
 SUM_BYTES = 4 * 2**22
 """Bytes at most of what comes back to the device of a sum of gradients on the host: ``PIECE`` of ``grad_offload_torch``."""
@@ -72,7 +75,7 @@ class Held:
 
     @cached_property
     def at_rest(self) -> Shapes:
-        return self.size.shapes(self.roles, Pass(1, 1, 1, 1), self.device)
+        return Shapes.of(self.size, self.roles, Pass(1, 1, 1, 1), self.device)
 
     @property
     def adapters(self) -> int:
@@ -164,7 +167,7 @@ class Held:
 
     def forward(self, work: Pass) -> dict[str, float]:
         """Kind -> bytes at the peak of a pass without gradients, parameters included."""
-        s, b = self.size.shapes(self.roles, work, self.device), self.at_rest.compute_bytes
+        s, b = Shapes.of(self.size, self.roles, work, self.device), self.at_rest.compute_bytes
         h, query, key = s.hidden, s.heads * s.head_dim, s.kv_heads * s.head_dim
         # Gate, up and their product; with adapters also what an adapter adds, and the sum. A norm computes in fp32.
         wide = 5 if self.roles.model.lora_rank else 3
@@ -263,7 +266,7 @@ class Held:
 
         ``exact_ratio``: the update has old log-probs, so that a loss of sequences computes its gradient in backward.
         """
-        s = self.size.shapes(self._with_kept(work), work, self.device)
+        s = Shapes.of(self.size, self._with_kept(work), work, self.device)
         if not exact_ratio:  # strictly on-policy, where whole rows of logits exist
             s = replace(s, settings=replace(s.settings, actor=replace(s.settings.actor, policy_loss=PolicyLoss())))
         windows = self._update_windows(s, work)
@@ -318,7 +321,7 @@ class Held:
         return replace(self.roles, model=model)
 
     def offloaded(self, work: Pass) -> float:
-        s = self.size.shapes(self._with_kept(work), work, self.device)
+        s = Shapes.of(self.size, self._with_kept(work), work, self.device)
         stays = int(self.roles.model.activation_offload_device_gb * GIB / s.kept_bytes) * s.kept_bytes
         leaves = s.saved_bytes + self._prefixes(work, s.compute_bytes) + self._low_bytes(s) - stays
         return max(-(-leaves // CHUNK_BYTES), 0) * CHUNK_BYTES

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from verl_memopt.distributed.device import is_gpu, name_of, synchronize
-from verl_memopt.memory.seconds import Rates
+from verl_memopt.plan.seconds import Rates
 from verl_memopt.records import RecordError, checked, parse_json, read_record
 
 SIDES = (2048, 1024)

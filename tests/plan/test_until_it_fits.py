@@ -21,7 +21,7 @@ from verl_memopt.config.keys import shown
 from verl_memopt.errors import DeviceMemoryError
 from verl_memopt.memory.host_buffers import GIB
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
-from verl_memopt.trainer.until_it_fits import Attempts, CommandLine, _checkpoints, everything, train_until_it_fits
+from verl_memopt.plan.until_it_fits import Attempts, CommandLine, _checkpoints, everything, train_until_it_fits
 
 ACTOR, MODEL, ROLLOUT = f"{AR}.actor", f"{AR}.model", f"{AR}.rollout"
 RUN = {

@@ -1,0 +1,130 @@
+"""The sizes of a model, from a table of published ones or from a config.json. No weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_memopt.config.schema import CriticModel, Model
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.prune_last_block import window_of
+from verl_memopt.model.attention import REGISTERED
+from verl_memopt.model.families import NO_LIST, OWN_BLOCKS, refused, window
+from verl_memopt.model.folder import HUB_ID, fetch, refuse_odd_files
+from verl_memopt.model.weights import empty_model, load_model_config
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    hidden: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    """One matrix is embedding and LM head."""
+    qkv_bias: bool = False
+    """Projections of queries, keys and values have a bias (Qwen2)."""
+    qk_norm: bool = False
+    """Queries and keys of a head are normalised (Qwen3)."""
+    slides: bool = False
+    """Attention slides over a window, so that answers cannot share a prompt."""
+    prunes: bool = True
+    """Its last block can leave out outputs that nothing reads (``prune_last_block``)."""
+    positions: int | None = None
+    """Tokens of the longest sequence by its config; None = unknown."""
+    counted: tuple[int, int] | None = None
+    """(parameters, those of a block) of a model that was built without storage; None = from the sizes."""
+
+    @property
+    def widest(self) -> int:
+        # The shorter side is `hidden`.
+        return max(self.mlp, self.heads * self.head_dim)
+
+    @property
+    def block_params(self) -> int:
+        if self.counted is not None:
+            return self.counted[1]
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 2 * self.hidden * (query + key) + self.qkv_bias * (query + 2 * key) + self.qk_norm * 2 * self.head_dim
+        return attention + 3 * self.hidden * self.mlp + 2 * self.hidden
+
+    @property
+    def params(self) -> int:
+        if self.counted is not None:
+            return self.counted[0]
+        return self.vocab * self.hidden * (1 if self.tied else 2) + self.layers * self.block_params + self.hidden
+
+
+PUBLISHED = {
+    "Qwen/Qwen2.5-0.5B-Instruct": ModelSize(896, 4864, 24, 14, 2, 64, 151_936, True, qkv_bias=True, positions=2**15),
+    "Qwen/Qwen2.5-1.5B-Instruct": ModelSize(1536, 8960, 28, 12, 2, 128, 151_936, True, qkv_bias=True, positions=2**15),
+    "Qwen/Qwen2.5-3B-Instruct": ModelSize(2048, 11_008, 36, 16, 2, 128, 151_936, True, qkv_bias=True, positions=2**15),
+    "Qwen/Qwen2.5-7B-Instruct": ModelSize(3584, 18_944, 28, 28, 4, 128, 152_064, False, qkv_bias=True, positions=2**15),
+    "Qwen/Qwen2.5-14B-Instruct": ModelSize(5120, 13_824, 48, 40, 8, 128, 152_064, False, qkv_bias=True, positions=2**15),
+    "Qwen/Qwen2.5-32B-Instruct": ModelSize(5120, 27_648, 64, 40, 8, 128, 152_064, False, qkv_bias=True, positions=2**15),
+    "Qwen/Qwen3-0.6B": ModelSize(1024, 3072, 28, 16, 8, 128, 151_936, True, qk_norm=True, positions=40_960),
+    "Qwen/Qwen3-1.7B": ModelSize(2048, 6144, 28, 16, 8, 128, 151_936, True, qk_norm=True, positions=40_960),
+    "Qwen/Qwen3-4B": ModelSize(2560, 9728, 36, 32, 8, 128, 151_936, True, qk_norm=True, positions=40_960),
+    "Qwen/Qwen3-8B": ModelSize(4096, 12_288, 36, 32, 8, 128, 151_936, False, qk_norm=True, positions=40_960),
+    "Qwen/Qwen3-14B": ModelSize(5120, 17_408, 40, 40, 8, 128, 151_936, False, qk_norm=True, positions=40_960),
+    "Qwen/Qwen3-32B": ModelSize(5120, 25_600, 64, 64, 8, 128, 151_936, False, qk_norm=True, positions=40_960),
+    "meta-llama/Llama-3.2-1B-Instruct": ModelSize(2048, 8192, 16, 32, 8, 64, 128_256, True, positions=2**17),
+    "meta-llama/Llama-3.2-3B-Instruct": ModelSize(3072, 8192, 28, 24, 8, 128, 128_256, True, positions=2**17),
+}
+"""Hub id -> sizes, of the models of the presets ``model=``, so that nothing is fetched."""
+
+
+def size_of(model: Model | CriticModel, key: str) -> ModelSize:
+    """Sizes of a model: published, from a folder, or from the hub; only config.json is read."""
+    source = str(model.hf_config_path or model.path)
+    if source in PUBLISHED and not model.override_config:
+        return PUBLISHED[source]
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        if folder.exists() or not HUB_ID.match(source):
+            raise ConfigError(f"{key}.path={source}: no such folder. Give a folder with config.json, or a hub id (owner/name).")
+        folder = _config_of_hub(source, key)
+    refuse_odd_files(folder, f"{key}.path={source}")
+    return _read_size(model, folder, key)
+
+
+def _config_of_hub(name: str, key: str) -> Path:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return fetch(name, ["config.json"])
+    except (HfHubHTTPError, OSError) as error:
+        raise ConfigError(
+            f"{key}.path={name}: the hub could not give its config.json ({type(error).__name__}: {error}). Give a folder that "
+            "holds it, or a model that is known without: " + ", ".join(PUBLISHED) + "."
+        ) from error
+
+
+def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
+    config = load_model_config(model, folder, key)
+    empty = empty_model(config, REGISTERED["sdpa"], torch.float32, bool(model.trust_remote_code), key)
+    layers: Any = getattr(empty.get_decoder(), "layers", None)
+    if layers is None:
+        raise refused(config, str(folder), NO_LIST, key)
+    block, heads = layers[0], config.num_attention_heads
+    return ModelSize(
+        hidden=config.hidden_size,
+        mlp=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        layers=config.num_hidden_layers,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocab=config.vocab_size,
+        tied=bool(config.tie_word_embeddings),
+        qk_norm=hasattr(block.self_attn, "q_norm"),
+        slides=window(config) is not None,
+        prunes=type(block).__name__ in OWN_BLOCKS and window_of(block.self_attn) is None,
+        positions=getattr(config, "max_position_embeddings", None),
+        counted=(sum(weight.numel() for weight in empty.parameters()), sum(weight.numel() for weight in block.parameters())),
+    )
