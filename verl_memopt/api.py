@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_memopt.config.aliases import MINI_BATCH, PROMPTS
-from verl_memopt.config.secrets import without_secrets_of
 from verl_memopt.config.spelling import ESTIMATOR
 from verl_memopt.config.trl_names import BATCH_NAMES
 from verl_memopt.config.values_of_python import as_override
 from verl_memopt.errors import ConfigError
 from verl_memopt.observe.own_files import private_files
 from verl_memopt.observe.run_folder import COMMAND, FINAL_MODEL, INPUTS
+from verl_memopt.observe.secrets import without_secrets_of
 from verl_memopt.records import usable_path
 from verl_memopt.trainer.listener import at_steps
 

@@ -19,9 +19,9 @@ from verl_memopt.config.keys import (
 )
 from verl_memopt.config.loader import to_plain
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Data, Fsdp, Ref, Settings
-from verl_memopt.config.secrets import argument_without_secrets, without_secrets
 from verl_memopt.config.values_of_python import as_override
 from verl_memopt.errors import ConfigError
+from verl_memopt.observe.secrets import argument_without_secrets, without_secrets
 
 AR = "actor_rollout_ref"
 

@@ -64,7 +64,7 @@ from verl_memopt.plan.list_knobs import print_knobs
 from tools.knobs_page import page
 from verl_memopt.ladder.measure import ABLATION
 from verl_memopt.memory.knob import Need
-from verl_memopt.memory.out_of_memory import RunParts, advice
+from verl_memopt.plan.advice import RunParts, advice
 from tests.end_to_end.covering import FACTORS, covering_rows
 
 LEAST = ["data.train_files=none", "data.val_files=null", "actor_rollout_ref.model.path=m", "actor_rollout_ref.rollout.name=hf"]

@@ -41,12 +41,12 @@ from verl_memopt.config.keys import (
 )
 from verl_memopt.config.names import KeySources, read_names
 from verl_memopt.config.schema import Algorithm, Settings
-from verl_memopt.config.secrets import without_secrets_of
 from verl_memopt.config.values import build
 from verl_memopt.config.values_of_python import as_override, with_quotes
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory import lora, profiles
 from verl_memopt.memory.knob import needs_reference
+from verl_memopt.observe.secrets import without_secrets_of
 from verl_memopt.records import parse_json, path_fault, read_record
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The report when device memory runs out: the phase, what is on the device, and which settings to change."""
+"""How running out of device memory is recognised, written down for later, and brought about by a limit."""
 
 from __future__ import annotations
 
@@ -7,20 +7,15 @@ import json
 import logging
 import re
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
-from verl_memopt.config import schema
-from verl_memopt.config.keys import shown, value_at
 from verl_memopt.distributed.device import (
     cap_device_memory,
     device_memory_cap,
@@ -30,13 +25,13 @@ from verl_memopt.distributed.device import (
     record_allocations,
     write_allocations,
 )
-from verl_memopt.errors import DeviceMemoryError, OutOfMemory, Way
-from verl_memopt.memory.critic_rules import advices
 from verl_memopt.memory.host_buffers import GIB, host_limits
-from verl_memopt.memory.knob import LOWER, Advice, Need, Work
 from verl_memopt.observe.byte_tracker import DeviceLimitError, device_storages
 from verl_memopt.observe.device_ledger import AsleepReader, ledger_of
-from verl_memopt.observe.phase import MIB, host_rss_bytes
+from verl_memopt.observe.phase import host_rss_bytes
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Memory
 
 OUT_OF_MEMORY = re.compile(r"CUDA (driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
 """Messages of libraries that allocate from the driver. vLLM's sleeping allocator says ``CUDA Error: out of memory``."""
@@ -50,8 +45,12 @@ class PartDoesNotFitError(torch.OutOfMemoryError):
     """A part of the engine, ``num_bytes`` of a kind, could not wake beside ``held_bytes`` of live tensors."""
 
     def __init__(self, kind: str, num_bytes: int, held_bytes: int, cause: str) -> None:
-        super().__init__(f"waking {kind}, {_three_digits(num_bytes / GIB)} GiB: {cause}")
+        super().__init__(f"waking {kind}, {three_digits(num_bytes / GIB)} GiB: {cause}")
         self.kind, self.num_bytes, self.held_bytes = kind, num_bytes, held_bytes
+
+
+def three_digits(number: float) -> str:
+    return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
 
 
 @contextmanager
@@ -65,188 +64,11 @@ def wake_report(kind: str, num_bytes: int, device: torch.device) -> Iterator[Non
         raise PartDoesNotFitError(kind, num_bytes, held, str(error)) from error
 
 
-@contextmanager
-def out_of_memory_report(
-    phase: str,
-    device: torch.device,
-    resident: Callable[[], Iterable[tuple[str, torch.Tensor]]],
-    parts: RunParts,
-    limit: int | None,
-    work: Work | None = None,
-) -> Iterator[None]:
-    """Turn an out-of-memory error inside the body into a DeviceMemoryError that says what to do about it.
-
-    The tensors of the body are freed; its lines stay in the traceback.
-
-    Args:
-        phase: Phase of the step, for the message.
-        device: Device of the body.
-        resident: Called after an error only: (kind, tensor) pairs of what existed before the body. They may rest on the host.
-        parts: Sections of the run that advice may name.
-        limit: Bytes this process may take; None = all.
-        work: What the body computes; None = no advice depends on it.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, DeviceLimitError):
-            before = error.num_bytes - error.asked_bytes
-            short = Shortage(error.kinds, error.num_bytes, limit, error.op, error.asked_bytes, before)
-        elif is_gpu(device) and is_out_of_memory(error):
-            short = _refused_by_allocator(device, resident(), memory_info(device)[1] if limit is None else limit, error)
-        else:
-            raise
-        report = short.error(phase, parts, work)
-        release_frames(error)
-        raise report from (None if isinstance(error, DeviceLimitError) else error)
-
-
-def _refused_by_allocator(
-    device: torch.device, resident: Iterable[tuple[str, torch.Tensor]], limit: int, error: RuntimeError
-) -> Shortage:
-    kinds, part = _bytes_by_kind(resident, device), error if isinstance(error, PartDoesNotFitError) else None
-    before = ledger_of(device).peak_allocated() if part is None else part.held_bytes
-    # No list says what the rest of the allocator's peak was. What is not resident is what passes have made.
-    kinds["activations"] += max(before - sum(kinds.values()), 0)
-    if part is None:
-        return Shortage(kinds, before, limit, str(error).split(". ")[0], _requested_bytes(str(error)), before)
-    kinds[part.kind] += part.num_bytes
-    return Shortage(kinds, before + part.num_bytes, limit, str(error), part.num_bytes, before, part.kind)
-
-
-def _requested_bytes(message: str) -> int | None:
-    # Parse how much torch's out-of-memory message says it tried to allocate; None if it does not say.
-    match = re.search(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message)
-    return None if match is None else round(float(match[1]) * {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}[match[2]])
-
-
 def release_frames(error: BaseException | None) -> None:
     # Clear the frames of an error and its causes, which would keep their tensors alive as long as the error.
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def _bytes_by_kind(resident: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> Counter[str]:
-    # Bytes on the device by kind. Each storage counts once, under the first kind that names it.
-    kinds: Counter[str] = Counter()
-    counted: set[int] = set()
-    for kind, tensor in resident:
-        for storage in device_storages(tensor, device):
-            if storage._cdata not in counted:
-                counted.add(storage._cdata)
-                kinds[kind] += storage.nbytes()
-    return kinds
-
-
-@dataclass(frozen=True)
-class RunParts:
-    settings: schema.ActorRolloutRef
-    critic: schema.Critic | None = None
-    reference: bool = True
-    """The run has a reference model of its own."""
-    reward_model: schema.RewardModel | None = None
-    devices: int = 1
-    """Those that have these parts."""
-    rank: int = 0
-    """The worker that ran out of memory."""
-    policy: bool = True
-
-    def seen(self) -> schema.Settings:
-        reward = self.reward_model or schema.RewardModel()
-        trainer, critic = schema.Trainer(n_gpus_per_node=self.devices), self.critic or schema.Critic()
-        return schema.Settings(actor_rollout_ref=self.settings, critic=critic, reward_model=reward, trainer=trainer)
-
-    def absent(self) -> tuple[str, ...]:
-        own_student = self.reward_model is not None and self.reward_model.model.path is not None
-        present = {"critic.": self.critic is not None, "actor_rollout_ref.ref.": self.reference}
-        present |= {"reward_model.": self.reward_model is not None, "reward_model.model.": own_student}
-        policys = ("actor.fsdp_config.", "actor.optim.", "model.", "rollout.", "ref.")
-        present |= {f"actor_rollout_ref.{start}": False for start in policys if not self.policy}
-        # Prefixes of keys that have no effect in the run.
-        return tuple(start for start, is_there in present.items() if not is_there)
-
-
-GROWING = ("activations", "logits", "kv")
-"""Kinds of bytes that grow with the tokens or sequences that a call computes at once."""
-
-
-@dataclass(frozen=True)
-class Shortage:
-    """What was on the device (kind -> bytes, ``held`` in total) when it had no room for ``what``.
-
-    ``first`` is the kind to make smaller before any other; default: the largest.
-    """
-
-    kinds: Mapping[str, int]
-    held: int
-    limit: int | None
-    what: str
-    requested: int | None = None
-    held_before: int | None = None
-    first: str | None = None
-
-    def error(self, phase: str, parts: RunParts, work: Work | None = None) -> DeviceMemoryError:
-        largest = sorted(self.kinds, key=lambda kind: -self.kinds[kind])
-        ways = advice(
-            phase, largest if self.first is None else [self.first, *largest], parts, partial(self._need, work or Work())
-        )
-        unit, divisor = ("GiB", GIB) if self.held >= GIB else ("MiB", MIB)
-        terms = ", ".join(f"{kind} {_three_digits(self.kinds[kind] / divisor)}" for kind in largest if self.kinds[kind])
-        of = "" if self.limit is None else f" of {_three_digits(self.limit / divisor)}"
-        where = phase if parts.devices == 1 else f"{phase} on worker {parts.rank}"
-        full = f"{where}: out of device memory at {_three_digits(self.held / divisor)}{of} {unit} ({self.what}): {terms} {unit}"
-        why = f"Most of it is {largest[0]}: " if largest and self.first is None else "To make room: "
-        ways_out = "\n  or ".join(way.text for way in ways[:4]) if largest else ""
-        text = f"{full}\n  {why}{ways_out}" if ways_out else full
-        return DeviceMemoryError(text, OutOfMemory(phase, self.requested, self.held_before, self.limit), ways)
-
-    def _need(self, work: Work, kind: str) -> Need:
-        # What was live when the device was full is not the peak: of bytes that grow with the work, half of the room is kept
-        # free for what the call had still to make.
-        grows, limit = kind in GROWING, self.held if self.limit is None else self.limit
-        own = sum(num_bytes for name, num_bytes in self.kinds.items() if name == kind or (grows and name in GROWING))
-        share = max(limit - (self.held - own), 0) / max(own, 1)
-        return Need(min(share / 2 if grows else share, 1.0), max(self.held - limit, 0), limit, work)
-
-
-def advice(phase: str, kinds: Iterable[str], parts: RunParts, need: Callable[[str], Need]) -> list[Way]:
-    seen = parts.seen()
-    # What is being built has one label: whatever a model or an engine consists of.
-    kinds = [part for kind in kinds for part in (("params", "rollout weights", "optimizer") if kind == "built" else (kind,))]
-    # Settings that already have the value are left out.
-    found = [advice for kind in kinds for advice in advices() if advice.kind == kind and advice.helps_in(phase)]
-    found = [advice for advice in found if not advice.key.startswith(parts.absent()) and advice.when(seen)]
-    asked = [(advice, need(advice.kind)) for advice in found]
-    asked.sort(key=lambda pair: not _is_enough(*pair))
-    ways = [_way(advice, seen, asked) for advice, asked in asked]
-    return list({way.text: way for way in ways if way is not None}.values())
-
-
-def _is_enough(advice: Advice, asked: Need) -> bool:
-    # Whether this advice is likely to be enough alone: not where even the longest sequence has no room.
-    return advice.ends_it and (not asked.work.tokens or asked.one_fits)
-
-
-def _way(advice: Advice, seen: schema.Settings, asked: Need) -> Way | None:
-    present, key, work = value_at(seen, advice.key), advice.key, asked.work
-    if advice.value != LOWER:
-        text = f"set {key}={shown(advice.value)}"
-        return None if present == advice.value else Way(text, ((key, advice.value),), advice.cost, _is_enough(advice, asked))
-    number = advice.to(asked, seen) if advice.to else _scaled(present, asked.share)
-    if number is None:
-        return None
-    where = f"the fullest micro-batch has {work.tokens} tokens, the longest sequence {work.longest}" if work.tokens else ""
-    now = "; ".join(filter(None, ["" if present is None else f"now {shown(present)}", where]))
-    return Way(f"lower {key} to {shown(number)}" + (f" ({now})" if now else ""), ((key, number),), advice.cost)
-
-
-def _scaled(present: float | None, share: float) -> float | None:
-    return None if present is None or not 0 < share < 1 else float(f"{present * share:.3g}")
-
-
-def _three_digits(number: float) -> str:
-    return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
 
 
 # A snapshot of the memory at the moment when it runs out: what lives on the device, largest first.
@@ -343,7 +165,7 @@ def limit_bytes(gigabytes: float | None) -> int | None:
 
 
 @contextmanager
-def memory_limits(memory: schema.Memory, device: torch.device) -> Iterator[None]:
+def memory_limits(memory: Memory, device: torch.device) -> Iterator[None]:
     limit, *host_bytes = map(limit_bytes, (memory.device_limit_gb, memory.host_limit_gb, memory.pinned_limit_gb))
     with device_limit(device, limit), host_limits(*host_bytes):
         yield

@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from verl_memopt.config.secrets import hide_shapes
 from verl_memopt.errors import UserError
+from verl_memopt.observe.secrets import hide_shapes
 
 NOISY = ("transformers", "ray", "matplotlib", "PIL", "urllib3", "httpx", "httpcore", "filelock", "asyncio", "tensorboard")
 """Packages that log warnings and errors only."""

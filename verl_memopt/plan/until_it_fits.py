@@ -21,7 +21,6 @@ from typing import Any
 from verl_memopt.config.keys import leaf_types, shown, value_at
 from verl_memopt.config.loader import changed, load_settings
 from verl_memopt.config.schema import Settings
-from verl_memopt.config.secrets import argument_without_secrets
 from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import ConfigError, DeviceMemoryError, HostMemoryError, OutOfMemory, UserError
 from verl_memopt.memory.critic_rules import has_critic, own_pools, twin
@@ -31,6 +30,7 @@ from verl_memopt.memory.param_offload import REFERENCE_KEY, SCORER_KEY, STREAM
 from verl_memopt.memory.streamed_params import may_stream
 from verl_memopt.model.sizes import size_of
 from verl_memopt.observe.phase import MIB
+from verl_memopt.observe.secrets import argument_without_secrets
 from verl_memopt.plan.formulas import Pass, Shapes
 from verl_memopt.plan.search import Search, silent
 from verl_memopt.plan.verdict import Card

@@ -20,8 +20,8 @@ from functools import cache
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from verl_memopt.config.secrets import hide_shapes
 from verl_memopt.errors import RewardError
+from verl_memopt.observe.secrets import hide_shapes
 
 PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)
 """HTTP statuses after which another attempt may succeed."""

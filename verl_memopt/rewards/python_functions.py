@@ -26,10 +26,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from verl_memopt.config.secrets import secrets_in
 from verl_memopt.errors import RewardError
 from verl_memopt.model.given import write_classifier
 from verl_memopt.observe.own_files import differs_from_name, is_there
+from verl_memopt.observe.secrets import secrets_in
 from verl_memopt.rewards.score import read_score
 from verl_memopt.rewards.scorer import ARGUMENTS, BATCH_ARGUMENTS, is_async
 

@@ -17,12 +17,12 @@ from verl_memopt.config.keys import flatten, leaf_types, shown
 from verl_memopt.config.loader import to_plain
 from verl_memopt.config.reward_rules import FURTHER
 from verl_memopt.config.schema import Actor, Critic, Data, Rollout, Settings, Trainer
-from verl_memopt.config.secrets import without_secrets_of
 from verl_memopt.distributed.file_records import digest_of
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.knob import knobs
 from verl_memopt.observe.own_files import differs_from_name
 from verl_memopt.observe.run_folder import BEST_MODEL, FINAL_MODEL, is_run_file
+from verl_memopt.observe.secrets import without_secrets_of
 from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore, is_checkpoint, read_checkpoint
 from verl_memopt.run.environment import Environment
 

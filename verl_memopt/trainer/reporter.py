@@ -10,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 
 from verl_memopt.config.loader import to_yaml
-from verl_memopt.config.secrets import argument_without_secrets
 from verl_memopt.observe.charts import draw_charts, environment, finish_summary
 from verl_memopt.observe.console import RunConsole, memory_table, phase_rows, print_end, print_line
 from verl_memopt.observe.files import append_rows
@@ -20,6 +19,7 @@ from verl_memopt.observe.metrics import compile_metrics, memory_metrics, through
 from verl_memopt.observe.phase import PhaseClock, PhaseMemory
 from verl_memopt.observe.run_folder import ENDED, RunFolder, program
 from verl_memopt.observe.samples import Sample, dump_samples
+from verl_memopt.observe.secrets import argument_without_secrets
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.trainer.build import RunContext
 from verl_memopt.trainer.replay import mode_of, tokenizer_digest, written_dump

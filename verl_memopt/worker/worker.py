@@ -25,14 +25,7 @@ from verl_memopt.memory.fused import fused_statements, take_compile_counts
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.knob import Work
 from verl_memopt.memory.lora_torch import as_reference, stored_adapters
-from verl_memopt.memory.out_of_memory import (
-    MemorySnapshot,
-    RunParts,
-    available_bytes,
-    limit_bytes,
-    memory_limits,
-    out_of_memory_report,
-)
+from verl_memopt.memory.out_of_memory import MemorySnapshot, available_bytes, limit_bytes, memory_limits
 from verl_memopt.memory.quantized_base import KEY as QUANTIZATION
 from verl_memopt.memory.residency import Residency
 from verl_memopt.memory.rollout_memory import CACHE
@@ -45,6 +38,7 @@ from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.log_setup import is_set_up, setup_logging
 from verl_memopt.observe.own_files import OWNER_ALONE
 from verl_memopt.observe.phase import GIB, MIB, MemoryProbe, PhaseMemory
+from verl_memopt.plan.advice import RunParts, out_of_memory_report
 from verl_memopt.rollout.engine import (
     EnginePlace,
     FinishedRows,

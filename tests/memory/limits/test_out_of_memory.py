@@ -15,22 +15,14 @@ from verl_memopt.config.keys import replaced
 from verl_memopt.config.role_settings import Optim
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, Model, RewardModel, Rollout, TrainedFsdp
 from verl_memopt.errors import ConfigError, DeviceMemoryError
-from verl_memopt.memory import out_of_memory as room
 from verl_memopt.memory.host_buffers import GIB, host_buffer
 from verl_memopt.memory.knob import Need, Work
-from verl_memopt.memory.out_of_memory import (
-    MOST_TENSORS,
-    MemorySnapshot,
-    RunParts,
-    Shortage,
-    _bytes_by_kind,
-    _requested_bytes,
-    out_of_memory_report,
-    wake_report,
-)
+from verl_memopt.memory.out_of_memory import MOST_TENSORS, MemorySnapshot, wake_report
 from verl_memopt.observe.byte_tracker import ByteTracker, DeviceLimitError, mark, scope
 from verl_memopt.observe.device_ledger import Asleep, ledger_of
 from verl_memopt.observe.phase import MemoryProbe
+from verl_memopt.plan import advice as room
+from verl_memopt.plan.advice import RunParts, Shortage, _bytes_by_kind, _requested_bytes, out_of_memory_report
 
 ADAPTIVE = "actor_rollout_ref.actor.adaptive_token_budget=true"
 CPU = torch.device("cpu")

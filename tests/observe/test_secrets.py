@@ -4,7 +4,7 @@ import pytest
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.loader import to_yaml
 from verl_memopt.config.schema import Settings
-from verl_memopt.config.secrets import (
+from verl_memopt.observe.secrets import (
     HIDDEN,
     argument_without_secrets,
     hide_shapes,
