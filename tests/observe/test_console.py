@@ -99,9 +99,12 @@ def test_no_table_is_printed_in_between_when_it_is_switched_off():
 
 def test_a_table_has_a_column_for_each_figure_of_any_step_and_marks_the_steps_that_were_counted():
     console = plain()
-    console.print(step_table([{**STEP, "step": 1.0}, {"critic/score/mean": 0.5, "perf/time_per_step": 3.0, "step": 2.0}]))
+    validated = {"perf/max_memory_allocated_gb": 0.5, "step": 0.0}
+    trained = {"critic/score/mean": 0.5, "perf/time_per_step": 3.0, "step": 2.0}
+    console.print(step_table([validated, {**STEP, "step": 1.0}, trained]))
     lines = printed(console).splitlines()
     assert lines[1].split() == ["step", "reward", "val", "norm", "diff", "tokens/s", "s/step", "MiB"]
+    assert rows_of(console)[0] == ["0", *"-" * 6, "512.0"]
     assert rows_of(console)[1] == ["1", "0.712", "0.875", "123.456", "3.2e-07", "112,346", "1234.56*", "140,800.0"]
     assert rows_of(console)[2] == ["2", "0.500", "-", "-", "-", "-", "3.00", "-"]
     assert max(map(len, lines)) <= 80

@@ -79,7 +79,7 @@ def step_table(rows: Sequence[Metrics]) -> Table:
     table = slim_table(right=["step", *(figure.head for figure in figures)])
     for row in rows:
         mark = {"s/step": "*"} if _counts_bytes(row) else {}
-        cells = (f"{figure.text(row) or '-'}{mark.get(figure.name, '')}" for figure in figures)
+        cells = ("-" if (text := figure.text(row)) is None else text + mark.get(figure.name, "") for figure in figures)
         table.add_row(f"{row['step']:.0f}", *cells)
     if any(map(_counts_bytes, rows)):
         table.caption = f"* {COUNTED}, which takes time"
