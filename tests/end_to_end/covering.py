@@ -10,20 +10,98 @@ from functools import cache
 from itertools import combinations
 
 from verl_memopt.config.loader import settings_from_mapping
-from verl_memopt.memory.knob import for_roles, knobs, switch
 
 AR = "actor_rollout_ref"
 MODEL, ACTOR, REF, ROLLOUT = (f"{AR}.{section}" for section in ("model", "actor", "ref", "rollout"))
 OPTIM = f"{ACTOR}.optim"
 
-_OTHERS = (
-    *for_roles("forward_prefetch", off=False, on=True),
-    switch("engine dtype", f"{ROLLOUT}.dtype", lossy=True, fp32="fp32", bf16="bfloat16"),
-)
-"""Settings beside the knobs that change where something lies or how it is computed."""
 
-_FACTORS = (*(factor for knob in knobs() for factor in knob.factors), *_OTHERS)
-FACTORS = {factor.name: dict(factor.levels) for factor in _FACTORS}
+def _levels(key, **values):
+    """Return level -> what it sets, for levels that are values of one key."""
+    return {level: {key: value} for level, value in values.items()}
+
+
+def _of_roles(name, roles=("actor", "ref"), **values):
+    """Return a factor for each role: ``<role> <name>``, a key of its sharding."""
+    return {f"{role} {name}": _levels(f"{AR}.{role}.fsdp_config.{name}", **values) for role in roles}
+
+
+def _log_probs(section):
+    """Return the ways to batch the log-probs of a section."""
+    by_tokens = f"{section}.log_prob_use_dynamic_bsz"
+    return {
+        "follows": {},
+        "tokens": {by_tokens: True, f"{section}.log_prob_max_token_len_per_gpu": 30},
+        "rows": {by_tokens: False, f"{section}.log_prob_micro_batch_size_per_gpu": 2},
+    }
+
+
+_ON_OFF = {"off": False, "on": True}
+_DTYPES = {"fp32": "fp32", "bf16": "bfloat16"}
+_CHECKPOINTING, _MODE = f"{MODEL}.enable_gradient_checkpointing", f"{MODEL}.gradient_checkpointing_mode"
+_OFFLOAD = f"{MODEL}.enable_activation_offload"
+_ONE_IN_FLIGHT = {"min_bytes": 1024, "in_flight": 1, "device_gb": 1e-6}
+_ADAPTIVE = (f"{ACTOR}.adaptive_token_budget", *(f"{section}.log_prob_adaptive_token_budget" for section in (ROLLOUT, REF)))
+_BY_TOKENS = f"{ACTOR}.use_dynamic_bsz"
+_MASTERS = f"{ACTOR}.fsdp_config.model_dtype"
+_SLEEP, _LEVEL = f"{ROLLOUT}.free_cache_engine", f"{ROLLOUT}.sleep_level"
+_SOME = {"lora_rank": 2, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj", "o_proj"], "exclude_modules": ["k_proj"]}
+_LIMITS = tuple(f"memory.{memory}_limit_gb" for memory in ("device", "host", "pinned"))
+
+FACTORS = {
+    "chunk": _levels(f"{MODEL}.logprob_chunk_tokens", whole=0, **{"5": 5}),
+    "vocabulary tile": _levels(f"{MODEL}.logprob_vocab_tile", auto=0, of_96=96),
+    "recomputed values": _levels(f"{MODEL}.recompute_elementwise", **_ON_OFF),
+    "last block": _levels(f"{MODEL}.prune_last_block", whole=False, pruned=True),
+    "tiled mlp": {"off": {}, "3": {f"{MODEL}.tiled_mlp.enabled": True, f"{MODEL}.tiled_mlp.num_shards": 3}},
+    "tiled block": {"off": {}, "5": {f"{MODEL}.block_tile_tokens": 5}},
+    "checkpointing": {
+        **_levels(_CHECKPOINTING, off=False, full=True),
+        "every_n": {_CHECKPOINTING: True, _MODE: "every_n", f"{MODEL}.gradient_checkpointing_every": 2},
+        "selective": {_CHECKPOINTING: True, _MODE: "selective"},
+    },
+    "activation offload": {
+        "off": {},
+        "on": {_OFFLOAD: True, f"{MODEL}.activation_offload_min_bytes": 64},
+        "one in flight": {_OFFLOAD: True, **{f"{MODEL}.activation_offload_{key}": to for key, to in _ONE_IN_FLIGHT.items()}},
+    },
+    "shared prompt": _levels(f"{ACTOR}.use_prefix_grouper", **_ON_OFF),
+    "batching": {
+        "whole": {_BY_TOKENS: True},
+        "tokens": {_BY_TOKENS: True, f"{ACTOR}.ppo_max_token_len_per_gpu": 20},
+        "rows": {_BY_TOKENS: False, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 3},
+    },
+    "adaptive budget": {"fixed": dict.fromkeys(_ADAPTIVE, False), "learned": dict.fromkeys(_ADAPTIVE, True)},
+    "old batching": _log_probs(ROLLOUT),
+    "ref batching": _log_probs(REF),
+    "optimizer": {"torch": {}, "torchao": {f"{OPTIM}.optimizer": "AdamW8bit", f"{OPTIM}.optimizer_impl": "torchao.optim"}},
+    "bucket": _levels(f"{OPTIM}.bucket_megabytes", large=64, small=0.01),
+    **_of_roles("optimizer_offload", roles=("actor",), **_ON_OFF),
+    "state": _levels(f"{OPTIM}.state_dtype", follows=None, bf16="bfloat16", int8="int8", int4="int4"),
+    "masters": {**_levels(_MASTERS, **_DTYPES), "rounded": {_MASTERS: "bfloat16", f"{OPTIM}.stochastic_rounding": True}},
+    "in backward": _levels(f"{OPTIM}.in_backward", **_ON_OFF),
+    "clip": _levels(f"{OPTIM}.clip_grad", one=1.0, none=None),
+    **_of_roles("grad_offload", roles=("actor",), **_ON_OFF),
+    **_of_roles("param_offload", **_ON_OFF),
+    **_of_roles("offload_policy", **_ON_OFF),
+    **_of_roles("reshard_after_forward", false=False, true=True, two=2),
+    **_of_roles("fsdp_size", all=-1, one=1),
+    **_of_roles("gradient_sync", roles=("actor",), last="last", every="every"),
+    **_of_roles("own_units", **_ON_OFF),
+    **_of_roles("dtype", **_DTYPES),
+    **_of_roles("mixed_precision.reduce_dtype", roles=("actor",), **_DTYPES),
+    **_of_roles("model_dtype", roles=("ref",), **_DTYPES),
+    "lora": {**_levels(f"{MODEL}.lora_rank", off=0, all=4), "some": {f"{MODEL}.{key}": value for key, value in _SOME.items()}},
+    "quantization": _levels(f"{REF}.quantization", none="none", int8="int8", nf4="nf4"),
+    "sync": _levels(f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", large=2048, one=1),
+    "engine": {"awake": {_SLEEP: False}, **{f"level {level}": {_SLEEP: True, _LEVEL: level} for level in (1, 2)}},
+    "engine rows": _levels(f"{ROLLOUT}.max_num_seqs", all=256, one=1),
+    "load": _levels(f"{MODEL}.load_mode", stream="stream", mmap="mmap"),
+    "limits": {"none": {}, "one": dict.fromkeys(_LIMITS, 1)},
+    # Settings beside the knobs that change where something lies or how it is computed.
+    **_of_roles("forward_prefetch", **_ON_OFF),
+    "engine dtype": _levels(f"{ROLLOUT}.dtype", **_DTYPES),
+}
 """Factor -> level -> what it sets."""
 
 NEEDS = {("load", "mmap"): {"ref param_offload": "on"}}
@@ -87,14 +165,37 @@ REFUSED_LATER = {
 REFERENCE = ("ref ", "quantization", "load")
 """How the factors begin that say something of the reference alone."""
 
-NO_FACTOR = {key: why for knob in knobs() for key, why in knob.no_factor.items()}
+NO_FACTOR = {
+    f"{OPTIM}.override_optimizer_config": "any arguments; every run here gives one",
+    f"{OPTIM}.momentum": "of SGD, whose own tests combine it with the other knobs of the update",
+    f"{ACTOR}.fsdp_config.split_master_weights": "for one precision alone; its own tests combine it",
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": "needs several devices, and combinations are tried on one",
+    f"{REF}.fsdp_config.ulysses_sequence_parallel_size": "needs several devices, and combinations are tried on one",
+    f"{REF}.fsdp_config.mixed_precision.reduce_dtype": "a reference has no gradients",
+    f"{MODEL}.lora_adapter_path": "names a file to start from",
+    f"{MODEL}.use_rslora": "another scale of the same adapters",
+    f"{REF}.adapter": "needs such a file",
+    f"{MODEL}.quantization": "for adapters alone, on a base that is whole; its own tests combine it",
+    f"{ROLLOUT}.share_weights": "of an engine beside the trainer; its own tests combine it",
+    f"{ROLLOUT}.gpu_memory_utilization": "of vLLM alone",
+    f"{ROLLOUT}.kv_cache_memory_gb": "of vLLM alone",
+    f"{ROLLOUT}.max_num_batched_tokens": "of vLLM alone",
+    f"{ROLLOUT}.enforce_eager": "of vLLM alone",
+    f"{ROLLOUT}.enable_prefix_caching": "of vLLM alone",
+    f"{ROLLOUT}.kv_cache_dtype": "of vLLM alone",
+    f"{ROLLOUT}.max_model_len": "a check of lengths, where no cache is made ahead",
+    "memory.card_gb": "a check before the start",
+}
 """Keys of knobs that are no factor, and why."""
 
 FOUR_RANKS = {("actor reshard_after_forward", "two"), ("ref reshard_after_forward", "two")}
 """Options that no group of one or two ranks can have."""
 
 
-LOSSY = tuple(factor.name for factor in _FACTORS if factor.lossy)
+LOSSY = (
+    *("optimizer", "state", "masters", "clip", "actor dtype", "ref dtype", "actor mixed_precision.reduce_dtype"),
+    *("ref model_dtype", "lora", "quantization", "engine dtype"),
+)
 """Factors that change what is computed. All others change where it lies and in which order it is summed."""
 
 STREAMS = ("bucket", "in backward", "actor optimizer_offload", "actor grad_offload", "actor fsdp_size")

@@ -25,8 +25,6 @@ def test_every_key_that_a_knob_names_is_a_setting(knob):
         *(unused.key for unused in knob.unused_keys),
         *(key for refusal in knob.refuses for key in refusal.keys),
         *(advice.key for advice in knob.advice),
-        *(key for factor in knob.factors for level in factor.levels.values() for key in level),
-        *knob.no_factor,
     }
     if knob.row is not None:
         named |= {override.partition("=")[0] for override in (*knob.row.on, *knob.row.off)}

@@ -13,13 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from verl_memopt.memory.knob import Advice, Claim, Factor, Knob, LadderRow, PositiveInt, UnusedKey, activation_saving
+from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, PositiveInt, UnusedKey, activation_saving
 
 _MODEL = "actor_rollout_ref.model"
 _ON, _MODE, _EVERY = (
     f"{_MODEL}.{key}" for key in ("enable_gradient_checkpointing", "gradient_checkpointing_mode", "gradient_checkpointing_every")
 )
-_ONE_IN_TWO = {_ON: True, _MODE: "every_n", _EVERY: 2}
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,4 @@ KNOB = Knob(
     advice=(Advice("activations", _ON, True, phases=("update_actor",)),),
     claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(80, on=(f"{_ON}=true",), off=(f"{_ON}=false",)),
-    factors=(
-        Factor(
-            "checkpointing",
-            {"off": {_ON: False}, "full": {_ON: True}, "every_n": _ONE_IN_TWO, "selective": {_ON: True, _MODE: "selective"}},
-        ),
-    ),
 )

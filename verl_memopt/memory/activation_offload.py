@@ -17,7 +17,6 @@ from verl_memopt.memory.knob import (
     NOT_NEGATIVE,
     Advice,
     Claim,
-    Factor,
     Knob,
     LadderRow,
     NaturalInt,
@@ -65,10 +64,4 @@ KNOB = Knob(
     ),
     claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(90, on=(f"{_ON}=true",), off=(f"{_ON}=false",)),
-    factors=(
-        Factor(
-            "activation offload",
-            {"off": {}, "on": {_ON: True, _LEAST: 64}, "one in flight": {_ON: True, _LEAST: 1024, _IN_FLIGHT: 1, _STAYS: 1e-6}},
-        ),
-    ),
 )

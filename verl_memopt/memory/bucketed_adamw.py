@@ -19,7 +19,6 @@ from verl_memopt.memory.knob import (
     LOWER,
     Advice,
     Claim,
-    Factor,
     Knob,
     LadderRow,
     Need,
@@ -28,7 +27,6 @@ from verl_memopt.memory.knob import (
     Range,
     Refusal,
     UnusedKey,
-    switch,
 )
 
 if TYPE_CHECKING:
@@ -137,12 +135,4 @@ KNOB = Knob(
     advice=(Advice("optimizer scratch", BUCKET, LOWER, to=_small_bucket),),
     claims=(Claim("update_actor", "optimizer scratch", lambda _, after: 4 * after.params),),
     row=LadderRow(30, on=(f"{OVERRIDES}={{}}",), off=(f"{OVERRIDES}={{foreach: true, fused: false}}",)),
-    factors=(
-        Factor("optimizer", {"torch": {}, "torchao": {OPTIMIZER: "AdamW8bit", IMPL: "torchao.optim"}}, lossy=True),
-        switch("bucket", BUCKET, large=64, small=0.01),
-    ),
-    no_factor={
-        OVERRIDES: "any arguments; every run here gives one",
-        _MOMENTUM: "of SGD, whose own tests combine it with the other knobs of the update",
-    },
 )

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_memopt.algorithms.records import LOSSES_OF_SEQUENCES
-from verl_memopt.memory.knob import LOWER, Advice, Claim, Factor, Knob, LadderRow, NaturalInt, Need, switch
+from verl_memopt.memory.knob import LOWER, Advice, Claim, Knob, LadderRow, NaturalInt, Need
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
     from verl_memopt.plan.formulas import Shapes
 
-_CHUNK, _TILE = "actor_rollout_ref.model.logprob_chunk_tokens", "actor_rollout_ref.model.logprob_vocab_tile"
+_CHUNK = "actor_rollout_ref.model.logprob_chunk_tokens"
 
 FREE_TILE = 16_384
 """Vocabulary entries a tile where ``logprob_vocab_tile`` is 0 and a tile costs no product."""
@@ -79,5 +79,4 @@ KNOB = Knob(
     ),
     claims=(Claim("update_actor", "logits", _saved(True)), Claim("old_log_prob", "logits", _saved(False))),
     row=LadderRow(10, on=(f"{_CHUNK}=128",), off=(f"{_CHUNK}=0",)),
-    factors=(Factor("chunk", {"whole": {_CHUNK: 0}, "5": {_CHUNK: 5}}), switch("vocabulary tile", _TILE, auto=0, of_96=96)),
 )

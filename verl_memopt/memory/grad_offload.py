@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from verl_memopt.memory.bucketed_adamw import SLOTS, only_with_adamw
-from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, Refusal, for_roles
+from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, Refusal
 
 if TYPE_CHECKING:
     from verl_memopt.plan.formulas import Shapes
@@ -92,5 +92,4 @@ KNOB = Knob(
     advice=(Advice("grads", KEY, True),),
     claims=(Claim("update_actor", "grads", _saved),),
     row=LadderRow(195, on=(f"{KEY}=true",), off=(f"{KEY}=false",)),
-    factors=for_roles("grad_offload", roles=("actor",), off=False, on=True),
 )

@@ -183,17 +183,6 @@ class LadderRow:
 
 
 @dataclass(frozen=True)
-class Factor:
-    """Settings that are tried in combination with every other knob."""
-
-    name: str
-    levels: Mapping[str, Mapping[str, Any]]
-    """Name of a level -> the keys it sets; the first level is off."""
-    lossy: bool = False
-    """Whether levels change what is computed, and not only where it lies and in which order it is summed."""
-
-
-@dataclass(frozen=True)
 class Knob:
     """One memory knob. Its text is the docstring of its file."""
 
@@ -217,9 +206,6 @@ class Knob:
     claims: tuple[Claim, ...] = ()
     """What the ladder holds it to."""
     row: LadderRow | None = None
-    factors: tuple[Factor, ...] = ()
-    no_factor: Mapping[str, str] = field(default_factory=dict)
-    """Key -> why no factor sets it."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -252,15 +238,6 @@ def _leaves(settings: type) -> Iterator[tuple[str, Any]]:
 
 def enough_rows(need: Need, _: Settings) -> int | None:
     return need.part(need.work.rows)
-
-
-def switch(name: str, key: str, *, lossy: bool = False, **levels: Any) -> Factor:
-    return Factor(name, {level: {key: value} for level, value in levels.items()}, lossy)
-
-
-def for_roles(name: str, *, roles: tuple[str, ...] = ("actor", "ref"), lossy: bool = False, **levels: Any) -> tuple[Factor, ...]:
-    key = "actor_rollout_ref.{}.fsdp_config." + name
-    return tuple(switch(f"{role} {name}", key.format(role), lossy=lossy, **levels) for role in roles)
 
 
 @cache

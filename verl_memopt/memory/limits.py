@@ -12,9 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from verl_memopt.memory.knob import POSITIVE, Factor, Knob
-
-_KEYS = tuple(f"memory.{part}_limit_gb" for part in ("device", "host", "pinned"))
+from verl_memopt.memory.knob import POSITIVE, Knob
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,4 @@ KNOB = Knob(
     cost="nothing",
     settings={"memory": MemoryLimits},
     besides=("ALLOCATOR=tcmalloc", "ALLOCATOR=jemalloc", "PYTORCH_ALLOC_CONF"),
-    factors=(Factor("limits", {"none": {}, "one": dict.fromkeys(_KEYS, 1)}),),
-    no_factor={"memory.card_gb": "a check before the start"},
 )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
-from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, needs_reference, switch
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, needs_reference
 from verl_memopt.recipes import RECIPES
 
 if TYPE_CHECKING:
@@ -93,5 +93,4 @@ KNOB = Knob(
     ),
     claims=(Claim("update_actor", "host buffers", lambda _, after: after.reference_bytes),),
     row=LadderRow(230, on=(f"{_KEY}=mmap",), off=(f"{_KEY}=stream",), on_top_of="param_offload"),
-    factors=(switch("load", _KEY, stream="stream", mmap="mmap"),),
 )

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from verl_memopt.memory.knob import Claim, Factor, Knob, LadderRow, NaturalInt, PositiveFloat, Refusal, needs_reference
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, NaturalInt, PositiveFloat, Refusal, needs_reference
 
 if TYPE_CHECKING:
     from verl_memopt.config.role_settings import TrainedFsdp
@@ -24,11 +24,7 @@ if TYPE_CHECKING:
     from verl_memopt.plan.formulas import Shapes
 
 _MODEL = "actor_rollout_ref.model"
-_RANK, _ALPHA, _TARGETS, _EXCLUDED, _PATH = (
-    f"{_MODEL}.{key}" for key in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
-)
-_RSLORA, _ADAPTER = f"{_MODEL}.use_rslora", "actor_rollout_ref.ref.adapter"
-_SOME = {_RANK: 2, _ALPHA: 8, _TARGETS: ["q_proj", "k_proj", "o_proj"], _EXCLUDED: ["k_proj"]}
+_RANK, _PATH = f"{_MODEL}.lora_rank", f"{_MODEL}.lora_adapter_path"
 _REFERENCE, _QUANTIZATION = "actor_rollout_ref.ref.model.path", "actor_rollout_ref.ref.quantization"
 
 
@@ -185,6 +181,4 @@ KNOB = Knob(
         Claim("update_actor", "optimizer", lambda before, after: before.state_bytes * (before.params - adapter_params(after))),
     ),
     row=LadderRow(210, on=(f"{_RANK}=8",), off=(f"{_RANK}=0",), on_top_of="rollout_memory"),
-    factors=(Factor("lora", {"off": {_RANK: 0}, "all": {_RANK: 4}, "some": _SOME}, lossy=True),),
-    no_factor={_PATH: "names a file to start from", _RSLORA: "another scale of the same adapters", _ADAPTER: "needs such a file"},
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from verl_memopt.memory.knob import Claim, Knob, LadderRow, Predicate, Refusal, for_roles, fsdp_of, needs_reference
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, Predicate, Refusal, fsdp_of, needs_reference
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
@@ -56,5 +56,4 @@ KNOB = Knob(
     row=LadderRow(
         200, on=tuple(f"{key}=true" for key in _KEYS), off=tuple(f"{key}=false" for key in _KEYS), on_top_of="rollout_memory"
     ),
-    factors=for_roles("offload_policy", off=False, on=True),
 )

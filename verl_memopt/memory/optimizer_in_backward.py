@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from verl_memopt.memory.bucketed_adamw import only_with_adamw
-from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, data_ranks, switch
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, data_ranks
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
@@ -73,5 +73,4 @@ KNOB = Knob(
     ),
     claims=(Claim("update_actor", "grads", _saved),),
     row=LadderRow(190, on=(f"{_KEY}=true", f"{_CLIP}=null"), off=(f"{_KEY}=false",), on_top_of="bucketed_adamw"),
-    factors=(switch("in backward", _KEY, off=False, on=True), switch("clip", _CLIP, lossy=True, one=1.0, none=None)),
 )

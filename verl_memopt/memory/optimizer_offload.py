@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from verl_memopt.memory.bucketed_adamw import only_with_adamw
-from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, for_roles
+from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow
 from verl_memopt.memory.native_offload import not_beside_native_offload
 
 _KEY = "actor_rollout_ref.actor.fsdp_config.optimizer_offload"
@@ -37,5 +37,4 @@ KNOB = Knob(
     advice=(Advice("optimizer", _KEY, True),),
     claims=(Claim("update_actor", "optimizer", lambda before, _: before.state_bytes * before.params),),
     row=LadderRow(110, on=(f"{_KEY}=true",), off=(f"{_KEY}=false",)),
-    factors=for_roles("optimizer_offload", roles=("actor",), off=False, on=True),
 )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from verl_memopt.memory.bucketed_adamw import OPTIMIZER, only_with_adamw
-from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, switch
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
@@ -63,5 +63,4 @@ KNOB = Knob(
         Claim("update_actor", "host buffers", lambda before, after: (before.state_bytes - after.state_bytes) * after.params),
     ),
     row=LadderRow(180, on=(f"{_KEY}=int8",), off=(f"{_KEY}=null",)),
-    factors=(switch("state", _KEY, lossy=True, follows=None, bf16="bfloat16", int8="int8", int4="int4"),),
 )

@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Annotated
 
 from verl_memopt.memory.critic_rules import twin
-from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, Predicate, Range, for_roles
+from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, Predicate, Range
 
 _KEYS = tuple(f"actor_rollout_ref.{role}.fsdp_config.param_offload" for role in ("actor", "ref"))
 ACTOR_KEY, REFERENCE_KEY = _KEYS
@@ -69,5 +69,4 @@ KNOB = Knob(
         Claim("ref", "params", lambda _, after: after.params * after.master_bytes),
     ),
     row=LadderRow(120, on=tuple(f"{key}=true" for key in _KEYS), off=tuple(f"{key}=false" for key in _KEYS)),
-    factors=for_roles("param_offload", off=False, on=True),
 )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, for_roles
+from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow
 
 Precision = Literal["fp32", "bfloat16"]
 
@@ -59,10 +59,4 @@ KNOB = Knob(
     row=LadderRow(
         160, on=tuple(f"{key}=bfloat16" for key in (*_KEYS, _ENGINE)), off=tuple(f"{key}=fp32" for key in (*_KEYS, _ENGINE))
     ),
-    factors=(
-        *for_roles("dtype", lossy=True, fp32="fp32", bf16="bfloat16"),
-        *for_roles("mixed_precision.reduce_dtype", roles=("actor",), lossy=True, fp32="fp32", bf16="bfloat16"),
-        *for_roles("model_dtype", roles=("ref",), lossy=True, fp32="fp32", bf16="bfloat16"),
-    ),
-    no_factor={_KEYS[5]: "a reference has no gradients"},
 )

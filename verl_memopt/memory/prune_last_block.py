@@ -13,7 +13,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl_memopt.memory.knob import Claim, Knob, LadderRow, activation_saving, switch
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, activation_saving
 from verl_memopt.model.families import OWN_BLOCKS
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ KNOB = Knob(
     settings={"model": PruneLastBlock},
     claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(60, on=(f"{_KEY}=true",), off=(f"{_KEY}=false",)),
-    factors=(switch("last block", _KEY, whole=False, pruned=True),),
 )
 
 

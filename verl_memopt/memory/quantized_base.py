@@ -86,5 +86,4 @@ KNOB = Knob(
     ),
     claims=(Claim("update_actor", "params", lambda before, after: before.compute_bytes * before.linear_params - _packed(after)),),
     row=LadderRow(211, on=(f"{KEY}=nf4",), off=(f"{KEY}=none",), on_top_of="lora"),
-    no_factor={KEY: "for adapters alone, on a base that is whole; its own tests combine it"},
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from verl_memopt.memory.knob import Claim, Knob, LadderRow, switch
+from verl_memopt.memory.knob import Claim, Knob, LadderRow
 
 
 class Format(NamedTuple):
@@ -55,5 +55,4 @@ KNOB = Knob(
     settings={"ref": QuantizedFrozen, "scoring_model": QuantizedFrozen},
     claims=(Claim("update_actor", "params", lambda _, after: after.linear_params * (after.master_bytes - 1.03)),),
     row=LadderRow(220, on=(f"{_KEY}=int8",), off=(f"{_KEY}=none",), on_top_of="rollout_memory"),
-    factors=(switch("quantization", _KEY, lossy=True, none="none", int8="int8", nf4="nf4"),),
 )

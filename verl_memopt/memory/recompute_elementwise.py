@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_memopt.memory.knob import Claim, Knob, LadderRow, activation_saving, switch
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, activation_saving
 
 PRODUCT_ROWS = {"cpu": 2048, "cuda": 8192}
 """Tokens at most in a tile of a block's products in backward: enough for its products to be as fast as whole ones."""
@@ -21,6 +21,8 @@ _KEY = "actor_rollout_ref.model.recompute_elementwise"
 
 @dataclass(frozen=True)
 class RecomputeElementwise:
+    # It can be false because the ladder measures it against that and its gradients are tested against it. Little would go with
+    # the switch: blocks with another activation or other linear layers, which `can_recompute` refuses, keep these values anyway.
     recompute_elementwise: bool = True
     """Recompute the outputs of norms, rotary embeddings and the MLP's activation in backward, without a product. Set it to false
     only to compare."""
@@ -31,5 +33,4 @@ KNOB = Knob(
     settings={"model": RecomputeElementwise},
     claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(50, on=(f"{_KEY}=true",), off=(f"{_KEY}=false",)),
-    factors=(switch("recomputed values", _KEY, off=False, on=True),),
 )

@@ -18,7 +18,6 @@ from verl_memopt.memory.knob import (
     Knob,
     LadderRow,
     Refusal,
-    for_roles,
     fsdp_of,
     needs_reference,
     num_devices,
@@ -78,10 +77,5 @@ KNOB = Knob(
         130,
         on=(*(f"{key}=true" for key in _RESHARD), f"{_SYNC}=every"),
         off=(*(f"{key}=false" for key in _RESHARD), f"{_SYNC}=last"),
-    ),
-    factors=(
-        *for_roles("reshard_after_forward", false=False, true=True, two=2),
-        *for_roles("fsdp_size", all=-1, one=1),
-        *for_roles("gradient_sync", roles=("actor",), last="last", every="every"),
     ),
 )

@@ -21,7 +21,6 @@ from verl_memopt.memory.knob import (
     POSITIVE,
     Advice,
     Claim,
-    Factor,
     Knob,
     LadderRow,
     Need,
@@ -31,7 +30,6 @@ from verl_memopt.memory.knob import (
     Refusal,
     UnusedKey,
     enough_rows,
-    switch,
 )
 from verl_memopt.memory.precision import width
 
@@ -160,12 +158,4 @@ KNOB = Knob(
     ),
     claims=(Claim("update_actor", "rollout weights", lambda _, after: after.params * width(str(after.settings.rollout.dtype))),),
     row=LadderRow(100, on=(f"{_SLEEP}=true",), off=(f"{_SLEEP}=false",)),
-    factors=(
-        Factor("engine", {"awake": {_SLEEP: False}, "level 1": {_SLEEP: True, _LEVEL: 1}, "level 2": {_SLEEP: True, _LEVEL: 2}}),
-        switch("engine rows", _SEQUENCES, all=256, one=1),
-    ),
-    no_factor={
-        **dict.fromkeys((*(f"{_ROLLOUT}.{key}" for key in _VLLM_ALONE), _CACHE_DTYPE), "of vLLM alone"),
-        f"{_ROLLOUT}.max_model_len": "a check of lengths, where no cache is made ahead",
-    },
 )

@@ -98,5 +98,4 @@ KNOB = Knob(
         *(_refusal(role) for role in ("actor", "ref")),
         *for_devices("reward_model", partial(_refusal, "reward_model")),
     ),
-    no_factor=dict.fromkeys((KEYS["actor"], KEYS["ref"]), "needs several devices, and combinations are tried on one"),
 )

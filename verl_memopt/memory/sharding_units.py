@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_memopt.memory.knob import Knob, LadderRow, for_roles
+from verl_memopt.memory.knob import Knob, LadderRow
 
 _KEYS = tuple(f"actor_rollout_ref.{role}.fsdp_config.own_units" for role in ("actor", "ref"))
 
@@ -27,5 +27,4 @@ KNOB = Knob(
     cost="three small collectives",
     settings={"fsdp": ShardingUnits},
     row=LadderRow(140, on=tuple(f"{key}=true" for key in _KEYS), off=tuple(f"{key}=false" for key in _KEYS)),
-    factors=for_roles("own_units", off=False, on=True),
 )

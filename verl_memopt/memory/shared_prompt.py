@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from verl_memopt.memory.knob import Claim, Knob, LadderRow, Range, activation_saving, switch
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, Range, activation_saving
 
 CHOICE = Range("must be true, false or auto", lambda value: value in (True, False, "auto"))
 _KEY = "actor_rollout_ref.actor.use_prefix_grouper"
@@ -33,7 +33,6 @@ KNOB = Knob(
     settings={"actor": SharedPrompt},
     claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(20, on=(f"{_KEY}=true",), off=(f"{_KEY}=false",)),
-    factors=(switch("shared prompt", _KEY, off=False, on=True),),
 )
 
 

@@ -178,5 +178,4 @@ KNOB = Knob(
     claims=(Claim("update_weights", "rollout weights", lambda before, _: before.params * before.compute_bytes),),
     # Last, since the policy's own weights then no longer leave the device.
     row=LadderRow(198, on=(f"{KEY}=true", f"{_OFFLOAD}=false"), off=(f"{KEY}=false",)),
-    no_factor={KEY: "of an engine beside the trainer; its own tests combine it"},
 )

@@ -83,5 +83,4 @@ KNOB = Knob(
     row=LadderRow(
         240, on=(f"{KEY}=true", f"{_COMPUTE}=bfloat16"), off=(f"{KEY}=false", f"{_COMPUTE}=fp32"), on_top_of="bucketed_adamw"
     ),
-    no_factor={KEY: "for one precision alone; its own tests combine it"},
 )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from verl_memopt.memory.bucketed_adamw import only_with_adamw
-from verl_memopt.memory.knob import Factor, Knob, LadderRow, Refusal
+from verl_memopt.memory.knob import Knob, LadderRow, Refusal
 
 _KEY, _MASTERS = "actor_rollout_ref.actor.optim.stochastic_rounding", "actor_rollout_ref.actor.fsdp_config.model_dtype"
 
@@ -42,11 +42,4 @@ KNOB = Knob(
         ),
     ),
     row=LadderRow(170, on=(f"{_KEY}=true", f"{_MASTERS}=bfloat16"), off=(f"{_KEY}=false", f"{_MASTERS}=fp32")),
-    factors=(
-        Factor(
-            "masters",
-            {"fp32": {_MASTERS: "fp32"}, "bf16": {_MASTERS: "bfloat16"}, "rounded": {_MASTERS: "bfloat16", _KEY: True}},
-            lossy=True,
-        ),
-    ),
 )

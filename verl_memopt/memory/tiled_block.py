@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from verl_memopt.memory.knob import POSITIVE, Factor, Knob, Refusal, SequenceRole, sequence_ranks
+from verl_memopt.memory.knob import POSITIVE, Knob, Refusal, SequenceRole, sequence_ranks
 from verl_memopt.memory.sequence_parallel import KEYS, is_built
 
 if TYPE_CHECKING:
@@ -60,5 +60,4 @@ KNOB = Knob(
         _shares_tokens("ref"),
         _shares_tokens("reward_model"),
     ),
-    factors=(Factor("tiled block", {"off": {}, "5": {_KEY: 5}}),),
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from verl_memopt.memory.knob import Claim, Factor, Knob, LadderRow, PositiveInt, UnusedKey, activation_saving
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, PositiveInt, UnusedKey, activation_saving
 
 _KEY = "actor_rollout_ref.model.tiled_mlp"
 
@@ -47,5 +47,4 @@ KNOB = Knob(
     ),
     claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(70, on=(f"{_KEY}.enabled=true",), off=(f"{_KEY}.enabled=false",)),
-    factors=(Factor("tiled mlp", {"off": {}, "3": {f"{_KEY}.enabled": True, f"{_KEY}.num_shards": 3}}),),
 )

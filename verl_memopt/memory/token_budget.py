@@ -21,7 +21,6 @@ from verl_memopt.memory.knob import (
     POSITIVE,
     Advice,
     Claim,
-    Factor,
     Knob,
     LadderRow,
     Need,
@@ -201,14 +200,7 @@ def _advice() -> Iterator[Advice]:
         yield Advice(kind, _REWARD_ROWS, LOWER, lambda settings: not _scores_by_tokens(settings), ("reward",), to=enough_rows)
 
 
-def _log_prob_factor(role: Role, name: str) -> Factor:
-    rows, by_tokens, tokens = _keys(role)
-    return Factor(name, {"follows": {}, "tokens": {by_tokens: True, tokens: 30}, "rows": {by_tokens: False, rows: 2}})
-
-
 _ACTOR_ROWS, _ACTOR_BY_TOKENS, BUDGET_KEY = _keys("actor")
-_WHOLE = {_ACTOR_BY_TOKENS: True}
-_ADAPTIVE_KEYS = (ADAPTIVE_KEY, *(f"{_AR}.{role}.log_prob_adaptive_token_budget" for role in ("rollout", "ref")))
 
 _STEPS_IN_BACKWARD = Refusal(
     (ADAPTIVE_KEY, _IN_BACKWARD),
@@ -240,17 +232,6 @@ KNOB = Knob(
     advice=tuple(_advice()),
     claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(40, on=(f"{BUDGET_KEY}={{pair}}",), off=(f"{BUDGET_KEY}={{all}}",)),
-    factors=(
-        Factor(
-            "batching",
-            {"whole": _WHOLE, "tokens": _WHOLE | {BUDGET_KEY: 20}, "rows": {_ACTOR_BY_TOKENS: False, _ACTOR_ROWS: 3}},
-        ),
-        Factor(
-            "adaptive budget", {"fixed": dict.fromkeys(_ADAPTIVE_KEYS, False), "learned": dict.fromkeys(_ADAPTIVE_KEYS, True)}
-        ),
-        _log_prob_factor("rollout", "old batching"),
-        _log_prob_factor("ref", "ref batching"),
-    ),
 )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from verl_memopt.memory.knob import LOWER, Advice, Knob, LadderRow, PositiveInt, switch
+from verl_memopt.memory.knob import LOWER, Advice, Knob, LadderRow, PositiveInt
 
 _KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 
@@ -34,5 +34,4 @@ KNOB = Knob(
     same_numbers=True,
     advice=(Advice("sync bucket", _KEY, LOWER),),
     row=LadderRow(150, on=(f"{_KEY}=64",), off=(f"{_KEY}=2048",)),
-    factors=(switch("sync", _KEY, large=2048, one=1),),
 )
