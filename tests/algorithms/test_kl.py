@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 from hypothesis import given
-from torch._subclasses import FakeTensorMode
 
 from tests.algorithms.ragged import Ragged, ragged
 from verl_memopt.algorithms.kl import (
@@ -59,14 +58,6 @@ def test_a_token_the_policy_nearly_excludes_gives_a_finite_capped_k3_without_a_g
     assert (k3.tolist(), log_probs.grad.tolist()) == ([10.0], [0.0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_estimates_run_on_fake_tensors(kind):
-    with FakeTensorMode():
-        log_probs = torch.zeros(4, requires_grad=True)
-        kl_estimate(log_probs, torch.zeros(4), kind).sum().backward()
-    assert log_probs.grad.shape == (4,)
-
-
 def test_kl_shifts_the_reward_by_exactly_beta_times_its_sum_and_carries_no_gradient():
     scores, row = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 0, 2])
     kl = torch.tensor([0.5, -0.25, 1.0], requires_grad=True)
@@ -75,12 +66,8 @@ def test_kl_shifts_the_reward_by_exactly_beta_times_its_sum_and_carries_no_gradi
     assert not shaped.requires_grad
 
 
-def test_shaped_rewards_run_on_fake_tensors_and_without_tokens():
-    nothing = torch.zeros(0, dtype=torch.long)
-    assert shaped_rewards(torch.ones(1), torch.zeros(0), nothing, 0.1).tolist() == [1.0]
-    with FakeTensorMode():
-        row = torch.zeros(4, dtype=torch.long)
-        assert shaped_rewards(torch.zeros(2), torch.zeros(4), row, 0.1).shape == (2,)
+def test_without_tokens_rewards_stay():
+    assert shaped_rewards(torch.ones(1), torch.zeros(0), torch.zeros(0, dtype=torch.long), 0.1).tolist() == [1.0]
 
 
 def test_a_fixed_coefficient_stays():

@@ -38,22 +38,6 @@ def test_a_cpu_is_one_device_without_an_allocator_nccl_or_flash_kernels():
     assert not device.supports_flash(GPU, torch.float32)
 
 
-def test_on_a_cpu_there_is_nothing_to_wait_for_to_free_or_to_restore():
-    before = torch.get_rng_state()
-    assert device.synchronize(CPU) is None
-    assert device.empty_cache(CPU) is None
-    assert device.device_rng_state(CPU) is None
-    device.set_device_rng_state(CPU, torch.zeros(16, dtype=torch.uint8))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_on_a_cpu_a_copy_is_done_when_it_returns():
-    stream, target = device.CopyStream(CPU), torch.zeros(4)
-    event = stream.copy([target], [torch.ones(4)])
-    assert (event, target.tolist()) == (None, [1.0] * 4)
-    stream.wait(event)
-
-
 @pytest.mark.parametrize("total", [32 * GIB, 24_146_608_128, 85_017_493_504, 25_757_220_864 + 1])
 def test_a_cap_is_kept_to_the_byte(monkeypatch, total):
     """Torch cuts the product of fraction and total, so that a plain quotient loses a byte for some sizes."""
@@ -76,58 +60,6 @@ def test_what_fits_the_cap_passes_and_one_segment_more_is_refused(monkeypatch):
         with pytest.raises(torch.OutOfMemoryError):
             simulated.empty(1)
         del kept
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_the_allocator_takes_what_the_cap_allows_and_no_segment_more():
-    """Only a GPU shows which total torch multiplies the fraction by."""
-    here = device.local_device("cuda", 0)
-    device.empty_cache(here)
-    size = device.memory_reserved(here) + 256 * MIB
-    device.cap_device_memory(here, size)
-    try:
-        kept = torch.empty(256 * MIB, dtype=torch.uint8, device=here)
-        unused = device.memory_reserved(here) - device.memory_allocated(here)
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(unused + 20 * MIB, dtype=torch.uint8, device=here)
-        assert device.device_memory_cap(here) == size
-        del kept
-    finally:
-        device.cap_device_memory(here, None)
-
-
-@pytest.mark.gpu
-def test_copies_to_the_host_and_back_keep_their_order_beside_the_computation():
-    here = device.local_device("cuda", 0)
-    stream, rested = device.CopyStream(here), torch.empty(2**24, pin_memory=True)
-    source = torch.rand(2**24, device=here)
-    expected, back = source.clone(), torch.empty_like(source)
-    stream.wait(stream.copy([rested], [source]))
-    source.zero_()
-    stream.wait(stream.copy([back], [rested]))
-    assert torch.equal(back, expected)
-
-
-@pytest.mark.gpu
-def test_the_allocators_peak_falls_to_the_present_when_reset():
-    here = device.local_device("cuda", 0)
-    kept = torch.ones(2**20, device=here)
-    torch.ones(2**22, device=here)
-    assert device.max_memory_allocated(here) >= device.memory_allocated(here) + 2**24
-    device.reset_peak_memory(here)
-    assert device.max_memory_allocated(here) == device.memory_allocated(here) >= kept.nbytes
-    free, total = device.memory_info(here)
-    assert 0 < free < total
-    assert device.max_memory_reserved(here) >= device.memory_reserved(here) >= device.memory_allocated(here)
-
-
-@pytest.mark.gpu
-def test_the_devices_generator_continues_where_it_was():
-    here = device.local_device("cuda", 0)
-    state = device.device_rng_state(here)
-    expected = torch.rand(3, device=here)
-    device.set_device_rng_state(here, state)
-    assert torch.equal(torch.rand(3, device=here), expected)
 
 
 @pytest.fixture

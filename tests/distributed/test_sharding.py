@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.tensors import operations_named
 from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.memory.fused import joined
 from verl_memopt.model.assembly import build_policy, materialize
@@ -43,27 +43,15 @@ def test_tied_weights_stay_one_tensor_after_sharding(tiny_folder, one_rank):
     assert "lm.lm_head.weight" not in dict(policy.named_parameters())
 
 
-class Operations(TorchDispatchMode):
-    """The names of what is dispatched."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.__name__.partition(".")[0])
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_unit_on_one_device_is_cast_in_one_operation_and_follows_its_masters(tiny_folder, one_rank):
     block = sharded(tiny_folder, one_rank, dtype="bfloat16").blocks()[0]
     for value in (1.7, -0.3):
         with torch.no_grad():
             masters = {name: one.to_local().add_(value).clone() for name, one in block.named_parameters()}
-        with torch.no_grad(), Operations() as seen:
+        watch, counts = operations_named(["_foreach_copy_", "_to_copy"])
+        with torch.no_grad(), watch:
             block.unshard()
-        assert seen.names.count("_foreach_copy_") == 1
-        assert "_to_copy" not in seen.names
+        assert counts == {"_foreach_copy_": 1}
         # Weights of one width lie one behind another, so that they can be multiplied in one product.
         attention, mlp = block.self_attn, block.mlp
         for layers in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):

@@ -6,8 +6,6 @@ Only a GPU has NCCL, and checkpoints of its own kind.
 import dataclasses
 import json
 import logging
-import shutil
-import subprocess
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import torch.distributed as dist
 
 from tests.end_to_end.covering import all_off
 from tests.end_to_end.knob_runs import make_model, run_row
-from tests.end_to_end.runs import LOCAL, arguments, environment, metrics, train_here
+from tests.end_to_end.runs import LOCAL, metrics, train_here
 from tests.end_to_end.test_combinations import key
 from tests.gpu import machine
 from tests.gpu.test_knobs import ACROSS, UNCOMPILED, bound
@@ -134,26 +132,6 @@ def test_a_whole_run_trains_and_reports_memory_that_adds_up(toy, tmp_path, name)
             if None not in figures:
                 assert figures[0] <= figures[1] <= figures[2], (step, phase, figures)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3
-
-
-def test_without_a_c_compiler_a_run_goes_on_with_one_warning(toy, tmp_path):
-    """Only a GPU's run compiles; on a CPU this is the run alone."""
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for tool in ("sh", "bash", "env", "uname", "ldconfig", "which"):
-        found = shutil.which(tool)
-        if found:
-            (tools / tool).symlink_to(found)
-    bare = environment(
-        PATH=str(tools), CC="", TRITON_CACHE_DIR=str(tmp_path / "triton"), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "ind")
-    )
-    short = ["trainer.total_training_steps=2", "trainer.test_freq=-1", "trainer.save_freq=-1"]
-    command = arguments(toy, tmp_path / "run", *LOCAL, f"trainer.device={machine.kind()}", *short)
-    done = subprocess.run(command, capture_output=True, text=True, env=bare, timeout=280)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said[-3000:]
-    warnings = [line for line in said.splitlines() if "WARNING" in line and "compile" in line.lower()]
-    assert len(warnings) == machine.size(1, 0), warnings
 
 
 @pytest.mark.rehearsed

@@ -42,22 +42,6 @@ def test_one_step_beyond_the_limit_is_refused_and_what_is_held_stays(device):
         assert held.numel() == room - machine.LARGE
 
 
-def test_after_a_job_with_a_limit_another_in_the_process_has_none(device):
-    gigabytes, room = limit()
-    with machine.device_limit(Memory(device_limit_gb=gigabytes)), pytest.raises(torch.OutOfMemoryError):
-        bytes_on(device, 2 * room)
-    assert bytes_on(device, 2 * room).numel() == 2 * room
-
-
-def test_page_locked_bytes_are_counted_as_taken_and_given_back(device):
-    before, count = host_allocator().pinned_bytes, machine.size(2**26, 2**16) + 4096
-    buffer = host_buffer(count, device, "params")
-    assert machine.is_page_locked(buffer)
-    assert host_allocator().pinned_bytes - before == machine.size(count, 0)
-    del buffer
-    assert host_allocator().pinned_bytes == before
-
-
 def test_page_locked_memory_takes_of_the_host_what_is_counted(device):
     """Torch's own page-locked memory is rounded up to a power of two: this size would take a third more."""
     count = machine.size(3 * 2**28, 3 * 2**20)

@@ -3,8 +3,6 @@
 Only a GPU has kernels of its own, a queue the host can wait for, and a compiler for its kernels.
 """
 
-import warnings
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ from tests.memory.activations.test_fused import after_steps
 from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
 from tests.memory.optimizers import give_gradients, parameters
 from tests.tensors import whole_of
-from tests.worker.test_policy import ACTOR, SMALL, WHOLE, batch, micro_batches, naive_gradients, shares
+from tests.worker.test_policy import ACTOR, SMALL, batch, micro_batches, naive_gradients, shares
 from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.distributed.device import device_rng_state, set_device_rng_state
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
@@ -265,14 +263,3 @@ def test_a_restored_generator_draws_the_same_again(device):
     if states[1] is not None:
         set_device_rng_state(device, states[1])
     assert torch.equal(torch.rand(5, device=device), expected)
-
-
-@pytest.mark.rehearsed
-def test_no_warning_of_torch_tells_of_a_slow_or_inexact_path(device, one_rank, folder):
-    (mini,) = shares(batch(), 1, WHOLE)
-    policy = policy_on(device, folder, one_rank, "bfloat16")
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        policy.trained.step(lambda: policy.accumulate(micro_batches(mini), mini.counts, 0.9))
-    ours = [str(each.message) for each in told if "verl_memopt" in each.filename]
-    assert not ours

@@ -1,14 +1,12 @@
 """Calls of attention over several key heads and sequences at once, on the kernels of a GPU, written out on a CPU."""
 
 import dataclasses
-from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipe.rloo.memory_study.fake_device import described_efficient_backward
 from tests.model.attention_cases import (
@@ -23,6 +21,7 @@ from tests.model.attention_cases import (
     with_rotary_gradients,
 )
 from tests.model.test_attention_fused import written_out
+from tests.tensors import operations_named
 from verl_memopt.memory.activation_checkpointing_torch import checkpointed
 from verl_memopt.model.attention_dense import PACKED_EFFICIENT, _DenseAttention, calls
 from verl_memopt.model.packing import PrefixLayout
@@ -73,32 +72,20 @@ def test_calls_take_every_sequence_once_and_as_many_as_their_rows_allow(layout, 
             assert (count + more) * max(longest, first) > rows
 
 
-class Kernels(TorchDispatchMode):
-    """Counts calls of attention's kernels."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "attention" in func.__name__:
-            self.found[func.__name__] += 1
-        return func(*args, **(kwargs or {}))
+FORWARD, BACKWARD = "_efficient_attention_forward", "_efficient_attention_backward"
 
 
 def kernel_calls(sizes, heads, kv_heads, size=64, tile=None, skipped=None):
     """Gives the calls of kernels of a GPU in a forward and a backward, on fake tensors."""
     kernel = PACKED_EFFICIENT if tile is None else dataclasses.replace(PACKED_EFFICIENT, elements=tile)
-    with described_efficient_backward(), FakeTensorMode(allow_non_fake_inputs=True), Kernels() as kernels:
+    watch, counts = operations_named([FORWARD, BACKWARD])
+    with described_efficient_backward(), FakeTensorMode(allow_non_fake_inputs=True), watch:
         layout = PrefixLayout.of(sizes, skipped)
         inputs = [x.requires_grad_() for x in flat_inputs(layout, heads, kv_heads, size=size)]
         out = _DenseAttention.apply(*inputs, *rotary_arguments(None), layout, 0.3, kernel)
         grads = torch.autograd.grad(out, inputs, torch.empty_like(out))
     assert [one.shape for one in (out, *grads)] == [inputs[0].shape, *(one.shape for one in inputs)]
-    return kernels.found
-
-
-FORWARD, BACKWARD = (f"_efficient_attention_{kind}.default" for kind in ("forward", "backward"))
+    return counts
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (8, 4), (16, 8)])
@@ -116,9 +103,10 @@ def test_selective_checkpointing_keeps_what_the_kernel_gave_and_changes_no_bit()
     inputs, attend = flat_inputs(layout, 4, 2), efficient(layout, 2**22)
     with gpu_operators_on_a_cpu():
         expected = with_gradients(attend, inputs)
-        with Kernels() as kernels:
+        watch, counts = operations_named([FORWARD, BACKWARD])
+        with watch:
             found = with_gradients(lambda *some: checkpointed(attend, *some, mode="selective"), inputs)
-    assert kernels.found == {FORWARD: 2, BACKWARD: 2}
+    assert counts == {FORWARD: 2, BACKWARD: 2}
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
@@ -169,16 +157,3 @@ def test_what_a_backward_makes_beside_is_of_the_heads_of_a_tile(at_once, answers
     second = tokens * (2 * each + 3) + answers * (columns + each) + prompt * (repeated + 2 * each)
     expected = 4 * size * at_once * max(first, second if answers else 0)
     assert expected <= found <= 1.06 * expected
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tile", [0, 3 * 64 * 200, 2**22])
-@pytest.mark.parametrize("skipped", [(0, 0, 0), (36, 100, 0)])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.float16, 4e-3)])
-@pytest.mark.parametrize("heads", [(4, 4), (6, 3)])
-def test_on_a_gpu_the_real_kernel_takes_several_heads_and_lengths(heads, dtype, bound, skipped, tile):
-    layout = PrefixLayout.of(((37, (20, 20, 3)), (64, ()), (5, (130, 1))), skipped)
-    inputs = flat_inputs(layout, *heads, size=64)
-    there = layout.map(lambda tensor: tensor.to("cuda"))
-    found = with_gradients(efficient(there, tile), [tensor.to("cuda", dtype) for tensor in inputs])
-    assert agree([tensor.cpu() for tensor in found], with_gradients(written_out(layout), inputs), bound)

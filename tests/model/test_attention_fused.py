@@ -3,9 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 
-from recipe.rloo.memory_study.fake_device import described_efficient_backward
 from tests.model.attention_cases import (
     HEADS,
     LAYOUTS,
@@ -20,10 +18,9 @@ from tests.model.attention_cases import (
 )
 from verl_memopt.memory.fused import TILE_ELEMENTS
 from verl_memopt.model.attention import eager_attention
-from verl_memopt.model.attention_dense import PACKED_EFFICIENT, _DenseAttention, dense_attention
+from verl_memopt.model.attention_dense import dense_attention
 from verl_memopt.model.attention_fused import _with_merged, flash_attention, merge
 from verl_memopt.model.packing import PrefixLayout
-from verl_memopt.model.rotary import rotary_arguments
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 
 SHARED = ((9, (4, 4, 4)), (3, ()), (5, (2, 7)))
@@ -40,15 +37,11 @@ def dense(layout, rotary=None):
     return lambda *inputs: dense_attention(*inputs, layout, 0.3, rotary)
 
 
-def efficient(layout, rotary=None):
-    return lambda *inputs: _DenseAttention.apply(*inputs, *rotary_arguments(rotary), layout, 0.3, PACKED_EFFICIENT)
-
-
 def flash(layout, rotary=None, window=None):
     return lambda *inputs: flash_attention(*inputs, layout, 0.3, window, rotary)
 
 
-@pytest.mark.parametrize("kernel", [dense, efficient, flash])
+@pytest.mark.parametrize("kernel", [dense, flash])
 @given(layout=LAYOUTS, heads=HEADS)
 def test_every_way_to_cut_calls_gives_attention_and_its_gradients(kernel, layout, heads):
     inputs = flat_inputs(layout, *heads)
@@ -129,14 +122,6 @@ def _own(rows):
     """Gives the outputs of the shared group from those of its eight rows: the prompt's from the first."""
     rows = rows.unflatten(0, (8, 390))
     return torch.cat([rows[0, :300], rows[:, 300:].flatten(0, 1)])
-
-
-def test_recomputed_attention_is_the_same_to_the_bit():
-    layout = PrefixLayout.of(SHARED)
-    inputs = flat_inputs(layout, 4, 2)
-    expected = with_gradients(dense(layout), inputs)
-    found = with_gradients(lambda *x: checkpoint(dense(layout), *x, use_reentrant=False), inputs)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def peaks(layout, heads=4, kv_heads=2, size=16, attention=dense):
@@ -233,33 +218,3 @@ def test_fake_tensors_give_the_bytes_of_real_ones():
     expected = peaks(layout)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         assert peaks(layout.map(fake.from_tensor)) == expected
-
-
-@pytest.mark.parametrize("kernel", [efficient, flash])
-@pytest.mark.parametrize("skipped", [(0, 0), (4, 0), (4, 6)])
-@pytest.mark.parametrize("sizes", [((5, ()), (3, ())), ((5, (4, 4, 1)), (2, (2,)))])
-def test_kernels_of_gpus_take_fake_tensors(kernel, sizes, skipped):
-    with described_efficient_backward(), FakeTensorMode(allow_non_fake_inputs=True):
-        layout = PrefixLayout.of(sizes, skipped)
-        inputs = flat_inputs(layout, 4, 2, dtype=torch.bfloat16)
-        found = with_gradients(kernel(layout), inputs)
-    assert [tensor.shape for tensor in found] == [inputs[0].shape, *(tensor.shape for tensor in inputs)]
-    assert {tensor.dtype for tensor in found} == {torch.bfloat16}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("kernel", "skipped", "dtype", "bound"),
-    [
-        (dense, (0, 0, 0), torch.float32, 1e-4),
-        (flash, (0, 0, 0), torch.bfloat16, 2e-2),
-        (flash, (36, 100, 0), torch.bfloat16, 2e-2),
-    ],
-)
-@pytest.mark.parametrize("heads", [(4, 4), (6, 3)])
-def test_on_a_gpu_the_real_kernels_take_merged_log_sum_exps(kernel, heads, skipped, dtype, bound):
-    layout = PrefixLayout.of(((37, (20, 20, 3)), (64, ()), (5, (130, 1))), skipped)
-    inputs = flat_inputs(layout, *heads, size=64)
-    there = layout.map(lambda tensor: tensor.to("cuda"))
-    found = with_gradients(kernel(there), [tensor.to("cuda", dtype) for tensor in inputs])
-    assert agree([tensor.cpu() for tensor in found], with_gradients(written_out(layout), inputs), bound)

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.tensors import Operations
 from verl_memopt.memory.sequence_parallel_torch import SequenceGroup
 from verl_memopt.model.packing import PrefixLayout, PrefixSpan, SegmentRun, pack_groups, pack_prompt, pack_rows, pack_suffixes
 
@@ -252,26 +252,18 @@ def test_no_answers_to_a_prompt_that_lies_elsewhere_are_an_empty_pack():
     assert (pack.input_ids.shape, pack.predicts.numel(), pack.num_rows) == ((1, 0), 0, 0)
 
 
-class Copies(TorchDispatchMode):
-    """Notes of each copy to another device whether it makes the host wait."""
-
-    def __init__(self):
-        super().__init__()
-        self.wait = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._to_copy.default:
-            self.wait.append(not kwargs.get("non_blocking", False))
-        return func(*args, **(kwargs or {}))
-
-
 def test_the_copies_of_a_pack_do_not_wait():
-    pack = packed([[1]], [[2]])
-    with Copies() as copies:
+    pack, waits = packed([[1]], [[2]]), []
+
+    def look(func, args, kwargs):
+        if func is torch.ops.aten._to_copy.default:
+            waits.append(not kwargs.get("non_blocking", False))
+
+    with Operations(look):
         moved = pack.to(torch.device("meta"))
     assert moved.last_block is None
-    assert len(copies.wait) >= 6
-    assert not any(copies.wait)
+    assert len(waits) >= 6
+    assert not any(waits)
 
 
 SIZES = ((3, (2, 2, 4)), (4, ()), (4, ()), (1, (1,)))

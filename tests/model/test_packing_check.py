@@ -158,18 +158,12 @@ def test_a_model_whose_attention_gets_no_trees_is_refused_and_not_crashed(tmp_pa
 
 KNOBS = [
     {},
-    {"dtype": "bfloat16"},
     {"dtype": "bfloat16", "model_dtype": "bfloat16"},
     {"offload_policy": True},
     {"reshard_after_forward": False, "dtype": "bfloat16"},
-    {"model": {"recompute_elementwise": False}},
-    {"model": {"prune_last_block": False}},
     {"model": {"recompute_elementwise": False, "prune_last_block": False}},
-    {"model": {"tiled_mlp": TiledMlp(enabled=True)}},
-    {"model": {"tiled_mlp": TiledMlp(enabled=True), "recompute_elementwise": False}},
-    {"model": {"lora_rank": 4}},
+    {"model": {"tiled_mlp": TiledMlp(enabled=True), "logprob_vocab_tile": 64}},
     {"model": {"lora_rank": 4, "recompute_elementwise": False}, "dtype": "bfloat16"},
-    {"model": {"logprob_vocab_tile": 64}},
     {"model": {"attn_implementation": "eager"}},
     {"trained": False, "quantization": "int8"},
     {"trained": False, "quantization": "nf4", "model": {"recompute_elementwise": False}},
@@ -242,13 +236,6 @@ def test_a_deep_model_rounds_less_than_its_bound(tmp_path, one_rank, dtype):
     check_packing(policy, CPU, dtype_of(dtype, "dtype"), SHARED, "folder")
 
 
-def test_the_bound_grows_with_depth_and_with_the_rounding_of_the_dtype():
-    # 40 times the rounding error of bfloat16, 2^-8, for two blocks; for 32 of them the fourth root of 16 times as much.
-    assert packing_bound(torch.bfloat16, 1) == packing_bound(torch.bfloat16, 2) == 40 * 2**-8
-    assert packing_bound(torch.bfloat16, 32) == 2 * 40 * 2**-8
-    assert packing_bound(torch.float32, 2) == 400 * 2**-24
-
-
 def test_the_check_computes_in_fp32_where_training_may_round_to_tf32(untied_folder, one_rank):
     policy, seen = built(untied_folder, one_rank), set()
     policy.decoder.register_forward_pre_hook(lambda *_: seen.add(torch.get_float32_matmul_precision()))
@@ -297,13 +284,9 @@ def test_a_model_with_a_sliding_window_is_refused_only_when_prompts_are_shared(c
         assert refuse_sliding_window(config, Actor(use_prefix_grouper=setting)) is None
 
 
-@pytest.mark.parametrize(
-    "config",
-    [MistralConfig(sliding_window=None), Qwen2Config(use_sliding_window=False, sliding_window=64), Qwen3Config()],
-    ids=lambda config: config.model_type,
-)
-def test_a_model_without_sliding_layers_may_share_prompts(config):
-    assert refuse_sliding_window(config, SHARED) is None
+def test_a_model_without_sliding_layers_may_share_prompts():
+    for config in (MistralConfig(sliding_window=None), Qwen2Config(use_sliding_window=False, sliding_window=64), Qwen3Config()):
+        assert refuse_sliding_window(config, SHARED) is None
 
 
 def test_a_window_that_the_config_hides_is_refused_with_the_way_out(untied_folder, one_rank):

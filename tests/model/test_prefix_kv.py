@@ -11,14 +11,13 @@ from tests.memory import activation_cases as act
 from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
-from tests.worker.test_policy import NothingWaits
 from verl_memopt.config.keys import replaced
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.model.decoder import PrefixKV, PrefixRecorder
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.trainer.micro_batching import Budget, cut_ranks
-from verl_memopt.worker.trained_model import MiniBatch, micro_batches_of
+from verl_memopt.worker.trained_model import micro_batches_of
 
 OWN = {"recompute_elementwise": True}
 BOUND = 2e-6
@@ -41,16 +40,13 @@ def results(policy, batch, parts, reuse):
     "options",
     [
         {},
-        {"recompute": True},
         {"recompute": True, "gradient_checkpointing_mode": "selective"},
-        {"recompute": True, "gradient_checkpointing_mode": "every_n", "gradient_checkpointing_every": 2},
-        {"offload": (1, 2)},
         {"recompute": True, "offload": (1, 2)},
         {"lora_rank": 4, "lora_alpha": 8.0},
         {"attn_implementation": "eager"},
         {"prune_last_block": False},
     ],
-    ids=["alone", "full", "selective", "every_n", "offload", "full and offload", "lora", "eager", "whole last block"],
+    ids=["alone", "selective", "full and offload", "lora", "eager", "whole last block"],
 )
 def test_log_probs_and_gradients_differ_by_rounding_only(untied_folder, one_rank, options):
     found = [results(act.build(untied_folder, one_rank, **OWN, **options), BATCH, PARTS, reuse) for reuse in (False, True)]
@@ -63,11 +59,10 @@ def naive(policy, batch):
     return flat([whole_of(parameter.grad) for parameter in policy.model.parameters()])
 
 
-@pytest.mark.parametrize("seeds", [5, pytest.param(10, marks=pytest.mark.slow)])
-def test_under_fsdp_in_half_precision_gradients_are_as_near_to_the_truth_as_naive_ones(untied_folder, one_rank, seeds):
+def test_under_fsdp_in_half_precision_gradients_are_as_near_to_the_truth_as_naive_ones(untied_folder, one_rank):
     cut = {"logprob_chunk_tokens": 8}  # so small that both heads sum as many parts of a half-precision gradient
     plain, ratios = {"recompute_elementwise": False, "prune_last_block": False, **cut}, []
-    for seed in range(seeds):
+    for seed in range(5):
         batch = sharing(grouped(40, [9, 5, 1, 12, 3, 7], seed=seed))
         truth = naive(act.build(untied_folder, one_rank, **plain), batch)
         rounded = naive(act.build(untied_folder, one_rank, dtype="bfloat16", **plain), batch)
@@ -97,26 +92,6 @@ def test_of_any_answers_in_any_parts(policy, data):
     rounding = 2**-22 * flat(again[3:]).norm()
     for one, other in zip(prefix_kv, again, strict=True):
         assert (one - other).norm() <= BOUND * max(other.norm(), 1.0 if other.ndim == 0 else 0.0) + rounding
-
-
-def test_two_optimizer_steps_are_those_that_compute_the_prompt_again(untied_folder, one_rank):
-    found = []
-    for reuse in (False, True):
-        policy = act.build(untied_folder, one_rank, **OWN)
-        policy.model.supports_prefix_kv = reuse
-        metrics = [policy.update([MiniBatch(BATCH, PARTS, counts_of(BATCH))], 0.9) for _ in range(2)]
-        found.append([*map(torch.tensor, (value for step in metrics for value in step.values()))])
-    assert act.largest_difference(*found) <= 1e-4  # Adam makes steps of the learning rate out of the smallest gradients
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_the_host_waits_for_nothing(untied_folder, one_rank, recompute):
-    policy = act.build(untied_folder, one_rank, recompute=recompute, **OWN)
-    micros, counts = list(micro_batches_of(BATCH, PARTS, True)), counts_of(BATCH)
-    assert micros[0].prompt is not None
-    with NothingWaits():
-        metrics = policy.trained.step(lambda: policy.accumulate(micros, counts, 0.9))
-    assert float(metrics["actor/grad_norm"]) > 0
 
 
 SHAPE = TinyShape(hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
@@ -154,8 +129,6 @@ SHARES = {
 }
 WAYS = {
     "gathered": {"fsdp": {"reshard_after_forward": False}},
-    "fp32": {},
-    "lora": {"lora_rank": 4, "lora_alpha": 8.0},
     "checkpointed and offloaded": {"recompute": True, "offload": (1, 2)},
 }
 

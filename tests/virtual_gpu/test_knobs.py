@@ -1,18 +1,13 @@
 """Every knob through the whole life of a worker on the virtual GPU, with a critic beside the policy."""
 
-import importlib.util
 from itertools import combinations
 
 import pytest
 
-from tests.end_to_end.covering import FOUR_RANKS, REFERENCE, all_off, covering_rows, options, pair_row
+from tests.end_to_end.covering import FOUR_RANKS, REFERENCE, all_off, covering_rows, pair_row
 from tests.virtual_gpu.life import SLACK_BYTES, STREAMS, compare_packed_rows, live, misplaced
 
-ALONE = [option for option in options() if pair_row(frozenset([option])) != all_off()]
-NEEDS_PACKAGE = {("optimizer", "torchao"): "torchao"}
 EXACT, OTHERS = covering_rows()
-IN_EVERY_RUN = 1
-"""So many of the rows with exact knobs are run on two ranks; the others are run by `make proofs`."""
 
 
 def acting(row):
@@ -48,17 +43,6 @@ def test_knobs_together_run_their_whole_life_and_rest_where_they_say(number, on_
     assert misplaced(LIVES[number], life) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("option", ALONE, ids=" ".join)
-def test_a_knob_alone_runs_its_whole_life_and_rests_where_it_says(option, on_virtual_gpu, folder):
-    package = NEEDS_PACKAGE.get(option)
-    if package is not None and importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-    row = pair_row(frozenset([option]))
-    life = on_virtual_gpu(live, row, folder, 4 if option in FOUR_RANKS else 1, critic=package is None)
-    assert misplaced(row, life) == []
-
-
 def test_a_reference_that_streams_runs_its_whole_life_and_leaves_its_norm_alone_on_the_device(on_virtual_gpu, folder):
     stays, streams = (on_virtual_gpu(live, all_off(), folder, more=more) for more in (None, STREAMS))
     assert misplaced(all_off(), streams) == []
@@ -85,19 +69,11 @@ def test_options_of_four_ranks_run_their_whole_life_and_rest_where_they_say(on_v
     assert misplaced(row, life) == []
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(each, marks=() if each < IN_EVERY_RUN else pytest.mark.slow) for each in range(len(EXACT))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(EXACT)))
 def test_knobs_together_on_the_first_of_two_ranks_run_and_rest_where_they_say(number, on_virtual_gpu, folder):
     life = on_virtual_gpu(live, EXACT[number], folder, 2, whole=False, critic=True)
     assert misplaced(EXACT[number], life) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(OTHERS)))
-def test_lossy_knobs_together_run_and_rest_where_they_say(number, on_virtual_gpu, folder):
-    life = on_virtual_gpu(live, OTHERS[number], folder, whole=False)
-    assert misplaced(OTHERS[number], life) == []
 
 
 def test_a_critic_at_rest_leaves_no_byte_on_the_device_outside_its_phases(on_virtual_gpu, folder):

@@ -10,7 +10,6 @@ from verl_memopt.model.packing import PrefixLayout
 from verl_memopt.observe.byte_tracker import ByteTracker
 
 EVERY_2 = {"gradient_checkpointing_mode": "every_n", "gradient_checkpointing_every": 2}
-EVERY_3 = {"gradient_checkpointing_mode": "every_n", "gradient_checkpointing_every": 3}
 SELECTIVE = {"gradient_checkpointing_mode": "selective"}
 MODES = {"full": {}, "every_n": EVERY_2, "selective": SELECTIVE}
 
@@ -37,13 +36,6 @@ def test_no_mode_changes_a_bit_of_three_steps(untied_folder, one_rank):
     expected = act.three_steps(act.build(untied_folder, one_rank), mini)
     for mode in MODES.values():
         act.assert_same_numbers(act.three_steps(act.build(untied_folder, one_rank, recompute=True, **mode), mini), expected)
-
-
-def test_packed_attention_without_fused_kernels_is_computed_again_as_well(untied_folder, one_rank):
-    mini = act.mini_batch(response=12)
-    eager = {"attn_implementation": "eager", **SELECTIVE}
-    plain, selective = (act.build(untied_folder, one_rank, recompute=on, **eager) for on in (False, True))
-    act.assert_same_numbers(act.three_steps(selective, mini), act.three_steps(plain, mini))
 
 
 def test_one_block_in_n_is_computed_again_and_never_the_last():
@@ -76,22 +68,6 @@ def test_a_block_keeps_what_its_mode_says(deep_folder, dtype, compute):
         for mode, bytes_kept in expected.items():
             found, _ = act.kept(act.build(deep_folder, mesh, recompute=True, dtype=dtype, **MODES[mode]))
             assert close(found, bytes_kept + beside), mode
-
-
-def test_the_peak_of_a_step_falls_by_what_the_formula_says(deep_folder):
-    more = block_bytes(4) - INPUT
-    savings = [
-        ({}, (LAYERS - 1) * more),
-        (EVERY_2, 2 * more),  # blocks 2 and 0 of four
-        (EVERY_3, more),  # block 2
-        (SELECTIVE, (LAYERS - 1) * (more - selective_bytes(4))),
-    ]
-    with act.fake_ranks(2) as mesh:
-        plain, _ = act.step_peaks(deep_folder, mesh)
-        for mode, saved in savings:
-            peak, host = act.step_peaks(deep_folder, mesh, recompute=True, **mode)
-            assert close(plain - peak, saved), mode
-            assert host == 0
 
 
 def kept_by_decoder(policy, sizes):

@@ -6,15 +6,12 @@ import torch
 from torch import nn
 
 from tests.memory import activation_cases as act
-from tests.memory.activation_cases import CPU, FP32, KV, LAYERS, MLP, RESPONSES, TOKENS, WIDTH, close
+from tests.memory.activation_cases import CPU, FP32, LAYERS, RESPONSES, TOKENS, WIDTH, close
 from tests.memory.activation_cases import D as HEAD_SIZE
-from tests.memory.activation_cases import H as HEADS
-from verl_memopt.distributed.device import local_device, memory_allocated, synchronize
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
 from verl_memopt.memory.host_buffers import host_allocator, host_limits
 from verl_memopt.memory.tiled_mlp import TiledMlp
-from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
 
 INPUT = TOKENS * WIDTH * FP32
 TABLES = 2 * TOKENS * HEAD_SIZE * FP32
@@ -211,25 +208,6 @@ def test_what_has_not_left_yet_is_read_without_a_wait_and_freed_after_its_copy(x
     assert (read, offload.leaving.done, offload.arriving.queue) == ([(True, 0)], 1, [])
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("in_flight", [1, 4])
-def test_on_a_gpu_copies_beside_the_computation_change_no_gradient_and_free_the_device(in_flight):
-    here = local_device("cuda", 0)
-    model, x = Chain(depth=16, width=2048).to(here), torch.randn(8192, 2048, device=here)
-    offload = ActivationOffload(model, here, 2**20, in_flight)
-    expected = gradients(model, x)
-    for _ in range(5):
-        assert equal(gradients(model, x, offload), expected)
-    before = memory_allocated(here)
-    with offload.forward():
-        loss = model(x).sum()
-    synchronize(here)
-    # Each of 16 layers keeps three tensors like x; one is still there.
-    assert memory_allocated(here) - before <= 2 * x.nbytes
-    assert all(part.is_pinned() for part in offload.arena.take(1).parts)
-    del loss
-
-
 # Traffic.
 
 
@@ -388,16 +366,16 @@ def test_a_backward_may_be_run_twice(chain, x):
     assert equal(torch.autograd.grad(loss, list(chain.parameters())), once)
 
 
-def test_fifty_steps_hold_no_more_than_one(untied_folder, one_rank):
+def test_twenty_steps_hold_no_more_than_one(untied_folder, one_rank):
     policy = act.build(untied_folder, one_rank, offload=(1, 2), recompute=True)
     minis = [act.mini_batch(response=response, micro_batches=1) for response in (9, 12, 5)]
     policy.update(minis, 0.9)
     held, objects = policy.trained.offload.arena.held_bytes, len(gc.get_objects())
-    for step in range(50):
+    for step in range(20):
         policy.update([minis[step % 3]], 0.9)
         assert (policy.trained.offload.arena.held_bytes, policy.trained.offload.arena.used_bytes) == (held, 0)
     gc.collect()
-    assert len(gc.get_objects()) < objects + 500
+    assert len(gc.get_objects()) < objects + 200
 
 
 def test_an_output_that_stays_on_the_device_does_not_keep_its_own_node(chain, x):
@@ -416,16 +394,6 @@ def test_an_output_that_stays_on_the_device_does_not_keep_its_own_node(chain, x)
 # Bytes.
 
 
-def test_with_checkpointing_one_blocks_input_is_kept_between_forward_and_backward(deep_folder):
-    with act.fake_ranks(2) as mesh:
-        device, host = act.kept(act.build(deep_folder, mesh, offload=(LEAST, 2), recompute=True))
-    # On the device: the hidden states of the responses, here as many as a block has inputs, and numbers per token.
-    assert RESPONSES == TOKENS
-    assert close(device, INPUT)
-    # On the host: every block's input, the tables, the final norm's input and normed value, the hidden states.
-    assert close(host, (LAYERS + 3) * INPUT + TABLES)
-
-
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_with_checkpointing_the_peak_falls_by_all_inputs_but_those_in_use(deep_folder, in_flight):
     with act.fake_ranks(2) as mesh:
@@ -433,31 +401,3 @@ def test_with_checkpointing_the_peak_falls_by_all_inputs_but_those_in_use(deep_f
         device, host = act.step_peaks(deep_folder, mesh, offload=(LEAST, in_flight), recompute=True)
     assert close(without - device, (LAYERS - 1 - in_flight) * INPUT)
     assert close(host, (LAYERS + 3) * INPUT + TABLES)
-
-
-def test_without_checkpointing_the_peak_falls_by_what_blocks_keep(deep_folder):
-    queries, keys, wide = HEADS * HEAD_SIZE, KV * HEAD_SIZE, TOKENS * MLP * FP32
-    block = TOKENS * FP32 * (6 * WIDTH + 4 * queries + 4 * keys + 4 * MLP + 2 + 2 * HEADS + KV)
-    with act.fake_ranks(2) as mesh:
-        without, _ = act.step_peaks(deep_folder, mesh)
-        device, host = act.step_peaks(deep_folder, mesh, offload=(LEAST, 2))
-    assert close(without - device, LAYERS * block - (3 + 2) * wide)
-    assert close(host, LAYERS * block + 3 * INPUT + TABLES)
-
-
-def test_what_waits_for_a_copy_is_bounded_by_the_limit():
-    model, tokens, width, depth = Chain(depth=12, width=64), 64, 64, 12
-    x = torch.randn(tokens, width)
-    kept = {}
-    for in_flight in (1, 3):
-        with ByteTracker() as tracker:
-            tracker.mark("params", [*model.parameters(), x])
-            offload = offload_of(model, in_flight, least=1024)
-            tracker.enter("forward")
-            with offload.forward():
-                loss = model(x).sum()
-            kept[in_flight] = tracker.peaks[DEVICE].bytes
-            # Layers keep their input, exp and sigmoid their output; the input of the first is the caller's.
-            assert close(tracker.total(HOST), 3 * depth * x.nbytes)
-            del loss
-    assert kept[3] - kept[1] == 2 * x.nbytes

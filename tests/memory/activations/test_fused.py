@@ -6,8 +6,6 @@ import torch
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.memory import activation_cases as act
 from tests.memory.recomputed import EPS, drawn, relative
@@ -30,11 +28,8 @@ from verl_memopt.memory.recompute_elementwise_torch import (
     sum_of,
     zeros_to_sum,
 )
-from verl_memopt.model.attention import REGISTERED
 from verl_memopt.model.attention_fused import _merge_statement, flash_attention
-from verl_memopt.model.decoder import BlockOptions
-from verl_memopt.model.packed_model import PolicyModel, register_kernels
-from verl_memopt.model.packing import PrefixLayout, pack_rows
+from verl_memopt.model.packing import PrefixLayout
 from verl_memopt.model.rotary import (
     _backward_statement,
     _backward_to_all_statement,
@@ -112,12 +107,11 @@ def norms_and_rotary(rows, dtype):
 
 
 STATEMENTS = [
-    backend("inductor", torch.float32, PRECISE, [gates]),
-    backend("aot_eager", torch.bfloat16, HALF, [norms_and_rotary]),
-    backend("aot_eager", torch.bfloat16, HALF, [gates], slow=True),
-    backend("inductor", torch.float32, PRECISE, [gates, norms_and_rotary], slow=True),
-    backend("aot_eager", torch.float32, PRECISE, [gates, norms_and_rotary], slow=True),
-    backend("inductor", torch.bfloat16, HALF, [gates, norms_and_rotary], slow=True),
+    backend("aot_eager", torch.bfloat16, HALF, [gates, norms_and_rotary]),
+    *(
+        backend("inductor", dtype, bound, [gates, norms_and_rotary], slow=True)
+        for dtype, bound in ((torch.float32, PRECISE), (torch.bfloat16, HALF))
+    ),
 ]
 NAMES = {
     gates: {"_gate", "_gate_gradient", "_gate_gradient_and_value"},
@@ -180,8 +174,7 @@ def test_the_gradient_of_a_norms_weight_is_written_whole_where_one_call_computes
     assert relative(found.double(), expected.double()) <= HALF
 
 
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("groups", [((5, (3, 4)),), ((5, (3, 4)), (2, (3, 1)))])
+@pytest.mark.parametrize(("groups", "normed"), [(((5, (3, 4)),), False), (((5, (3, 4)), (2, (3, 1))), True)])
 @pytest.mark.parametrize("compiles", BACKENDS, indirect=True)
 def test_queries_keys_and_values_side_by_side_get_what_they_get_apart(compiles, groups, normed):
     layout, heads, kv = PrefixLayout.of(groups), 4, 2
@@ -219,7 +212,7 @@ def after_steps(state_dtype, device=CPU):
     return [*map(optimizer.master, weights), torch.stack(shares)]
 
 
-@pytest.mark.parametrize("state_dtype", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("state_dtype", ["fp32", "int4"])
 @pytest.mark.parametrize("compiles", BACKENDS, indirect=True)
 def test_a_compiled_step_over_halved_masters_gives_the_bits_of_an_uncompiled_one(state_dtype, compiles):
     expected = after_steps(state_dtype)
@@ -229,58 +222,6 @@ def test_a_compiled_step_over_halved_masters_gives_the_bits_of_an_uncompiled_one
     assert set(compiles) == {"_join_statement", "_split_statement"} | moments
     for one, two in zip(found, expected, strict=True):
         assert torch.equal(one, two)
-
-
-class Launches(TorchDispatchMode):
-    """Counts the operators that are a kernel on a GPU, unless they are part of a statement that is one."""
-
-    FREE = (
-        "view", "t", "transpose", "slice", "select", "expand", "unsqueeze", "as_strided", "detach", "alias", "split", "unbind",
-        "split_with_sizes", "permute", "empty", "empty_like", "new_empty", "_unsafe_view", "promote_types",
-    )  # fmt: skip
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.__name__.partition(".")[0] not in self.FREE
-        return func(*args, **(kwargs or {}))
-
-
-def launches_of_a_norm(tokens, width):
-    """Counts those of a norm and its gradient, on a device with a GPU's tiles."""
-    x, weight, sums = torch.empty(tokens, width, device="meta"), *torch.empty(2, width, device="meta")
-    with Launches() as launches:
-        RMSNorm(EPS).compute((x,), (weight,))
-        RMSNorm(EPS).differentiate(x, (x,), (weight,), (torch.empty_like(x),), (sums,))
-    return launches.count
-
-
-def launches_of_an_update(layers):
-    """Counts those of forward and backward of Qwen3-0.6B with so many layers, over 16k tokens with checkpointing."""
-    register_kernels()
-    config = Qwen3Config(
-        vocab_size=256, hidden_size=1024, intermediate_size=3072, num_hidden_layers=layers, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, attn_implementation=REGISTERED["varlen"],
-    )  # fmt: skip
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        options = BlockOptions(recompute=True, mlp_tiles=1, checkpoint="full")
-        policy = PolicyModel(lm, 512, False, 0, [options] * layers)
-    prompts, responses = [512] * 8, [1536] * 8
-    tokens = torch.zeros(sum(prompts) + sum(responses), dtype=torch.int64)
-    pack = pack_rows(tokens[: sum(prompts)], prompts, tokens[sum(prompts) :], responses).to(torch.device("meta"))
-    with Launches() as launches:
-        policy(pack, 1.0, False)[0].sum().backward()
-    return launches.count
-
-
-def test_uncompiled_statements_are_half_the_launches_that_smaller_tiles_were():
-    # Queries of Qwen3-0.6B: 16 heads of 128.
-    assert launches_of_a_norm(16_384, 2048) == 4 * launches_of_a_norm(4096, 2048)
-    # With tiles of 4 million elements a block was 1,129.
-    assert launches_of_an_update(3) - launches_of_an_update(2) <= 600
 
 
 def test_a_compiled_statement_is_one_call_over_all_rows(compiles):
@@ -427,7 +368,8 @@ def thresholds_of_a_gpu():
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler: what inductor makes on a CPU is not covered")
 @pytest.mark.parametrize("compiles", [backend("inductor")], indirect=True)
-def test_no_compiled_function_holds_a_temporary_of_all_its_rows(compiles, thresholds_of_a_gpu):
+@pytest.mark.parametrize("some", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["some", "every"])
+def test_no_compiled_function_holds_a_temporary_of_all_its_rows(compiles, thresholds_of_a_gpu, some):
     rows, vocab = 60, 500
     logits, each = torch.randn(rows, vocab).log_softmax(-1), torch.rand(rows)
     head = {
@@ -441,7 +383,7 @@ def test_no_compiled_function_holds_a_temporary_of_all_its_rows(compiles, thresh
         product_statistics: ([half, targets, *torch.rand(2, rows, 4)], 0.7),
         product_gradient_: ([half, targets, parts, each, each, each], 0.7),
     }
-    for function, (tensors, *others) in head.items():
+    for function, (tensors, *others) in ({product_gradient_: head[product_gradient_]} if some else head).items():
         assert largest_allocation(function, tensors, *others) <= 4 * rows * 3, function
     x, grad, into = torch.randn(3, rows, HEADS, SIZE).bfloat16()
     cos, sin, weight = *torch.randn(2, rows, SIZE).bfloat16(), torch.randn(SIZE).bfloat16()
@@ -461,6 +403,6 @@ def test_no_compiled_function_holds_a_temporary_of_all_its_rows(compiles, thresh
         _norm_gradient_plus: ([*wide], torch.randn(40).bfloat16(), EPS, None),
         _gate_gradient_and_value: ([*wide[:3]],),
     }
-    for function, (tensors, *others) in block.items():
+    for function, (tensors, *others) in ({norm_gradient: block[norm_gradient]} if some else block).items():
         # Statistics of each head at most.
         assert largest_allocation(function, tensors, *others) <= 4 * rows * 3 * HEADS < 2 * rows * HEADS * SIZE, function

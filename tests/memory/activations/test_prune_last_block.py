@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from benchmarks.update_pass.flops import count
 from tests.memory import activation_cases as act
-from tests.memory.activation_cases import EVERY_2, LORA, SELECTIVE, TILED
+from tests.memory.activation_cases import LORA, TILED
 from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
 from tests.tensors import whole_of
 from verl_memopt.config.keys import replaced
@@ -34,15 +34,10 @@ def gradients(policy, batch, shared):
     return [scores.log_probs, scores.entropy, *found]
 
 
-OPTIONS = {
-    "alone": {}, "full": {"recompute": True}, "selective": SELECTIVE, "every_n": EVERY_2, "offload": {"offload": (1, 2)},
-    "tiled": TILED, "tiled and full": {**TILED, "recompute": True}, "lora": LORA, "eager": {"attn_implementation": "eager"},
-}  # fmt: skip
+OPTIONS = {"alone": {}, "full": {"recompute": True}, "tiled": TILED, "lora": LORA, "eager": {"attn_implementation": "eager"}}
 
 
-@pytest.mark.parametrize(
-    ("name", "shared"), [*((name, True) for name in OPTIONS), ("alone", False), ("full", False), ("eager", False)]
-)
+@pytest.mark.parametrize(("name", "shared"), [*((name, True) for name in OPTIONS), ("full", False), ("eager", False)])
 @pytest.mark.parametrize("block", [OWN, PLAIN], ids=["own", "plain"])
 def test_log_probs_and_gradients_differ_by_rounding_only(untied_folder, one_rank, name, block, shared):
     found = [gradients(act.build(untied_folder, one_rank, **OPTIONS[name], **block, **own), RAGGED, shared) for own in (OFF, ON)]
@@ -78,9 +73,8 @@ def test_for_packs_of_any_groups_as_well(pair, pack):
     assert_near_for(pack, *pair)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("block", [OWN, PLAIN], ids=["own", "plain"])
-def test_of_every_known_model(tmp_path, one_rank, model_type, block):
+@pytest.mark.parametrize(("model_type", "block"), [("llama", OWN), ("qwen2", PLAIN)], ids=str)
+def test_of_another_known_model(tmp_path, one_rank, model_type, block):
     folder = make_tiny_model(tmp_path / model_type, TinyShape(model_type=model_type), seed=3)
     found = [gradients(act.build(folder, one_rank, **block, **own), RAGGED, True) for own in (OFF, ON)]
     assert act.largest_difference(*found) <= BOUND
@@ -99,16 +93,6 @@ def assert_near_in_half_precision(folder, mesh, plain, ours, batches):
 
 def test_in_half_precision_gradients_are_as_near_to_the_truth(untied_folder, one_rank):
     assert_near_in_half_precision(untied_folder, one_rank, {**OWN, **OFF}, {**OWN, **ON}, 6)
-
-
-@pytest.mark.parametrize("block", [OWN, PLAIN], ids=["own", "plain"])
-def test_a_quantised_reference_leaves_it_out_as_well(untied_folder, one_rank, block):
-    pack, found = micro_batch(sharing(RAGGED), list(range(RAGGED.num_rows))).pack, []
-    for own in (OFF, ON):
-        model = act.quantised(untied_folder, one_rank, "int8", **block, **own)
-        with torch.no_grad():
-            found.append(model(pack, 1.0, False)[0])
-    assert act.largest_difference([found[1]], [found[0]]) <= BOUND
 
 
 # Cost.
@@ -150,12 +134,7 @@ def shapes(batch, **model):
 
 @pytest.mark.parametrize(
     ("prompt", "answers", "shared", "recompute"),
-    [
-        *((1024, [64] * 8, True, recompute) for recompute in (False, True)),
-        (1024, [64] * 4, False, False),
-        pytest.param(1024, [64] * 4, False, True, marks=pytest.mark.slow),
-        *(pytest.param(512, [256] * 8, True, recompute, marks=pytest.mark.slow) for recompute in (False, True)),
-    ],
+    [(1024, [64] * 8, True, True), (512, [256] * 8, True, False), (1024, [64] * 4, False, False)],
 )
 def test_activations_fall_by_what_the_formula_says(deep_folder, prompt, answers, shared, recompute):
     batch, peaks, formula = sharing(grouped(prompt, answers), shared), [], []
@@ -177,12 +156,6 @@ def test_a_few_skipped_tokens_are_computed_with_the_others(untied_folder, one_ra
     batch = grouped(5, [30] * 2)
     found = [gradients(act.build(untied_folder, one_rank, **OWN, **own), batch, True) for own in (OFF, ON)]
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-def test_the_last_block_alone_is_pruned(untied_folder, one_rank):
-    plain, pruned = (act.build(untied_folder, one_rank, **PLAIN, **own).model for own in (OFF, ON))
-    assert [block.options.prune for block in pruned.blocks()] == [False] * (len(pruned.blocks()) - 1) + [True]
-    assert (plain.decoder.prunes, pruned.decoder.prunes) == (False, True)
 
 
 def test_a_last_block_whose_attention_slides_computes_all_tokens(tmp_path, one_rank, caplog):

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import silu
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from tests.memory.recomputed import DOUBLE, EPS, ROUNDING, drawn, gradients, plain_norm, relative, saved_by
+from tests.tensors import operations_named
 from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
 from verl_memopt.memory.fused import JOINS
 from verl_memopt.memory.lora_torch import LoraLinear
@@ -264,13 +264,14 @@ def test_neighbours_are_one_product_with_the_numbers_of_several(rows, monkeypatc
     found, launched = [], []
     for kind in (list, neighbours):
         weights, own = kind(case.weights), kind(biases)
-        with FlopCounterMode(display=False) as counter, Calls() as calls:
+        watch, products = operations_named(["mm", "addmm"])
+        with FlopCounterMode(display=False) as counter, watch:
             outs = recomputed_products(case.recomputable, case.sources, case.parameters, weights, biases=own, passed=True)
             joint = torch.cat([*outs[:-1], outs[-1]], 1)
             # A gradient of the whole, as attention gives it: parts of one tensor.
             grads = torch.autograd.grad(joint.square().sum(), [*case.sources, *case.parameters, *weights, *own])
         found.append([*outs, *grads])
-        launched.append((calls.products, counter.get_total_flops()))
+        launched.append((products.total(), counter.get_total_flops()))
     assert_near(*found)
     assert launched[0][1] == launched[1][1]
     # Forward one in place of three; backward one of the input and one of the weights, a tile.
@@ -288,24 +289,15 @@ def test_gate_and_up_that_are_neighbours_are_one_product_with_the_numbers_of_two
         for name in () if apart else ("weight", "bias") if bias else ("weight",):
             for layer, value in zip((gate, up), neighbours([getattr(gate, name), getattr(up, name)]), strict=True):
                 setattr(layer, name, nn.Parameter(value))
-        with Calls() as calls:
+        watch, products = operations_named(["mm", "addmm"])
+        with watch:
             out = mlp(x)
             grads = gradients([out], [x, *mlp.parameters()])
         found.append([out, *grads])
-        launched.append(calls.products)
+        launched.append(products.total())
     assert_near(*found)
     # Gate and up: forward and again in backward, of the input, of the weights.
     assert launched[0] - launched[1] == 4
-
-
-class Calls(TorchDispatchMode):
-    """Counts products."""
-
-    products = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.products += func.__name__.partition(".")[0] in ("mm", "addmm")
-        return func(*args, **(kwargs or {}))
 
 
 # Cost.

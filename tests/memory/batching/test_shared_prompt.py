@@ -6,13 +6,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.memory.activation_cases import FP32, LAYERS, SHAPE, WIDTH
-from tests.ranks import run_ranks
 from tests.tensors import whole_of
-from tests.worker.test_policy import ACTOR, NothingWaits, policy_for
+from tests.worker.test_policy import ACTOR, policy_for
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor
 from verl_memopt.data.batch import Ragged, RolloutBatch
-from verl_memopt.distributed.device import training_mesh
 from verl_memopt.memory.shared_prompt import prompt_groups
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
@@ -113,36 +111,3 @@ def test_activations_fall_by_those_of_the_repeated_prompts(deep_folder, one_rank
     passing = FP32 * (SHAPE.intermediate_size + WIDTH)
     saved = 3 * prompt * (LAYERS * kept + passing)
     assert peaks[False] - peaks[True] == pytest.approx(saved, rel=0.05)
-
-
-def two_rank_differences(rank, folder):
-    """Gives, for some random batches, how far the gradients of shared prompts are from those of repeated ones."""
-    mesh, found = training_mesh("cpu", 2, -1), []
-    policy = policy_for(folder, mesh, 2)
-    for seed, answers in enumerate(([3, 0, 1, 7], [1, 1], [12, 5, 30, 2, 9])):
-        # Each rank has groups of its own, and counts are those of both.
-        batch, other = (grouped(11 + 5 * seed, answers, groups=2 + seed % 2, seed=10 * seed + one) for one in (rank, 1 - rank))
-        own, rest = counts_of(batch), counts_of(other)
-        counts = GlobalCounts(own.tokens + rest.tokens, own.sequences + rest.sequences)
-        rows = batch.num_rows
-        bins = [list(range(rows // 2 + 1)), list(range(rows // 2 + 1, rows))]
-        gradients = []
-        for shared in (False, True):
-            policy.accumulate([micro_batch(sharing(batch, shared), some) for some in bins], counts, 0.9)
-            gradients.append([whole_of(parameter.grad).clone() for parameter in policy.model.parameters()])
-            policy.trained.optimizer.zero_grad()
-        found += [float((one - two).norm() / (two.norm() or 1.0)) for two, one in zip(*gradients, strict=True)]
-    return found
-
-
-def test_gradients_of_two_ranks_are_those_of_the_repeated_prompt(untied_folder):
-    assert max(max(found) for found in run_ranks(two_rank_differences, 2, untied_folder)) <= 2e-6
-
-
-def test_the_host_waits_for_nothing_between_micro_batches_of_shared_prompts(tiny_folder, one_rank):
-    policy, rows = policy_for(tiny_folder, one_rank, 1), sharing(grouped(12, [4, 1, 0, 7], groups=4))
-    micros = [micro_batch(rows, bins) for bins in ([0, 1, 2, 3, 4], [5, 6, 7], list(range(8, 16)))]
-    counts = counts_of(rows)
-    with NothingWaits():
-        metrics = policy.trained.step(lambda: policy.accumulate(micros, counts, 0.9))
-    assert float(metrics["actor/grad_norm"]) > 0

@@ -1,4 +1,3 @@
-import gc
 import subprocess
 from pathlib import Path
 
@@ -10,9 +9,7 @@ from tests.observe.simulated_device import GIB, MIB
 from verl_memopt.config.schema import Memory
 from verl_memopt.distributed.device import device_memory_cap
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.host_buffers import host_allocator, host_buffer
 from verl_memopt.memory.out_of_memory import DeviceCap, available_bytes, device_limit, memory_limits
-from verl_memopt.observe.byte_tracker import ByteTracker, DeviceLimitError
 from verl_memopt.observe.device_ledger import Asleep, ledger_of
 from verl_memopt.rollout.vllm_process import engine_share
 from verl_memopt.worker.worker import left_for_cache
@@ -181,32 +178,6 @@ def test_on_a_cpu_there_is_nothing_to_cap_and_a_process_has_what_its_limit_says(
     with device_limit(CPU, 1), DeviceCap(CPU, 1).changing(Asleep):
         assert torch.ones(1024).sum() == 1024
     assert available_bytes(CPU, limit) == limit
-
-
-def test_tracked_bytes_may_reach_the_limit_and_not_one_byte_beyond():
-    with ByteTracker(limit_bytes=1000) as tracker:
-        kept = torch.zeros(1000, dtype=torch.uint8)
-        assert tracker.total() == 1000
-        with pytest.raises(DeviceLimitError) as caught:
-            torch.zeros(1, dtype=torch.uint8)
-        assert caught.value.num_bytes == 1001
-        del kept
-
-
-def test_host_buffers_may_reach_their_limit_and_not_one_byte_beyond():
-    gc.collect()
-    others = host_allocator().held_bytes  # of models that a fixture of another file still holds
-    with memory_limits(Memory(host_limit_gb=(64 * MIB + others) / GIB), CPU):
-        kept = host_buffer(64 * MIB, CPU, "params")
-        with pytest.raises(ConfigError, match=r"memory\.host_limit_gb=0\.06\d*: params needs"):
-            host_buffer(1, CPU, "params")
-        del kept
-
-
-def test_host_limits_hold_inside_the_body_only():
-    with memory_limits(Memory(host_limit_gb=1.5, pinned_limit_gb=0.5), CPU):
-        assert (host_allocator().limit_bytes, host_allocator().pinned_limit_bytes) == (3 * GIB // 2, GIB // 2)
-    assert (host_allocator().limit_bytes, host_allocator().pinned_limit_bytes) == (None, None)
 
 
 def test_the_engines_share_is_of_the_limit_where_that_is_smaller():

@@ -187,11 +187,6 @@ def test_an_update_fails_and_goes_on_with_every_knob_and_more_ranks(untied_folde
     assert_same_updates(untied_folder, ranks, cases)
 
 
-@pytest.mark.slow
-def test_four_ranks_pass_as_two_do(untied_folder):
-    assert_same_passes(untied_folder, 4, [name for name, (_, carries, _) in PASSES.items() if not carries])
-
-
 def scored(rank, folder, world_size, fails, carries, fsdp):
     """Gives the log-probs of a pass on this rank, how many forwards it took, and the errors; then the values of a critic."""
     mesh = training_mesh("cpu", world_size, -1)
@@ -294,7 +289,7 @@ def limited(rank, folder, shares_of_peak, recompute):
     return found[:1] + found[2:], peaks
 
 
-PARTS = (0.9, 0.6, 0.3)
+PARTS = (0.9, 0.4)
 
 
 @pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -333,7 +328,7 @@ def worked(rank, folder, limits, adaptive):
     return replies
 
 
-def test_a_worker_with_a_small_device_goes_on_beside_one_with_a_large_one(untied_folder):
+def test_a_worker_with_a_small_device_goes_on_beside_one_with_a_large_one_where_its_budget_adapts(untied_folder):
     phases = ("old_log_prob", "update_actor")
     free = run_ranks(worked, 2, untied_folder, [None, None], phases)
     assert all(reply[1] == 0 and reply[2] is None for answer in free for reply in answer.values())
@@ -346,10 +341,7 @@ def test_a_worker_with_a_small_device_goes_on_beside_one_with_a_large_one(untied
         assert metrics == {name: pytest.approx(value, abs=1e-5, rel=1e-5) for name, value in expected_metrics.items()}
     assert found[0]["update_actor"][1] == 0 < found[1]["update_actor"][1]
     assert found[0]["update_actor"][2] == found[1]["update_actor"][2] < 400
-
-
-def test_an_error_without_an_adaptive_budget_names_the_worker(untied_folder):
-    free = run_ranks(worked, 2, untied_folder, [None, None], ())
+    # Without an adaptive budget it is an error that names the worker.
     *_, peak, rest = free[1]["old_log_prob"]
     _, text = run_ranks(worked, 2, untied_folder, [None, rest + (peak - rest) // 2], ())
     assert text.startswith("DeviceMemoryError: old_log_prob on worker 1: out of device memory at")

@@ -293,8 +293,7 @@ def test_compiled_functions_give_the_numbers_of_uncompiled_ones_and_are_compiled
 
 
 @BACKENDS
-@pytest.mark.parametrize("tile", [0, 40])
-@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("tile", "entropy"), [(0, False), (40, True)])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
 def test_one_buffer_of_products_gives_the_numbers_of_a_buffer_of_fp32_logits_in_fewer_chunks(
     dtype, bound, entropy, tile, backend, compiled_by

@@ -63,12 +63,6 @@ def test_a_step_is_divided_and_left_out_on_the_device(dtype, split):
         assert device.state[first[0]]["step"] == host.state[second[0]]["step"]
 
 
-@pytest.mark.parametrize("options", [{"offload": True}, {"state_dtype": "int8"}, {"state_dtype": "bfloat16"}])
-def test_a_step_that_would_change_something_when_left_out_is_decided_by_the_host(options):
-    assert not BucketedAdamW(parameters(), 1e-2, **options)._step_supports_amp_scaling
-    assert BucketedAdamW(parameters(), 1e-2)._step_supports_amp_scaling
-
-
 def test_moments_and_steps_are_those_of_torchs_fused_adamw_bit_for_bit():
     states = []
     for make in (bucketed(bucket_megabytes=0.002), fused):
@@ -156,26 +150,6 @@ def test_bytes_a_parameter(make, dtype, options, on_device, on_host):
             optimizer.step()
             assert tracker.peaks["device"].bytes - held[0] <= 3 * 0.125 * MIB * 1.02
     assert [each / (2 * 1024 * 256) for each in held] == pytest.approx([on_device, on_host], abs=0.001)
-
-
-def torchs_step(**options):
-    """Gives the elements of a model and what the second step of torch's own AdamW adds to them at its peak."""
-    params = parameters()
-    optimizer = torch.optim.AdamW(params, lr=1e-2, **options)
-    give_gradients(params, 0)
-    optimizer.step()
-    with counting(torch.nn.ParameterList(params), optimizer) as tracker:
-        tracker.mark("grads", [parameter.grad for parameter in params])
-        before = tracker.total()
-        tracker.enter("step")
-        optimizer.step()
-        return sum(parameter.numel() for parameter in params), tracker.peaks["device"].bytes - before
-
-
-def test_torchs_foreach_step_holds_a_temporary_of_all_parameters_and_its_fused_step_none():
-    elements, foreach = torchs_step(foreach=True)
-    assert foreach == pytest.approx(4 * elements, rel=0.01)
-    assert torchs_step(fused=True) == (elements, 0)
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

@@ -8,7 +8,6 @@ from torch.distributed.fsdp import fully_shard
 from tests.memory.optimizers import counting, policy_with, whole_share
 from tests.memory.sharded import assert_equal_runs, fake_ranks, local, share, three_steps
 from tests.ranks import run_ranks
-from tests.worker.test_policy import micro_batches
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
@@ -108,13 +107,6 @@ def test_no_gradient_but_one_units_is_ever_there(world_size, others):
     # At the worst moment one unit is reduced beside the gradients of the others or none. That is the last unit; where a
     # gathered unit is larger than a sharded gradient, the last but one, beside which the last is gathered already.
     assert plain - peak == pytest.approx(others * unit, rel=0.05)
-
-
-def test_no_gradient_is_left_after_a_policys_backward(wide, one_rank):
-    one = policy(wide, one_rank)
-    mini = whole_share()
-    one.accumulate(micro_batches(mini), mini.counts, 0.9)
-    assert all(parameter.grad is None for parameter in one.model.parameters())
 
 
 def test_two_micro_batches_are_refused_before_anything_is_updated(wide, one_rank):

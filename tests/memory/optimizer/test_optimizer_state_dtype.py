@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from tests.memory.optimizers import bucketed, counting, parameters, two_linears, weights_after
-from tests.memory.sharded import fake_ranks
+from tests.memory.optimizers import bucketed, parameters, weights_after
 from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
 from verl_memopt.memory.optimizer_state_dtype_torch import (
     LEVELS,
@@ -34,16 +33,6 @@ def moments(elements=256 * 64, seed=1):
     size = torch.logspace(-6, 0, 256).repeat(elements // 256)
     gradient = torch.randn(elements, generator=generator) * size
     return {"exp_avg": 0.1 * gradient, "exp_avg_sq": 0.001 * gradient.square()}
-
-
-def moment_bytes(state_dtype, row, elements):
-    return sum(plane.num_bytes(elements) for plane in moment_format(state_dtype, row).planes)
-
-
-@pytest.mark.parametrize("state_dtype", ["fp32", "bfloat16", "int8", "int4"])
-def test_bytes_of_both_moments(state_dtype):
-    expected = {"fp32": 8, "bfloat16": 4, "int8": 2 + 8 / 256, "int4": 1 + 8 / 128}[state_dtype]
-    assert moment_bytes(state_dtype, 1024, 1024) == expected * 1024
 
 
 @pytest.mark.parametrize(("row", "most", "expected"), [
@@ -151,33 +140,6 @@ def test_weights_after_four_steps_are_near_those_of_fp32(state_dtype, bound):
     start, exact = parameters(), weights_after(bucketed())
     for first, one, other in zip(start, exact, weights_after(bucketed(state_dtype=state_dtype)), strict=True):
         assert (one - other).norm() <= bound * (one - first).norm()
-
-
-@pytest.mark.parametrize("state_dtype", ["fp32", "bfloat16", "int8", "int4"])
-def test_state_takes_what_the_formula_says_and_the_step_three_buckets(state_dtype):
-    elements, bucket = 2 * 1024 * 256 // 4, 0.25
-    with fake_ranks(4) as mesh:
-        model = two_linears(mesh)
-        optimizer = BucketedAdamW(model.parameters(), lr=1e-2, state_dtype=state_dtype, bucket_megabytes=bucket)
-        give_gradients_of(model)
-        with counting(model, optimizer) as tracker:
-            tracker.mark("grads", [parameter.grad for parameter in model.parameters()])
-            assert tracker.kinds()["optimizer"] == pytest.approx(moment_bytes(state_dtype, 256, elements), rel=0.001)
-            before = tracker.total()
-            tracker.enter("step")
-            optimizer.step()
-            beside = tracker.peaks["device"].bytes - before
-            assert tracker.total() == before
-    # Moments (8), and one (bfloat16) or two (blocks) tensors of scratch; with blocks their scales besides, 1 / 64 of that.
-    expected = {"fp32": 0, "bfloat16": 12, "int8": 16, "int4": 16}[state_dtype]
-    held = expected and int(3 * bucket * 2**20 / expected) // 256 * 256 * expected
-    assert held * 0.99 <= beside <= held * 1.02
-    assert beside <= 3 * bucket * 2**20 * 1.02
-
-
-def give_gradients_of(model):
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
 
 
 def test_what_keeps_fp32_moments_is_told_and_more_loudly_when_it_is_most(caplog):

@@ -5,13 +5,7 @@ import torch
 from torch import nn
 
 from tests.memory.optimizer.test_bucketed_adamw import ALL, CPU
-from tests.memory.optimizers import (
-    give_gradients,
-    parameters,
-    same,
-    weights_after,
-    whole_share,
-)
+from tests.memory.optimizers import give_gradients, parameters, same, weights_after, whole_share
 from tests.memory.sharded import policy_of
 from tests.tensors import whole_of
 from tests.worker.test_policy import ACTOR
@@ -89,10 +83,13 @@ def test_a_step_in_backward_is_that_after_it_and_one_that_is_not_finite_moves_no
     torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("clip", [None, 0.01])
 @pytest.mark.parametrize(
-    "fsdp", [{"optimizer_offload": True}, {"grad_offload": True}, {"grad_offload": True, "optimizer_offload": True}]
+    ("fsdp", "clip", "momentum"),
+    [
+        ({"optimizer_offload": True}, None, 0.9),
+        ({"grad_offload": True}, 0.01, 0.0),
+        ({"grad_offload": True, "optimizer_offload": True}, 0.01, 0.9),
+    ],
 )
 def test_offloads_change_no_bit_of_an_update_with_or_without_clipping(tiny_folder, one_rank, fsdp, clip, momentum):
     found = []

@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.memory.sharded import device_peak, wide_model
+from tests.tensors import Operations
 from verl_memopt.memory.embedding_gradient import TrainedEmbedding, add_rows_, adds_in_place, is_plain, room_for
 from verl_memopt.observe.byte_tracker import ByteTracker
 
@@ -93,24 +93,16 @@ def test_a_tied_model_holds_one_gradient_of_the_shared_matrix(tmp_path, sync):
     assert held < 1.5 * vocabulary * hidden * 4
 
 
-class CountsCopiedRows(TorchDispatchMode):
-    """Counts the rows that a GPU's ``index_put_`` copies: what is not contiguous it makes contiguous, and copies it back."""
-
-    rows = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket is torch.ops.aten.index_put_ and not args[0].is_contiguous():
-            self.rows += args[0].shape[0]
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_off_a_cpu_rows_without_a_token_are_not_copied(dtype):
-    """The statements of a GPU, on a device without bytes."""
+    """The statements of a GPU, on a device without bytes. Its ``index_put_`` makes a contiguous copy, and copies that back."""
+
+    def look(func, args, kwargs):
+        assert func.overloadpacket is not torch.ops.aten.index_put_ or args[0].is_contiguous()
+
     into, ids = torch.empty(VOCAB, 600, dtype=dtype, device="meta"), torch.empty(5, dtype=torch.int64, device="meta")
-    with CountsCopiedRows() as counted:
+    with Operations(look):
         add_rows_(into, ids, torch.empty(5, 600, dtype=dtype, device="meta"))
-    assert counted.rows == 0
 
 
 def test_only_a_leaf_that_nothing_watches_is_added_to_in_place():

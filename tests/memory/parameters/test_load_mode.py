@@ -5,7 +5,6 @@ import torch
 
 from tests.memory.sharded import fake_ranks, local
 from tests.worker.test_policy import batch
-from tests.worker.test_worker import AR, call, mini_batch
 from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_allocator
@@ -15,7 +14,6 @@ from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
 from verl_memopt.worker.policy import compute_log_probs
 
 CPU = torch.device("cpu")
-MAPPED = {f"{AR}.model.load_mode": "mmap", f"{AR}.ref.fsdp_config.param_offload": True, f"{AR}.actor.use_kl_loss": True}
 
 
 def empty(folder, mesh, **fsdp):
@@ -88,17 +86,3 @@ def test_a_file_of_another_dtype_is_refused_by_both_keys(tiny_folder, one_rank):
     model = empty(tiny_folder, one_rank, model_dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"load_mode=mmap.*float32.*bfloat16.*ref\.fsdp_config\.model_dtype"):
         materialize_mapped(model, tiny_folder, CPU)
-
-
-def test_a_worker_with_a_mapped_reference_scores_as_one_without(made, tiny_folder):
-    mini, answers = mini_batch(), []
-    for more in ({}, MAPPED):
-        gc.collect()
-        held = host_allocator().held_bytes
-        worker = made(more, reference_folder=str(tiny_folder))
-        for _ in range(2):
-            call(worker, "update_actor", [mini]) if not more else None
-            answers.append(call(worker, "ref_log_probs", mini.batch, mini.micro_batches).log_probs)
-        assert host_allocator().held_bytes == held
-        worker.close()
-    assert all(torch.equal(answer, answers[0]) for answer in answers)

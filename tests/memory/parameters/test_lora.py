@@ -2,21 +2,16 @@ import json
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from transformers import AutoModelForCausalLM
 
 from tests.memory.activation_cases import ELEMENTWISE, FULL, LORA, TILED, build
 from tests.memory.activations.test_prune_last_block import RAGGED, gradients
 from tests.model.test_build import built
-from tests.ranks import run_ranks
-from tests.tensors import whole_of
-from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora import Lora
 from verl_memopt.memory.lora_torch import (
     ADAPTERS,
-    LoraLinear,
     adapters,
     adapters_off,
     apply_lora,
@@ -27,7 +22,6 @@ from verl_memopt.memory.lora_torch import (
     save_adapter,
     starting_adapter,
 )
-from verl_memopt.memory.weight_buckets_torch import full_weights
 from verl_memopt.model.assembly import allocate, shard_model
 from verl_memopt.model.packing import pack_rows
 from verl_memopt.model.weights import fill_from_folder, named_weights, rebuild_buffers
@@ -178,22 +172,6 @@ def test_on_one_device_the_base_rests_as_it_computes_and_fp32_adapters_compute_a
         assert torch.equal(one.to(other.dtype), other)
 
 
-def test_gradients_and_state_of_the_base_are_never_made(tiny_folder):
-    """Bytes by hand: rank x (in + out) parameters a layer have gradients, nothing else has."""
-    policy = adapted(tiny_folder, rank=4)
-    log_probs(policy).sum().backward()
-    shapes = {layer.weight.shape for layer in adapters(policy).values()}
-    assert shapes >= {torch.Size([64, 64]), torch.Size([32, 64]), torch.Size([128, 64]), torch.Size([64, 128])}
-    # per block: q, o 64 x 64; k, v 32 x 64; gate, up 128 x 64; down 64 x 128
-    per_block = 4 * (2 * (64 + 64) + 2 * (32 + 64) + 3 * (128 + 64))
-    grads = sum(parameter.grad.numel() for parameter in policy.parameters() if parameter.grad is not None)
-    assert grads == 2 * per_block
-    optimizer = torch.optim.AdamW([parameter for parameter in policy.parameters() if parameter.requires_grad])
-    optimizer.step()
-    state = sum(value.numel() for each in optimizer.state.values() for key, value in each.items() if key != "step")
-    assert state == 2 * 2 * per_block
-
-
 def test_adapters_are_saved_alone_and_come_back(tiny_folder, tmp_path):
     policy = adapted(tiny_folder)
     shake(policy)
@@ -208,41 +186,3 @@ def test_adapters_are_saved_alone_and_come_back(tiny_folder, tmp_path):
         load_adapter(tmp_path, adapted(tiny_folder, rank=2))
     with pytest.raises(ConfigError, match="no adapter_model"):
         load_adapter(tmp_path / "nowhere", other)
-
-
-def two_ranks(rank, folder):
-    policy = adapted(folder, training_mesh("cpu", 2, -1))
-    shake(policy)
-    loss = log_probs(policy).sum()
-    loss.backward()
-    grads = {
-        name: whole_of(parameter.grad).numpy() for name, parameter in policy.named_parameters() if parameter.grad is not None
-    }
-    with adapters_off(policy), torch.no_grad():
-        base = log_probs(policy).numpy()
-    stream = merged_weights(named_weights(policy), policy)
-    whole = {name: tensor.numpy().copy() for name, tensor in full_weights(stream, torch.float32, 1)}
-    return float(loss), base, grads, whole
-
-
-def test_two_ranks_give_the_numbers_of_one(tiny_folder):
-    policy = adapted(tiny_folder)
-    shake(policy)
-    loss = log_probs(policy).sum()
-    loss.backward()
-    with adapters_off(policy):
-        base = log_probs(policy).detach()
-    merged = dict(merged_weights(named_weights(policy), policy))
-    for found_loss, found_base, grads, whole in run_ranks(two_ranks, 2, tiny_folder):
-        assert found_loss == pytest.approx(loss.item(), rel=1e-6)
-        torch.testing.assert_close(torch.from_numpy(found_base), base, rtol=0, atol=1e-6)
-        for name, parameter in policy.named_parameters():
-            if parameter.requires_grad:
-                torch.testing.assert_close(torch.from_numpy(grads[name]), parameter.grad, rtol=1e-5, atol=1e-6)
-        assert all(torch.allclose(torch.from_numpy(whole[name]), tensor, atol=1e-7) for name, tensor in merged.items())
-
-
-def test_an_adapter_is_a_linear_layer_to_whoever_looks():
-    layer = LoraLinear(nn.Linear(3, 5), 2, 1.0)
-    assert isinstance(layer, nn.Linear)
-    assert {name for name, _ in layer.named_parameters()} == {"weight", "bias", "lora_A", "lora_B"}

@@ -7,10 +7,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.memory.page_locking import install
-from tests.memory.sharded import CPU, WHOLE, assert_equal_runs, fake_ranks, load, local, policy_of, save, share, three_steps
+from tests.memory.sharded import WHOLE, assert_equal_runs, fake_ranks, load, local, policy_of, save, share, three_steps
 from tests.ranks import run_ranks
 from tests.tensors import local_of
-from tests.worker.test_worker import AR, call, generated, mini_batch, same, weights
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_allocator, host_limits
@@ -127,22 +126,6 @@ def test_gradients_count_in_the_host_limit(driver):
             gc.collect()
 
 
-def test_shards_of_uneven_rows_are_gathered_from_the_one_buffer():
-    held = host_allocator().held_bytes
-    with fake_ranks(RANKS, rank=2) as mesh:
-        model = two_layers(mesh)
-        allocate_on_host(model, CPU)
-        model[0].unshard()
-        assert host_allocator().held_bytes - held == 2 * SHARD
-        storages = {
-            storage.data_ptr()
-            for module in model
-            for param in module._get_fsdp_state()._fsdp_param_group.fsdp_params
-            for storage in (param._sharded_param_data.untyped_storage(), local(param.sharded_param).untyped_storage())
-        }
-        assert len(storages) == 1
-
-
 def test_tied_weights_stay_one(tiny_folder, one_rank):
     assert policy_of(tiny_folder, one_rank, NATIVE).model.tied
 
@@ -166,18 +149,3 @@ def two_ranks(rank, folder, aside):
 
 def test_two_ranks_step_save_resume_and_gather_as_without_it(untied_folder, tmp_path):
     assert run_ranks(two_ranks, 2, untied_folder, tmp_path) == ["equal", "equal"]
-
-
-def test_a_worker_saves_resumes_and_syncs_from_the_host(made, tmp_path):
-    worker = made({f"{AR}.actor.fsdp_config.offload_policy": True})
-    call(worker, "update_actor", [mini_batch()])
-    call(worker, "update_weights")
-    answers = generated(worker)
-    call(worker, "save", str(tmp_path), ["model", "optimizer", "extra", "hf_model"])
-    expected = weights(worker)
-    worker.close()
-    plain = made()
-    call(plain, "load", str(tmp_path), ["model", "optimizer", "extra"])
-    assert same(weights(plain), expected)
-    call(plain, "update_weights")
-    assert generated(plain).response_ids == answers.response_ids

@@ -3,11 +3,10 @@ import gc
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.memory.sharded import CPU, assert_equal_runs, fake_ranks, load, local, policy_of, save, share, three_steps, wide_model
 from tests.ranks import run_ranks
-from tests.tensors import whole_of
+from tests.tensors import Operations, whole_of
 from tests.virtual_gpu.late_streams import late_streams
 from verl_memopt.config.schema import TrainedFsdp
 from verl_memopt.distributed.device import training_mesh
@@ -216,61 +215,48 @@ def test_parameters_that_are_parts_of_one_storage_are_read_from_their_places_on_
     assert [part.tolist() for part in parts] == [[4.0, 5.0, 6.0, 7.0], [1.0, 2.0]]
 
 
-class Copies(TorchDispatchMode):
-    """Notes of each copy whether it makes the host wait."""
+def at_copies(note):
+    """Watch copies: ``note`` is called with whether each makes the host wait."""
 
-    def __init__(self):
-        super().__init__()
-        self.wait = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def look(func, args, kwargs):
         if func is torch.ops.aten.copy_.default:
-            self.wait.append(not (args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking", False)))
-        return func(*args, **(kwargs or {}))
+            note(not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)))
+
+    return Operations(look)
 
 
 def test_the_copies_of_a_move_do_not_wait_for_one_another():
     home = OffloadedParams("two", [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))], CPU)
-    with Copies() as copies:
+    waits = []
+    with at_copies(waits.append):
         home.to_host()
         home.to_device()
-    assert copies.wait == [False] * 4
+    assert waits == [False] * 4
 
 
 def test_what_has_not_changed_is_copied_to_the_host_once_and_what_an_update_changes_again():
     trained, frozen = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2), requires_grad=False)
     residency = Residency(CPU)
     residency.add(OffloadedParams(POLICY, [trained, frozen], CPU))
-    copied = []
+    copied, waits = [], []
     for phase in ("old_log_prob", "gen", "old_log_prob", "ref", "update_actor", "gen", "update_actor", "update_weights"):
-        with Copies() as copies, residency.phase(phase):
+        waits.clear()
+        with at_copies(waits.append), residency.phase(phase):
             if phase == "update_actor":
                 trained.data += 1
             if phase == "update_weights":
                 residency.copy_out()
-            copied.append(len(copies.wait))
-    with Copies() as copies, residency.phase("gen"):
+            copied.append(len(waits))
+    waits.clear()
+    with at_copies(waits.append), residency.phase("gen"):
         pass
     # Two out, once; two back each time; the trained one out after each update, in the sync that reads it where there is one.
-    assert (copied, copies.wait) == ([0, 2, 2, 0, 2, 1, 2, 1], [])
+    assert (copied, waits) == ([0, 2, 2, 0, 2, 1, 2, 1], [])
     with residency.phase("update_weights"):
         assert (trained.tolist(), frozen.tolist()) == ([3.0] * 3, [1.0] * 2)
 
 
 MIB = 2**20
-
-
-class OnDevice(Copies):
-    """Counts at each copy how many MiB of some parameters are on the device."""
-
-    def __init__(self, parameters):
-        super().__init__()
-        self.parameters, self.found = parameters, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default:
-            self.found.append(sum(each.untyped_storage().nbytes() for each in self.parameters) / MIB)
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def of_units(name, sizes):
@@ -291,14 +277,15 @@ def test_each_unit_that_comes_takes_the_room_of_those_that_leave(caplog):
         assert not at_home.on_device
     with residency.phase("update_actor"):
         pass
-    moved = OnDevice([*policy.parameters(), *reference.parameters()])
+    there, found = [*policy.parameters(), *reference.parameters()], []  # MiB on the device at each copy
+    moved = at_copies(lambda _: found.append(sum(each.untyped_storage().nbytes() for each in there) / MIB))
     with caplog.at_level("INFO"), moved, residency.phase("ref"):
         assert sum(each.untyped_storage().nbytes() for each in reference.parameters()) == 2 * MIB
     # Three copies to the host, for an update changes what is there; then a unit goes and a unit comes, twice.
-    assert moved.found == [3, 3, 3, 3, 3]
+    assert found == [3, 3, 3, 3, 3]
     with moved, residency.phase("update_actor"):
         pass
-    assert moved.found[5:] == [1, 2, 3]  # a reference that has not changed leaves before the policy comes
+    assert found[5:] == [1, 2, 3]  # a reference that has not changed leaves before the policy comes
     assert at_home.num_bytes == residency.rest() == 3 * MIB
 
 

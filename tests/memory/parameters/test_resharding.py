@@ -1,15 +1,10 @@
 from collections import Counter
 
 import pytest
-import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 
-from tests.memory.sharded import assert_equal_runs, fake_ranks, policy_of, share, three_steps
-from tests.ranks import run_ranks
+from tests.memory.sharded import fake_ranks, policy_of, share
 from tests.worker.test_policy import micro_batches
-from verl_memopt.distributed.device import training_mesh
-from verl_memopt.memory.resharding_torch import synced
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 from verl_memopt.observe.device_ledger import fsdp_kinds
 
@@ -95,55 +90,3 @@ def test_a_pass_without_backward_leaves_nothing_gathered(wide, choice):
             policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False)
             assert tracker.kinds(DEVICE).get("gathered parameters", 0) <= HIDDEN * FP32
             assert tracker.kinds(DEVICE)["params"] == FP32 * N // 4
-
-
-CHOICES = ({}, {"reshard_after_forward": False}, {"forward_prefetch": True}, {"own_units": False}, {"gradient_sync": "last"})
-
-
-def test_no_choice_changes_a_bit_on_one_rank(untied_folder, one_rank):
-    expected, *others = [three_steps(policy_of(untied_folder, one_rank, fsdp), share()) for fsdp in CHOICES]
-    for found in others:
-        assert_equal_runs(found, expected)
-
-
-def test_choices_give_the_same_steps_on_two_ranks(untied_folder):
-    for answer in run_ranks(two_ranks, 2, untied_folder):
-        assert answer == "equal"
-
-
-def two_ranks(rank, folder):
-    mesh = training_mesh("cpu", 2, -1)
-    expected, *others, last = [three_steps(policy_of(folder, mesh, fsdp, 2), share(rank, 2), None) for fsdp in CHOICES]
-    for found in others:
-        assert_equal_runs(found, expected)
-    # Sums over micro-batches and over ranks are taken in another order.
-    for name, weight in last[1].items():
-        torch.testing.assert_close(weight, expected[1][name], rtol=1e-4, atol=1e-5)
-    for (_, metrics), (_, others) in zip(last[0], expected[0], strict=True):
-        assert metrics["actor/grad_norm"] == pytest.approx(others["actor/grad_norm"], rel=1e-5)
-    return "equal"
-
-
-class Asked(FSDPModule, torch.nn.Module):
-    """Writes down what FSDP2 is told."""
-
-    def __new__(cls):
-        return object.__new__(cls)
-
-    def __init__(self):
-        torch.nn.Module.__init__(self)
-        self.told = []
-
-    def set_requires_gradient_sync(self, requires_gradient_sync, *, recurse=True):
-        self.told.append(requires_gradient_sync)
-
-    def set_is_last_backward(self, is_last_backward):
-        assert self.told[-1] == is_last_backward
-
-
-@pytest.mark.parametrize(("mode", "told"), [("every", [True, True, True]), ("last", [False, False, True])])
-def test_only_the_last_of_a_step_reduces_where_that_is_asked_for(mode, told):
-    model = Asked()
-    assert list(synced(iter("abc"), model, mode)) == ["a", "b", "c"]
-    assert model.told == told
-    assert list(synced([], model, mode)) == []

@@ -1,7 +1,6 @@
 import pytest
-from torch.distributed.fsdp import FSDPModule
 
-from tests.memory.sharded import device_peak, fake_ranks, policy_of, score_peak, wide_model
+from tests.memory.sharded import device_peak, score_peak, wide_model
 
 FP32 = 4
 VOCABULARY, HIDDEN = 8192, 64
@@ -30,21 +29,7 @@ def test_an_update_holds_one_of_the_two_and_its_gradient(wide):
     )
 
 
-def test_the_key_decides_which_modules_are_units(untied_folder):
-    with fake_ranks(2) as mesh:
-        for own in (True, False):
-            policy = policy_of(untied_folder, mesh, {"own_units": own}, 2).model
-            assert isinstance(policy.lm.get_input_embeddings(), FSDPModule) is own
-            assert isinstance(policy.lm.get_output_embeddings(), FSDPModule) is own
-            assert all(isinstance(block, FSDPModule) for block in policy.blocks())
-
-
 def test_one_rank_gathers_nothing_whatever_the_key_says(wide):
     peaks = [device_peak(wide, {"own_units": own}) for own in (True, False)]
     assert peaks[0].bytes == peaks[1].bytes
     assert "gathered parameters" not in peaks[0].kinds
-
-
-def test_tied_ones_stay_in_the_root(tiny_folder, one_rank):
-    policy = policy_of(tiny_folder, one_rank, {"own_units": True}).model
-    assert not isinstance(policy.lm.get_output_embeddings(), FSDPModule)
