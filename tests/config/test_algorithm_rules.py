@@ -80,12 +80,6 @@ def test_a_rank_that_the_adapters_do_not_have_is_refused(complaint, tmp_path):
     assert f"{MODEL}.lora_rank=4, {MODEL}.lora_adapter_path={tmp_path}: the adapters have rank 6. Leave" in complaint(given)
 
 
-def test_another_scale_than_that_of_the_adapters_is_named(settled, tmp_path, caplog):
-    settled(folder_of(tmp_path, r=6, lora_alpha=24) | {f"{MODEL}.lora_alpha": 8})
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warning == f"{MODEL}.lora_alpha=8: the adapters of {tmp_path} were trained with 24"
-
-
 def test_a_folder_that_says_nothing_leaves_the_rank_to_the_user(complaint, tmp_path):
     said = f"{MODEL}.lora_rank=0, {MODEL}.lora_adapter_path={tmp_path}: adapters are given and none are asked for. "
     assert complaint({f"{MODEL}.lora_adapter_path": str(tmp_path)}).startswith(said)
@@ -103,14 +97,10 @@ def test_a_file_that_is_no_json_object_is_refused(complaint, tmp_path, text):
     [
         ("use_dora", True),
         ("rank_pattern", {"q_proj": 2}),
-        ("modules_to_save", ["lm_head"]),
         ("trainable_token_indices", [5]),
-        ("lora_bias", True),
         ("peft_type", "IA3"),
         ("init_lora_weights", "pissa_niter_4"),
         ("bias", "all"),
-        ("target_parameters", ["mlp.experts.down_proj"]),
-        ("alora_invocation_tokens", [5, 6]),
     ],
 )
 def test_adapters_of_another_kind_are_refused(complaint, settled, tmp_path, name, value):
@@ -144,18 +134,14 @@ def test_what_is_trained_beside_adapters_is_refused_with_its_reason(complaint, n
     assert f"{MODEL}.{name}=[5]: " in complaint({f"{MODEL}.lora_rank": 4, f"{MODEL}.{name}": [5]})
 
 
-def test_dropout_of_the_adapters_is_named(settled, tmp_path, caplog):
-    settled(folder_of(tmp_path, r=4, lora_dropout=0.05))
-    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert warning.getMessage().endswith("the adapters were trained with dropout, and are trained on without it")
+def test_another_scale_than_that_of_the_adapters_and_their_dropout_are_named(settled, tmp_path, caplog):
+    settled(folder_of(tmp_path, r=6, lora_alpha=24, lora_dropout=0.05) | {f"{MODEL}.lora_alpha": 8})
+    dropout, scale = sorted(record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert scale == f"{MODEL}.lora_alpha=8: the adapters of {tmp_path} were trained with 24"
+    assert dropout.endswith("the adapters were trained with dropout, and are trained on without it")
 
 
 FOLLOWS = {f"{AR}.actor.use_kl_loss": True, EVERY: 32}
-
-
-def test_a_reference_that_follows_the_policy_is_taken(settled):
-    ref = settled(FOLLOWS).actor_rollout_ref.ref
-    assert (ref.sync_every_steps, ref.sync_mixup_alpha) == (32, 0.9)
 
 
 @pytest.mark.parametrize(
@@ -184,9 +170,9 @@ def test_a_reference_that_cannot_follow_is_refused_with_the_way_out(settled, mor
     settled(FOLLOWS | more | {EVERY: None})
 
 
-def test_one_device_has_no_shards_that_could_differ(settled):
-    reference = settled(FOLLOWS | {f"{AR}.ref.fsdp_config.fsdp_size": 1}).actor_rollout_ref.ref
-    assert (reference.fsdp_config.fsdp_size, reference.sync_every_steps) == (1, FOLLOWS[EVERY])
+def test_a_reference_that_follows_the_policy_is_taken_and_one_device_has_no_shards_that_could_differ(settled):
+    ref = settled(FOLLOWS | {f"{AR}.ref.fsdp_config.fsdp_size": 1}).actor_rollout_ref.ref
+    assert (ref.sync_every_steps, ref.sync_mixup_alpha, ref.fsdp_config.fsdp_size) == (32, 0.9, 1)
 
 
 @pytest.mark.parametrize(("more", "key"), [({EVERY: 32}, EVERY), ({f"{AR}.actor.use_kl_loss": True, ALPHA: 0.5}, ALPHA)])

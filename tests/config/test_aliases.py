@@ -5,51 +5,29 @@ import pytest
 from verl_memopt.config.aliases import GLOBAL_MICRO_BATCHES, MET_BY_CHUNKING, RENAMED, VALUES, our_key
 from verl_memopt.config.keys import leaf_types, value_at
 from verl_memopt.config.unused_keys import refusal_of
+from verl_memopt.config.values import choices
 
 AR = "actor_rollout_ref"
 OVERRIDE = f"{AR}.model.override_config"
 
-SAMPLES = {
-    "critic.forward_max_token_len_per_gpu": (4096, 8192),
-    "critic.forward_micro_batch_size_per_gpu": (3, 4),
-    "critic.optim.clip_grad": (0.5, 0.25),
-    "critic.optim.lr_scheduler_type": ("cosine", "constant"),
-    "critic.model.lora_rank": (8, 16),
-    "critic.model.lora_alpha": (8.0, 16.0),
-    "critic.model.target_modules": ("q_proj", "k_proj"),
-    "critic.model.exclude_modules": ("q_proj", "k_proj"),
-    "critic.model.lora_adapter_path": ("one", "other"),
-    "critic.model.fsdp_config.dtype": ("fp32", "bfloat16"),
-    "critic.model.attn_implementation": ("eager", "sdpa"),
-    "critic.strategy": ("fsdp2", "megatron"),
-    f"{AR}.rollout.log_prob_max_token_len_per_gpu": (4096, 8192),
-    f"{AR}.rollout.log_prob_micro_batch_size_per_gpu": (3, 4),
-    f"{AR}.actor.optim.clip_grad": (0.5, 0.25),
-    f"{AR}.actor.optim.lr_scheduler_type": ("cosine", "constant"),
-    **{f"{role}.optim.optimizer": ("lion", "adam") for role in (f"{AR}.actor", "critic")},
-    f"{AR}.rollout.n": (4, 2),
-    **{f"{AR}.actor.{name}": (1.5, 2.5) for name in ("tau_pos", "tau_neg")},
-    f"{AR}.model.lora_rank": (8, 16),
-    f"{AR}.model.lora_alpha": (8.0, 16.0),
-    f"{AR}.model.target_modules": ("q_proj", "k_proj"),
-    f"{AR}.model.exclude_modules": ("q_proj", "k_proj"),
-    f"{AR}.model.lora_adapter_path": ("one", "other"),
-    f"{AR}.actor.use_torch_compile": (False, True),
-    f"{AR}.ref.use_torch_compile": (False, True),
-    f"{AR}.actor.fsdp_config.dtype": ("fp32", "bfloat16"),
-    f"{AR}.ref.fsdp_config.dtype": ("fp32", "bfloat16"),
-    f"{AR}.model.attn_implementation": ("eager", "sdpa"),
-    "reward_model.num_workers": (3, 2),
-    "reward_model.model.path": ("judge", "other"),
-    "reward_model.model.fsdp_config.dtype": ("fp32", "bfloat16"),
-    "reward_model.reward_manager": ("dapo", "naive"),
+SAMPLES = {f"{role}.optim.optimizer": ("lion", "adam") for role in (f"{AR}.actor", "critic")} | {
     f"{AR}.actor.strategy": ("fsdp2", "megatron"),
-    **{
-        f"{role}.fsdp_config.ulysses_sequence_parallel_size": (1, 2)
-        for role in (f"{AR}.actor", f"{AR}.ref", "critic.model", "reward_model.model")
-    },
+    "critic.strategy": ("fsdp2", "megatron"),
+    "reward_model.reward_manager": ("dapo", "naive"),
 }
-"""Our key -> two values that differ, the first of them allowed."""
+"""Our key -> two values that differ, the first of them allowed. The other keys have values of their types."""
+
+
+def samples_of(key):
+    if key in SAMPLES:
+        return SAMPLES[key]
+    if key in choices():
+        return choices()[key][:2]
+    if key.endswith(("sequence_parallel_size", "token_len_per_gpu")):
+        return (1, 2) if key.endswith("size") else (4096, 8192)
+    kinds = {bool: (False, True), int: (4, 2), float: (1.5, 2.5)}
+    return next((values for kind, values in kinds.items() if kind.__name__ in str(leaf_types()[key])), ("q_proj", "k_proj"))
+
 
 RENAMED_HERE = {alias: key for alias, key in RENAMED.items() if key in leaf_types()}
 
@@ -65,7 +43,7 @@ def given(alias, value):
 @pytest.mark.parametrize("alias", RENAMED_HERE)
 def test_an_alias_sets_our_key_and_may_stand_beside_it_with_the_same_value_only(settled, complaint, alias):
     key = RENAMED_HERE[alias]
-    one, other = SAMPLES[key]
+    one, other = samples_of(key)
     assert value_at(settled(given(alias, one)), key) == one
     assert value_at(settled(given(alias, one) | {key: one}), key) == one
     line = next(line for line in complaint(given(alias, one) | {key: other}).splitlines() if "different values" in line)

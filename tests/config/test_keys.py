@@ -41,13 +41,10 @@ def test_a_key_holds_a_value_or_further_keys_and_never_both():
     assert f"{AR}.actor.optim.lr" in leaf_types()
 
 
-def test_types_are_resolved():
+def test_types_are_resolved_and_a_value_is_found_under_its_key():
     assert leaf_types()["data.shuffle"] is bool
     assert leaf_types()["data.seed"] == int | None
     assert field_types(Settings)["data"] is Data
-
-
-def test_a_value_is_found_under_its_key():
     assert value_at(Settings(), "data.max_prompt_length") == 512
     with pytest.raises(AttributeError):
         value_at(Settings(), "data.max_promt_length")
@@ -70,24 +67,17 @@ def test_replacing_changes_the_given_keys_and_no_other():
 
 
 def test_a_nested_mapping_becomes_dotted_keys():
-    assert flatten({"data": {"seed": 1, "custom_cls": {"path": "a.py"}}, "trainer": {}}) == {
-        "data.seed": 1,
-        "data.custom_cls.path": "a.py",
-    }
-
-
-def test_a_mapping_that_is_a_value_stays_whole():
-    tree = {AR: {"model": {"override_config": {"a": {"b": 1}}}}, "ray_kwargs": {"ray_init": {}}}
-    assert flatten(tree) == {f"{AR}.model.override_config": {"a": {"b": 1}}, "ray_kwargs.ray_init": {}}
-
-
-def test_what_no_section_has_is_kept_to_be_complained_of():
-    assert flatten({"dat": {"seed": 1}, "empty": {}}) == {"dat.seed": 1, "empty": {}}
-
-
-def test_a_key_of_another_spelling_counts_as_the_one_it_means():
     spelled = {"override": f"{AR}.model.override_config"}
-    assert flatten({"override": {"a": 1}}, lambda key: spelled.get(key, key)) == {"override": {"a": 1}}
+    for tree, expected in (
+        ({"data": {"seed": 1, "sampler": {"path": "a.py"}}, "trainer": {}}, {"data.seed": 1, "data.sampler.path": "a.py"}),
+        # A mapping that is a value stays whole, also under another spelling.
+        ({AR: {"model": {"override_config": {"a": {"b": 1}}}}}, {f"{AR}.model.override_config": {"a": {"b": 1}}}),
+        ({"ray_kwargs": {"ray_init": {}}}, {"ray_kwargs.ray_init": {}}),
+        ({"override": {"a": 1}}, {"override": {"a": 1}}),
+        # What no section has is kept to be complained of.
+        ({"dat": {"seed": 1}, "empty": {}}, {"dat.seed": 1, "empty": {}}),
+    ):
+        assert flatten(tree, lambda key: spelled.get(key, key)) == expected
 
 
 def test_a_problem_opens_with_every_key_and_its_value_and_ends_with_the_way_out():
@@ -103,16 +93,12 @@ def test_a_value_is_shown_as_it_would_be_written(value, text):
     assert shown(value) == text
 
 
-def test_one_problem_is_its_own_message():
-    with pytest.raises(ConfigError) as caught:
-        raise_together([Problem(("a",), "a=1: wrong.")])
-    assert str(caught.value) == "a=1: wrong."
-
-
-def test_several_problems_are_told_together_and_each_once():
-    with pytest.raises(ConfigError) as caught:
-        raise_together([Problem(("a",), "a: wrong."), Problem(("b",), "b: wrong."), Problem(("a", "c"), "a: wrong.")])
-    assert str(caught.value) == "2 problems in the settings:\na: wrong.\nb: wrong."
+def test_one_problem_is_its_own_message_and_several_are_told_together_and_each_once():
+    one, *others = Problem(("a",), "a: wrong."), Problem(("b",), "b: wrong."), Problem(("a", "c"), "a: wrong.")
+    for problems, text in (([one], "a: wrong."), ([one, *others], "2 problems in the settings:\na: wrong.\nb: wrong.")):
+        with pytest.raises(ConfigError) as caught:
+            raise_together(problems)
+        assert str(caught.value) == text
 
 
 def test_a_leaf_read_is_recorded_under_its_dotted_key_and_equal_sections_are_told_apart(settled):
@@ -126,30 +112,25 @@ def test_a_leaf_read_is_recorded_under_its_dotted_key_and_equal_sections_are_tol
     assert seen == {"data.seed", f"{AR}.ref.fsdp_config.mixed_precision.reduce_dtype"}
 
 
-def test_one_section_under_two_keys_is_an_error():
+def test_printing_comparing_copying_saving_and_reads_of_other_settings_or_afterwards_are_not_recorded(settled):
+    settings, others = settled({}), settled({})
+
+    def reads_and_fails():
+        assert repr(settings) == repr(others)
+        assert settings == others
+        assert to_plain(settings) == to_plain(others)
+        assert dataclasses.replace(settings.data, seed=3).seed == 3
+        raise ValueError(others.data.seed)
+
+    with pytest.raises(ValueError), record_reads(settings) as seen:
+        reads_and_fails()
+    assert settings.data.shuffle is True
+    assert seen == set()
+    assert not any("__getattribute__" in vars(section) for section in (Settings, type(settings.data)))
     shared = Fsdp()
     settings = Settings(actor_rollout_ref=ActorRolloutRef(actor=Actor(fsdp_config=shared), ref=Ref(fsdp_config=shared)))
     with pytest.raises(AssertionError, match="two keys"), record_reads(settings):
         pass
-
-
-def test_printing_comparing_copying_and_saving_are_no_reads(settled):
-    settings = settled({})
-    with record_reads(settings) as seen:
-        assert repr(settings) == repr(settled({}))
-        assert settings == settled({})
-        assert to_plain(settings) == to_plain(settled({}))
-        assert dataclasses.replace(settings.data, seed=3).seed == 3
-    assert seen == set()
-
-
-def test_reads_of_other_settings_and_reads_afterwards_also_after_an_exception_are_not_recorded(settled):
-    settings, others = settled({}), settled({})
-    with pytest.raises(ValueError), record_reads(settings) as seen:
-        raise ValueError(others.data.seed)
-    assert settings.data.shuffle is True
-    assert seen == set()
-    assert not any("__getattribute__" in vars(section) for section in (Settings, type(settings.data)))
 
 
 KWARGS = "custom_reward_function.reward_kwargs"

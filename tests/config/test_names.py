@@ -35,10 +35,14 @@ OLDER = {
     "rloo_k": 4, "num_ppo_epochs": 2, "per_device_train_batch_size": 8, "num_mini_batches": 2, "total_episodes": 300,
     "response_length": 53, "cliprange": 0.3, "kl_coef": 0.1, "normalize_advantage": True, "exp_name": "mine", "warmup_ratio": 0.1,
 }  # fmt: skip
-ONE_BY_ONE = {
-    "generation_batch_size": 64, "steps_per_generation": 4, "num_mini_batches": 2, "warmup_steps": 0.1, "save_strategy": "no",
-    "eval_strategy": "no", "max_steps": 9, "num_train_epochs": 3.0, "min_p": 0.1, "generation_kwargs": {"stop": ["x"]},
-}  # fmt: skip
+BESIDE_OTHERS = (
+    {
+        "generation_batch_size": 64, "warmup_steps": 0.1, "save_strategy": "no", "eval_strategy": "no", "max_steps": 9,
+        "min_p": 0.1,
+    },
+    {"steps_per_generation": 4, "num_train_epochs": 3.0, "generation_kwargs": {"stop": ["x"]}},
+    {"num_mini_batches": 2},
+)  # fmt: skip
 OF_GRPO = {
     "loss_type": "dr_grpo", "scale_rewards": "none", "importance_sampling_level": "token", "delta": 4.0,
     "sapo_temperature_pos": 1.5, "sapo_temperature_neg": 1.5, "vespo_k_pos": 1.5, "vespo_lambda_pos": 1.5, "vespo_k_neg": 1.5,
@@ -58,7 +62,7 @@ READ = {
         {"entropy_coef": 0.1},
         ENTROPY,
         {"cast_lm_head_to_fp32": False},
-        *({name: value} for name, value in ONE_BY_ONE.items()),
+        *BESIDE_OTHERS,
     ],
     "rloo": [NEWEST | OF_RLOO, OLDER, {"normalize_reward": True}],
 }

@@ -134,7 +134,7 @@ def test_the_published_sizes_have_the_parameters_of_the_model_cards(model):
     assert ("tied head" in file) == size.tied
 
 
-@pytest.mark.parametrize(("model", "cards", "card"), [("qwen3_8b", 8, "24g"), ("qwen3_8b", 2, "80g"), ("qwen2_5_7b", 4, "32g")])
+@pytest.mark.parametrize(("model", "cards", "card"), [("qwen3_8b", 8, "24g"), ("qwen2_5_7b", 4, "32g")])
 def test_large_multi_gpu_shares_a_model_over_cards(model, cards, card):
     more = {"trainer.n_gpus_per_node": cards, f"{AR}.rollout.tensor_model_parallel_size": 2}
     more[f"{AR}.actor.ppo_max_token_len_per_gpu"] = 8192

@@ -130,16 +130,13 @@ def test_no_profile_is_no_key():
     assert load_settings("rloo_trainer", [*more, "memory=none"]) == load_settings("rloo_trainer", more)
 
 
-def test_profile_and_limits_live_under_one_name():
-    settings = load_settings("rloo_trainer", [*LEAST, "memory=constrained", "memory.device_limit_gb=32"])
-    assert settings.memory.device_limit_gb == 32
-    assert settings.actor_rollout_ref.rollout.enforce_eager
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_the_command_line_wins_over_a_profile_wherever_it_stands(order):
-    given = [f"{ROLLOUT}.max_num_seqs=5", "memory=constrained"][::order]
-    assert load_settings("rloo_trainer", [*LEAST, *given]).actor_rollout_ref.rollout.max_num_seqs == 5
+def test_the_command_line_wins_over_a_profile_wherever_it_stands_and_deleting_a_key_brings_its_default_back():
+    given = [f"{ROLLOUT}.max_num_seqs=5", "memory.device_limit_gb=32", "memory=constrained"]
+    for order in (1, -1):
+        settings = load_settings("rloo_trainer", [*LEAST, *given[::order]])
+        assert (settings.actor_rollout_ref.rollout.max_num_seqs, settings.memory.device_limit_gb) == (5, 32)
+    settings = load_settings("rloo_trainer", [*LEAST, "memory=constrained", f"~{ROLLOUT}.max_num_seqs"])
+    assert settings.actor_rollout_ref.rollout.max_num_seqs == 256
 
 
 def test_a_profile_wins_over_a_recipe(tmp_path):
@@ -160,11 +157,6 @@ def test_a_profile_says_which_keys_it_set_and_which_the_command_line_set(caplog)
     assert all(key in said for key in keys_of("constrained"))
 
 
-def test_deleting_a_key_of_a_profile_brings_its_default_back():
-    settings = load_settings("rloo_trainer", [*LEAST, "memory=constrained", f"~{ROLLOUT}.max_num_seqs"])
-    assert settings.actor_rollout_ref.rollout.max_num_seqs == 256
-
-
 ACTOR, LOG_PROBS, CRITIC = BUDGETS
 LONG = {"data.max_prompt_length": 2048, "data.max_response_length": 4096}
 
@@ -179,18 +171,11 @@ def test_budgets_of_a_preset_become_the_longest_sample_and_others_stay(caplog):
     assert with_room_for_samples({**LONG, **budgets}, frozenset()) == {**LONG, **budgets}
 
 
-def test_a_budget_for_a_critic_alone_is_raised_without_a_word(caplog):
-    """A profile sets it in runs without a critic too."""
+def test_budgets_of_a_critic_alone_of_lengths_that_are_no_numbers_and_of_default_lengths(caplog):
     with_room_for_samples({**LONG, CRITIC: 512}, {CRITIC})
-    assert caplog.messages == []
-
-
-def test_lengths_that_are_no_numbers_are_left_to_their_own_error():
+    assert caplog.messages == [], "a profile sets it in runs without a critic too"
     values = {"data.max_prompt_length": "long", ACTOR: 8}
     assert with_room_for_samples(values, {ACTOR}) == values
-
-
-def test_default_lengths_count_where_none_are_set():
     assert with_room_for_samples({ACTOR: 1000}, {ACTOR}) == {ACTOR: 1024}
 
 

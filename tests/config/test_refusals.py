@@ -68,11 +68,6 @@ def test_a_rank_is_taken_and_dropout_refused_for_what_it_is(complaint, settled, 
     assert settled({f"{AR}.model.lora.rank": 8, spelling: 0.0}).actor_rollout_ref.model.lora_rank == 8
 
 
-def test_a_row_of_its_own_wins_over_the_section_above_it():
-    assert refusal_of("actor_rollout_ref.rollout.multi_turn.enable").inert == (False,)
-    assert refusal_of("actor_rollout_ref.rollout.multi_turn.format").inert is None
-
-
 def test_a_whole_section_without_effect_may_be_empty(settled):
     assert settled({"actor_rollout_ref": {"rollout": {"engine_kwargs": {"sglang": {}}}}}) == settled({})
 

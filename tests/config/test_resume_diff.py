@@ -25,11 +25,6 @@ def test_every_classified_key_exists_and_is_classified_once():
     assert all(reason for reason in HARMLESS_KEYS.values())
 
 
-def test_equal_settings_change_nothing(compared):
-    assert compared({}, {}) == {}
-    assert compared({f"{OPTIM}.lr": 1e-3}, {f"{OPTIM}.lr": 1e-3}) == {}
-
-
 def test_settings_that_went_through_a_checkpoint_are_equal_to_themselves(settled, tmp_path):
     import torch
 
@@ -42,12 +37,9 @@ def test_settings_that_went_through_a_checkpoint_are_equal_to_themselves(settled
     ("key", "old", "new"),
     [
         (f"{AR}.rollout.n", 2, 4),
-        (f"{AR}.rollout.temperature", 1.0, 0.5),
         (f"{OPTIM}.lr", 1e-6, 1e-3),
-        (f"{OPTIM}.weight_decay", 0.01, 0.1),
         (f"{AR}.actor.fsdp_config.dtype", "bfloat16", "fp32"),
         (f"{AR}.actor.fsdp_config.optimizer_offload", False, True),
-        ("data.train_batch_size", 1024, 2048),
         ("data.train_files", "a", "b"),
         ("algorithm.adv_estimator", "rloo", "grpo"),
         ("custom_reward_function.path", "a.py", "b.py"),
@@ -68,10 +60,6 @@ def test_a_key_that_follows_another_is_named_with_it(compared):
     [
         ("trainer.save_freq", 7),
         ("trainer.logger", ["console"]),
-        ("trainer.experiment_name", "other"),
-        ("trainer.keep_best", False),
-        ("trainer.max_actor_ckpt_to_keep", 3),
-        ("trainer.test_freq", 5),
         ("data.val_files", "other"),
         ("reward_model.num_workers", 4),
         (f"{AR}.actor.fsdp_config.param_offload", True),
@@ -115,10 +103,8 @@ def test_an_optimizer_whose_state_does_not_fit_is_refused_only_where_it_is_loade
     ("schedule", "kind"),
     [
         ({}, HARMLESS),
-        ({"lr_warmup_steps": 5}, HARMLESS),
         ({"lr_warmup_steps_ratio": 0.1}, TRAJECTORY),
         ({"lr_scheduler_type": "cosine"}, TRAJECTORY),
-        ({"lr_scheduler_type": "linear"}, TRAJECTORY),
         ({"lr_scheduler_type": "constant_with_warmup", "lr_warmup_steps": 5}, HARMLESS),
         ({"lr_scheduler_type": "inverse_sqrt", "lr_warmup_steps": 5}, HARMLESS),
         ({"lr_scheduler_type": "cosine", "total_training_steps": 50}, HARMLESS),
@@ -133,13 +119,9 @@ def test_a_longer_run_changes_the_trajectory_where_the_learning_rate_depends_on_
 def test_a_key_that_the_checkpoint_did_not_know_counts_as_its_default(settled):
     kept = kept_settings(settled({}))
     del kept["trainer.keep_best"], kept[f"{AR}.rollout.temperature"]
-    assert changes(kept, settled({})) == []
+    assert changes(kept | {"trainer.gone": 1}, settled({})) == []
     (change,) = changes(kept, settled({f"{AR}.rollout.temperature": 0.5}))
     assert str(change) == f"{AR}.rollout.temperature: 1.0 -> 0.5 (changes the trajectory)"
-
-
-def test_a_key_that_no_longer_exists_is_nothing(settled):
-    assert changes(kept_settings(settled({})) | {"trainer.gone": 1}, settled({})) == []
 
 
 GAE = {"algorithm.adv_estimator": "gae"}

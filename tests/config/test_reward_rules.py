@@ -194,17 +194,10 @@ def test_the_service_is_set_under_every_spelling_of_verl(settled):
     assert (sandbox.url, sandbox.max_concurrent, sandbox.memory_limit_mb) == (*URL.values(), 128, 512)
 
 
-@pytest.mark.parametrize(
-    "address", ["http://h", "https://h.example/run_code", "http://127.0.0.1:8080/run_code", "http://[::1]:80/"]
-)
-def test_an_http_address_is_accepted(settled, address):
-    assert value_at(settled({f"{KEY}.url": address}), f"{KEY}.url") == address
-
-
-@pytest.mark.parametrize(
-    "address", ["", "localhost:8080", "ftp://h/x", "http://", "http:///run_code", "http://h:port/", "http://[x"]
-)
-def test_what_is_no_http_address_is_refused(complaint, address):
+@pytest.mark.parametrize("address", ["", "localhost:8080", "ftp://h/x", "http:///run_code", "http://h:port/", "http://[x"])
+def test_what_is_no_http_address_is_refused(complaint, settled, address):
+    for right in ("https://h.example/run_code", "http://[::1]:80/"):
+        assert value_at(settled({f"{KEY}.url": right}), f"{KEY}.url") == right
     message = complaint({f"{KEY}.url": address})
     assert message.startswith(f"{KEY}.url=")
     assert message.endswith("it is no http or https address. Set it to that of the service's run_code, "

@@ -14,7 +14,6 @@ from verl_memopt.observe.charts import (
     build_summary,
     comparison_table,
     draw_charts,
-    draw_comparison,
     draw_peaks,
     draw_reward,
     draw_timeline,
@@ -50,11 +49,8 @@ def test_a_run_that_has_written_nothing_is_drawn_as_such(tmp_path):
     assert draw_peaks({"phases": {}, "counter": None}, tmp_path / "c.png").exists()
 
 
-def test_a_running_mean_uses_what_there_is_at_the_beginning():
+def test_running_means_and_validation_points():
     assert running_mean([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
-
-
-def test_validation_points_are_the_steps_that_were_validated():
     metrics = [{"step": 0, "val-core/toy/acc/mean@1": 0.1}, {"step": 1}, {"step": 2, "val-core/toy/acc/mean@1": 0.5}]
     assert validation_points(metrics) == ([0, 2], [0.1, 0.5])
 
@@ -69,30 +65,25 @@ def console():
     return Console(file=StringIO(), width=80)
 
 
-def test_a_report_makes_charts_and_summary_again_and_keeps_what_only_the_run_knew(make_run, console):
+def test_a_report_makes_charts_and_summary_again_and_keeps_what_only_the_run_knew(make_run, console, tmp_path):
     folder = make_run(steps=2)
+    folder.add_warnings(2, ["the reward fell"])
     finish_summary(folder, {"device": "cpu"})
-    original = json.loads(folder.summary.read_text())
+    original, before = json.loads(folder.summary.read_text()), sorted(folder.path.iterdir())
+    report([folder.path], out=tmp_path / "elsewhere", console=console)
+    assert sorted(folder.path.iterdir()) == before
+    assert json.loads((tmp_path / "elsewhere" / "summary.json").read_text())["steps"] == 2
     paths = report([folder.path], console=console)
     assert json.loads(folder.summary.read_text()) == original
-    assert original["device"] == "cpu"
+    assert (original["device"], original["warnings"]) == ("cpu", [{"step": 2, "warning": "the reward fell"}])
+    assert "WARNING, step 2: the reward fell" in console.file.getvalue()
     assert [path.name for path in paths][-1] == "summary.json"
     assert console.file.getvalue().splitlines()[-1] == str(folder.summary)
 
 
-def test_a_report_elsewhere_leaves_the_folder_of_a_run_that_was_cut_short_alone_and_builds_the_summary(
-    make_run, console, tmp_path
-):
-    folder = make_run(steps=2)
-    before = sorted(folder.path.iterdir())
-    report([folder.path], out=tmp_path / "elsewhere", console=console)
-    assert sorted(folder.path.iterdir()) == before
-    assert json.loads((tmp_path / "elsewhere" / "summary.json").read_text())["steps"] == 2
-
-
 def test_runs_are_compared_against_the_first(make_run, console, tmp_path):
-    short, long = make_run("short", steps=1), make_run("long", steps=12)
-    paths = report([short.path, long.path], console=console)
+    short, long, uncounted = make_run("short", steps=1), make_run("long", steps=12), make_run("uncounted", counted=False)
+    paths = report([short.path, long.path, uncounted.path], console=console)
     text = console.file.getvalue()
     assert "short" in text
     assert "22.0 (+100.0 %)" in text, "11 MiB at step 1, 22 at step 12"
@@ -103,16 +94,6 @@ def test_runs_are_compared_against_the_first(make_run, console, tmp_path):
 def test_a_folder_that_is_missing_is_named(make_run, console, tmp_path):
     with pytest.raises(UserError, match="gone"):
         report([make_run().path, tmp_path / "gone"], console=console)
-
-
-def test_a_report_repeats_the_warnings_of_the_run(make_run):
-    folder = make_run()
-    folder.add_warnings(2, ["the reward fell"])
-    assert finish_summary(folder, {})["warnings"] == [{"step": 2, "warning": "the reward fell"}]
-    console = Console(file=StringIO(), width=80)
-    report([folder.path], console=console)
-    assert "WARNING, step 2: the reward fell" in console.file.getvalue()
-    assert folder.read_summary()["warnings"] == [{"step": 2, "warning": "the reward fell"}]
 
 
 def test_a_summary_holds_the_whole_runs_seconds_scores_and_peaks(make_run):
@@ -133,13 +114,10 @@ def test_a_summary_holds_the_whole_runs_seconds_scores_and_peaks(make_run):
     assert list(summary["phases"]) == ["gen", "update_actor"]
 
 
-def test_scores_of_a_run_without_validation_are_none(make_run):
+def test_a_run_without_validation_or_without_anything_has_a_summary(make_run):
     folder = make_run(validated=False)
     summary = build_summary(folder.read_metrics(), folder.read_timeline())
     assert (summary["validation_before"], summary["validation_after"]) == (None, None)
-
-
-def test_a_run_that_has_not_begun_has_a_summary_of_nothing():
     assert build_summary([], [])["steps"] == 0
 
 
@@ -194,20 +172,10 @@ def test_peaks_stand_beside_their_change_against_the_first_run():
     assert rows["validation after"] == ["0.500", "0.500"]
 
 
-def test_figures_of_different_counters_are_not_set_against_each_other():
+def test_figures_of_different_counters_are_not_set_against_each_other_and_none_have_no_row():
     rows = cells(comparison_table({"a": summary("tracker", gen=8), "b": summary("allocator", gen=6)}))
     assert rows["gen, peak MiB"] == ["8.0", "6.0"]
-
-
-def test_a_phase_that_no_run_counted_has_no_row_of_peaks():
     assert "gen, peak MiB" not in cells(comparison_table({"a": summary(None, gen=None)}))
-
-
-def test_both_charts_are_drawn_even_where_a_run_counted_nothing(make_run, tmp_path):
-    runs = {name: make_run(name, counted=counted) for name, counted in (("one", True), ("two", False))}
-    summaries = {name: build_summary(run.read_metrics(), run.read_timeline()) for name, run in runs.items()}
-    paths = draw_comparison(runs, summaries, tmp_path / "out")
-    assert [path.read_bytes()[:4] for path in paths] == [b"\x89PNG"] * 2
 
 
 def rows_of(steps, counted, phases=("gen", "update_actor")):

@@ -41,60 +41,39 @@ def rows_of(console):
     return {int(words[0]): words for words in lines if words and words[0].isdigit()}
 
 
-def test_without_a_terminal_each_step_is_one_plain_line():
+def test_without_a_terminal_a_step_is_one_plain_line_with_the_figures_of_the_step_and_no_others():
     console = plain()
     with RunConsole(4, table_every=2, console=console) as run:
-        for step in (1, 2, 3, 4):
-            run.log(step, STEP)
-    lines = printed(console).splitlines()
-    assert [line.split()[:2] for line in lines] == [["step", f"{step}/4"] for step in (1, 2, 3, 4)]
-    assert "\x1b" not in printed(console)
-
-
-def test_a_step_line_has_the_figures_of_the_step_and_no_others():
-    console = plain()
-    run = RunConsole(4, console=console)
-    run.log(1, STEP)
-    run.log(2, {"loss": 1.25, "critic/score/mean": 0.5, "actor/kl_loss": 0.25, "perf/max_memory_reserved_gb": 2.0})
-    assert printed(console).splitlines() == [
+        run.log(1, STEP)
+        run.log(2, {"loss": 1.25, "critic/score/mean": 0.5, "actor/kl_loss": 0.25, "perf/max_memory_reserved_gb": 2.0})
+        run.log(3, STEP | {"perf/max_memory_reserved_gb": 138.0})
+    first, second, third = printed(console).splitlines()
+    assert first == (
         "step 1/4 reward=0.712 val=0.875 grad_norm=123.456 logprob_diff=3.2e-07 tokens/s=112,346 s/step=1234.56 "
-        "live_mib=512.0 peak_mib=140,800.0 (bytes counted)",
-        "step 2/4 reward=0.500 kl=0.2500 reserved_mib=2,048",
-    ]
+        "live_mib=512.0 peak_mib=140,800.0 (bytes counted)"
+    )
+    assert second == "step 2/4 reward=0.500 kl=0.2500 reserved_mib=2,048"
+    assert "counted" not in third, "an allocator counts its bytes for nothing"
 
 
-def test_a_step_whose_bytes_an_allocator_counts_for_nothing_is_not_marked():
-    console = plain()
-    RunConsole(4, console=console).log(1, STEP | {"perf/max_memory_reserved_gb": 138.0})
-    assert "counted" not in printed(console)
-
-
-def test_on_a_terminal_the_bar_shows_reward_speed_and_the_highest_peak_so_far():
+def test_on_a_terminal_a_bar_shows_the_last_figures_and_each_step_is_a_row_of_one_table():
     console = on_a_terminal()
     with RunConsole(4, table_every=10, console=console) as run:
         run.log(1, STEP)
         run.log(2, {"critic/score/mean": 0.5})
     moving = printed(console).split("\r")[-1]
-    assert "2/4" in moving
-    assert "reward 0.500" in moving
-    assert "peak 140,800 MiB" in moving
-
-
-def test_on_a_terminal_each_step_is_a_row_of_one_table_the_last_ones_at_the_end():
+    assert all(text in moving for text in ("2/4", "reward 0.500", "peak 140,800 MiB"))
     console = on_a_terminal()
     with RunConsole(3, table_every=2, console=console) as run:
         for step in (1, 2, 3):
             run.log(step, STEP)
             assert sorted(rows_of(console)) == list(range(1, step // 2 * 2 + 1))
     assert sorted(rows_of(console)) == [1, 2, 3]
-
-
-def test_no_table_is_printed_in_between_when_it_is_switched_off():
     console = on_a_terminal()
     run = RunConsole(2, table_every=0, console=console)
     run.log(1, STEP)
     run.log(2, STEP)
-    assert rows_of(console) == {}
+    assert rows_of(console) == {}, "no table in between when it is switched off"
 
 
 def test_a_table_has_a_column_for_each_figure_of_any_step_and_marks_the_steps_that_were_counted():
@@ -110,21 +89,13 @@ def test_a_table_has_a_column_for_each_figure_of_any_step_and_marks_the_steps_th
     assert max(map(len, lines)) <= 80
 
 
-def test_the_summary_has_no_column_for_a_size_that_no_phase_has():
-    console = plain()
-    print_end(console, SUMMARY, Path("run"))
-    assert "reserved" not in printed(console)
-    assert "device" not in printed(console)
-    assert "host RSS" in printed(console)
-
-
-def test_the_summary_shows_each_phases_share_and_names_its_counter():
+def test_the_summary_shows_each_phases_share_its_counter_and_no_size_that_no_phase_has():
     console = plain()
     print_end(console, SUMMARY, Path("run"))
     text = printed(console)
-    assert "50.0 %" in text
-    assert "(tracker)" in text
-    assert "1,024" in text
+    assert all(said in text for said in ("50.0 %", "(tracker)", "1,024", "host RSS"))
+    assert "reserved" not in text
+    assert "device" not in text
 
 
 def test_the_end_says_the_warnings_of_a_run_before_its_folder():
@@ -153,11 +124,6 @@ def test_a_row_has_the_bytes_at_both_ends_the_peak_and_the_host():
             "reserved_bytes": None, "host_bytes": 60 * MIB,
         },
     ]  # fmt: skip
-
-
-def test_of_several_processes_the_fullest_counts():
-    other = PhaseMemory("gen", 1.0, 9 * MIB, 4 * MIB, 16 * MIB, 20 * MIB, 80 * MIB, entered_bytes=6 * MIB)
-    assert combine([ON_GPU, other]).entered_bytes == 6 * MIB
 
 
 def test_of_several_workers_the_table_shows_the_mean_peak_and_the_fullest_rank():

@@ -209,8 +209,3 @@ def test_memory_that_sleeps_unseen_is_told(device, sleeper, ledger, caplog):
     ledger.check("update_actor")
     assert len(warnings(caplog)) == 1
     del weights
-
-
-def test_a_cpu_has_no_ledger():
-    with pytest.raises(AssertionError):
-        ledger_of(torch.device("cpu"))

@@ -40,20 +40,18 @@ def test_gradients_of_zero_while_all_answers_fail_are_told_once_with_the_score_t
     assert "The mean score is 0.000; in the first steps it was 0.500." in text
 
 
-def test_gradients_of_zero_because_the_task_is_solved_are_no_fault():
+@pytest.mark.parametrize(
+    ("before", "now", "told"),
+    [
+        ([HALF, NONE] * 16, [ALL] * 32, 0),  # the task is solved
+        ([HALF, NONE] * 16, [ALL] * 30 + [NONE] * 2, 0),  # all but hopeless prompts are solved
+        ([], [NONE] * 32, 1),  # a reward that never differs
+    ],
+)
+def test_gradients_of_zero_are_told_where_they_are_a_fault(before, now, told):
     health = Health(validates=True)
-    assert seen(health, [HALF, NONE] * 16) == []
-    assert seen(health, [ALL] * 32, norm=0.0, steps=20) == []
-
-
-def test_gradients_of_zero_where_all_but_hopeless_prompts_are_solved_are_no_fault():
-    health = Health(validates=True)
-    seen(health, [HALF, NONE] * 16)
-    assert seen(health, [ALL] * 30 + [NONE] * 2, norm=0.0, steps=20) == []
-
-
-def test_a_reward_that_never_differs_is_told():
-    assert len(seen(Health(validates=True), [NONE] * 32, norm=0.0, steps=10)) == 1
+    assert not before or seen(health, before) == []
+    assert len(seen(health, now, norm=0.0, steps=20)) == told
 
 
 def test_a_single_step_with_a_gradient_begins_the_count_again():

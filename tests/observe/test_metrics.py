@@ -55,11 +55,8 @@ def test_lengths_report_caps_and_aborted_rows():
     assert metrics["response/aborted_ratio"] == 0.5
 
 
-def test_throughput_is_per_device():
+def test_throughput_is_per_device_and_generation_is_timed_by_response_tokens():
     assert throughput_metrics(1000, 2.0, 4)["perf/throughput"] == 125.0
-
-
-def test_generation_is_timed_by_response_tokens_and_the_rest_by_all():
     timings = {"timing_s/gen": 1.0, "timing_s/update_actor": 2.0, "timing_s/reward": 9.0}
     assert token_timings(timings, response_tokens=100, total_tokens=1000) == {
         "timing_per_token_ms/gen": 10.0,
@@ -81,23 +78,17 @@ def test_memory_is_reported_by_phase_in_gib_with_the_steps_maximum():
 def test_a_figure_the_device_does_not_have_is_absent_and_not_zero():
     metrics = memory_metrics([phase("gen", None, rss=GIB)])
     assert metrics == {"memory/gen/host_rss_gb": 1.0, "perf/cpu_memory_used_gb": 1.0}
-
-
-def test_host_buffers_are_reported_where_there_are_any():
     held = dataclasses.replace(phase("update_actor", None), host_buffer_bytes=3 * GIB)
     names = {name: value for name, value in memory_metrics([phase("gen", None), held]).items() if "host_buffers" in name}
     assert names == {"memory/update_actor/host_buffers_gb": 3.0}
+    twice = memory_metrics([phase("testing", 2 * GIB), phase("testing", GIB)])
+    assert twice["memory/testing/peak_allocated_gb"] == 2.0
 
 
 def test_compilations_are_summed_over_the_phases_that_count_them():
     counted = [dataclasses.replace(phase("gen", None), compiles=n, compile_fallbacks=n - 2) for n in (3, 2)]
     assert compile_metrics([*counted, phase("adv", None)]) == {"perf/compiles": 5.0, "perf/compile_fallbacks": 1.0}
     assert compile_metrics([phase("gen", None)]) == {}
-
-
-def test_a_phase_that_runs_twice_in_a_step_keeps_its_higher_peak():
-    metrics = memory_metrics([phase("testing", 2 * GIB), phase("testing", GIB)])
-    assert metrics["memory/testing/peak_allocated_gb"] == 2.0
 
 
 def test_numbers_of_the_reward_function_are_summarised_over_the_rows_that_have_them():

@@ -44,15 +44,6 @@ def test_a_tracked_phase_says_what_lived_when_it_began():
     assert entered == [(4000, 6000), (6000, 8000)]
 
 
-def test_each_phase_starts_from_a_fresh_peak():
-    probe = MemoryProbe(CPU, list)
-    with probe.phase("gen", track=True):
-        torch.zeros(1000)
-    with probe.phase("update_actor", track=True) as measured:
-        torch.zeros(10)
-    assert measured().peak_allocated_bytes == 40
-
-
 def test_an_untracked_phase_on_a_cpu_has_no_device_figure_rather_than_zero():
     with MemoryProbe(CPU, list).phase("gen", track=False) as measured:
         torch.zeros(1000)
@@ -129,32 +120,16 @@ def test_on_a_gpu_the_peak_is_the_allocators_and_the_reserve_is_at_least_as_larg
     assert phase.device_used_bytes >= phase.peak_reserved_bytes >= phase.peak_allocated_bytes
 
 
-def test_a_phase_that_runs_twice_is_summed():
-    clock = PhaseClock()
-    clock.spans = [Span("gen", 0.0, 1.5), Span("gen", 5.0, 2.0), Span("ref", 7.0, 1.0)]
-    assert clock.timings() == {"timing_s/gen": 3.5, "timing_s/ref": 1.0}
-
-
-def test_nested_phases_are_both_recorded_and_the_outer_contains_the_inner():
+def test_phases_are_recorded_with_those_in_them_until_they_are_taken():
     clock = PhaseClock()
     with clock.phase("step"), clock.phase("gen"):
         pass
+    with pytest.raises(ZeroDivisionError), clock.phase("ref"):
+        raise ZeroDivisionError
     inner, outer = clock.take()
-    assert (inner.name, outer.name) == ("gen", "step")
+    assert (inner.name, outer.name) == ("gen", "step"), "one that raises is not recorded"
     assert outer.started <= inner.started
     assert outer.seconds >= inner.seconds
-
-
-def test_taking_the_spans_begins_a_new_step():
-    clock = PhaseClock()
-    with clock.phase("gen"):
-        pass
-    assert [span.name for span in clock.take()] == ["gen"]
     assert clock.timings() == {}
-
-
-def test_a_phase_that_raises_is_not_recorded():
-    clock = PhaseClock()
-    with pytest.raises(ZeroDivisionError), clock.phase("gen"):
-        raise ZeroDivisionError
-    assert clock.take() == []
+    clock.spans = [Span("gen", 0.0, 1.5), Span("gen", 5.0, 2.0), Span("ref", 7.0, 1.0)]
+    assert clock.timings() == {"timing_s/gen": 3.5, "timing_s/ref": 1.0}

@@ -6,10 +6,10 @@ import shutil
 import pytest
 import torch
 
-from tests.rlt import ALIAS, AR, MODEL, RLT, SWAP, brief_toy, settings_of, write
+from tests.rlt import ALIAS, AR, MODEL, RLT, SWAP, brief_toy, settings_of
 from tests.trainer.conftest import ready
 from verl_memopt.data.batch import Ragged
-from verl_memopt.errors import ConfigError, DataError
+from verl_memopt.errors import ConfigError
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.recipes.rlt.dataset import RltDataset
 from verl_memopt.recipes.rlt.student_rows import PREFIX
@@ -56,11 +56,6 @@ def test_the_plan_of_a_student_names_its_folder_and_its_place(context_of, toy):
     assert not context_of({f"{AR}.actor.use_prefix_grouper": False}).worker_plan.role.shares_prompts
 
 
-def test_a_run_without_a_student_plans_none(context_of):
-    assert context_of().recipe is not None
-    assert context_of().worker_plan.reward_model is None
-
-
 def other_tokenizer(toy, folder):
     """Returns a copy of the student whose tokenizer has two tokens in each other's place."""
     shutil.copytree(toy / "student", folder)
@@ -89,12 +84,6 @@ def test_a_swap_of_two_shapes_is_refused_at_the_start(context_of, tmp_path):
     folder = make_tiny_model(tmp_path / "wide", TinyShape(hidden_size=128), seed=1)
     with pytest.raises(ConfigError, match=r"reward_model\.residency=swap: .*hidden_size \(128 and 64\)"):
         context_of(SWAP | {f"{MODEL}.path": str(folder)})
-
-
-def test_a_wrong_row_names_its_file_and_its_place(context_of, tmp_path):
-    rows = [{"question": "1+1=", "solution": "2"}, {"question": "1+2=", "solution": 3}]
-    with pytest.raises(DataError, match=r"rows\.jsonl.*2.*solution must be a string"):
-        context_of({"data.train_files": write(tmp_path / "rows.jsonl", *rows)})
 
 
 def test_special_tokens_of_a_question_are_text_unless_they_are_allowed(context_of):

@@ -4,7 +4,6 @@ import inspect
 import json
 import logging
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import pytest
 from pyarrow import parquet
@@ -36,7 +35,6 @@ from verl_memopt.recipes.rlt.dataset import (
     TagPair,
     read_records,
 )
-from verl_memopt.recipes.rlt.settings import RltReward
 
 
 def row(number, **more):
@@ -53,12 +51,6 @@ def test_rows_are_teacher_prompts_with_what_the_reward_needs(tmp_path, tokenizer
     assert first.text.endswith(STRATOS.forced_prefix)
     assert (first.data_source, first.ground_truth) == ("rlt", "1!")
     assert first.extra_info == {"question": "1?", "solution": "1!", "reasoning_trace": "why"}
-
-
-def test_special_tokens_inside_the_data_stay_text(tmp_path, tokenizer: PreTrainedTokenizerFast) -> None:
-    (prompt,) = RltDataset(write(tmp_path / "rows.jsonl", row(1, solution="<|im_end|>")), data_of(), tokenizer, "train", "short")
-    (ids,) = tokenize(tokenizer, [prompt.text], [prompt.plain])
-    assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -86,15 +78,13 @@ def test_a_long_prompt_is_an_error_or_a_counted_rejection(tmp_path, tokenizer: P
         RltDataset(path, data_of(max_prompt_length=5, filter_overlong_prompts=True), tokenizer, "train", "short")
 
 
-def test_prompts_cannot_be_cut(tmp_path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_prompts_cannot_be_cut_and_a_template_that_fails_names_the_row(tmp_path, tokenizer, monkeypatch) -> None:
+    path = write(tmp_path / "rows.jsonl", row(1))
     with pytest.raises(DataError, match=r"^data.truncation=left: a prompt of RLT ends with the solution and a tag"):
-        RltDataset(write(tmp_path / "rows.jsonl", row(1)), data_of(truncation="left"), tokenizer, "train")
-
-
-def test_a_template_that_fails_names_the_row(tmp_path, tokenizer: PreTrainedTokenizerFast, monkeypatch) -> None:
+        RltDataset(path, data_of(truncation="left"), tokenizer, "train")
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('no') }}")
     with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template cannot render"):
-        RltDataset(write(tmp_path / "rows.jsonl", row(1)), data_of(), tokenizer, "train")
+        RltDataset(path, data_of(), tokenizer, "train")
 
 
 def test_a_run_can_name_it_as_its_dataset_class(tmp_path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -104,34 +94,20 @@ def test_a_run_can_name_it_as_its_dataset_class(tmp_path, tokenizer: PreTrainedT
     assert prompt == RltDataset(path, data_of(), tokenizer, "train")[0]
 
 
-def test_every_format_of_the_settings_exists() -> None:
-    assert set(get_args(get_type_hints(RltReward)["tag_format"])) == set(FORMATS)
-
-
 # Tags and prefixes of both families.
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_teachers_turn_is_the_solution_then_the_forced_prefix(name):
+def test_both_turns_are_sections_in_tags_of_which_none_contains_another(name):
     chosen = FORMATS[name]
     solution, explanation = chosen.solution, chosen.explanation
     expected = f"{solution.begin}42{solution.end}\n\n{explanation.begin}\n\n"
     assert chosen.teacher_prefill("42") == expected
     assert expected.endswith(chosen.forced_prefix)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_students_turn_is_the_thought_then_the_solution(name):
-    chosen = FORMATS[name]
-    whole = chosen.student_opening + "why" + chosen.bridge + "42" + chosen.solution.end
-    assert whole == f"{chosen.thought.begin}\n\nwhy{chosen.thought.end}\n\n{chosen.solution.wrap('42')}"
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_six_tags_differ_and_none_contains_another(name):
-    tags = FORMATS[name].tags
-    assert len(tags) == 6
-    assert not [(one, other) for one in tags for other in tags if one != other and one in other]
+    whole = chosen.student_opening + "why" + chosen.bridge + "42" + solution.end
+    assert whole == f"{chosen.thought.begin}\n\nwhy{chosen.thought.end}\n\n{solution.wrap('42')}"
+    assert len(chosen.tags) == 6
+    assert not [(one, other) for one in chosen.tags for other in chosen.tags if one != other and one in other]
 
 
 @pytest.mark.parametrize("chosen", [STRATOS, R1])
@@ -141,45 +117,31 @@ def test_system_prompts_spell_out_the_tags_of_both_sections(chosen):
     assert chosen.explanation.begin not in chosen.student_system
 
 
-def test_the_short_format_has_no_system_prompts():
-    assert (FORMATS["short"].teacher_system, FORMATS["short"].student_system) == ("", "")
-    assert FORMATS["short"].tags == R1.tags
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [(" <a>x\n</a>\n", "x\n"), ("<a></a>", ""), ("<a>x", "<a>x"), ("x </a>", "x </a>"), (" x ", " x "), ("<a/a>", "<a/a>")],
 )
 def test_only_a_whole_pair_around_a_text_is_stripped(text, expected):
     assert TagPair("<a>", "</a>").unwrap(text) == expected
-
-
-def test_tags_that_overlap_are_no_pair():
-    assert TagPair("<<", "<<").unwrap("<<<") == "<<<"
+    assert TagPair("<<", "<<").unwrap("<<<") == "<<<", "tags that overlap are no pair"
 
 
 # Prompts of both roles, rendered by a chat template.
 
 
-def test_the_teachers_prompt_ends_inside_its_own_turn(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_prompts_of_both_roles_end_inside_their_own_turns_and_the_students_knows_no_solution(tokenizer) -> None:
     text, plain = RltPrompts(tokenizer, STRATOS).teacher("1+1?", "2")
     assert text == (
         f"<|im_start|>system\n{STRATOS.teacher_system}<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
         "<|begin_of_solution|>2<|end_of_solution|>\n\n<|begin_of_explanation|>\n\n"
     )
     assert plain == ()
-
-
-def test_the_students_prompt_knows_no_solution(tokenizer: PreTrainedTokenizerFast) -> None:
     text, _ = RltPrompts(tokenizer, STRATOS).student("1+1?")
     assert text == (
         f"<|im_start|>system\n{STRATOS.student_system}<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
         "<|begin_of_thought|>\n\n"
     )
-
-
-def test_a_format_without_system_prompts_has_no_system_turn(tokenizer: PreTrainedTokenizerFast) -> None:
-    prompts = RltPrompts(tokenizer, FORMATS["short"])
+    prompts = RltPrompts(tokenizer, FORMATS["short"])  # no system prompt and no system turn
     assert prompts.student("q")[0] == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n\n"
     assert prompts.end_of_turn() == "<|im_end|>\n"
 
@@ -198,15 +160,11 @@ def test_special_tokens_of_the_data_are_plain_text_and_those_of_the_template_are
     assert (allowed, spans) == (text, ())
 
 
-def test_a_template_that_refuses_a_prompt_is_named() -> None:
+def test_a_template_that_refuses_a_prompt_or_drops_answers_is_named() -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no system turn') }}"
     with pytest.raises(DataError, match=r"cannot render a prompt of RLT \(no system turn\)"):
         RltPrompts(tokenizer, STRATOS).student("q")
-
-
-def test_a_template_that_drops_answers_is_refused() -> None:
-    tokenizer = build_tokenizer()
     tokenizer.chat_template = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(DataError, match="does not write the answer"):
         RltPrompts(tokenizer, STRATOS).end_of_turn()
@@ -230,11 +188,7 @@ def records(*rows, rlt_format=STRATOS):
 def test_columns_of_ones_own():
     (row,) = records({**GOOD, "reasoning_trace": "one and one", "other": 3}).rows
     assert row == RltRecord("1+1?", "2", "one and one", "f:1")
-
-
-@pytest.mark.parametrize("trace", [{}, {"reasoning_trace": None}])
-def test_a_trace_may_be_missing(trace):
-    assert records(GOOD | trace).rows[0].reasoning_trace is None
+    assert [row.reasoning_trace for row in records(GOOD, GOOD | {"reasoning_trace": None}).rows] == [None, None]
 
 
 def test_prompt_is_read_as_question_with_one_warning_and_both_are_an_error(caplog):
@@ -297,18 +251,10 @@ def test_a_row_that_cannot_be_trained_on_is_rejected_with_its_reason(row, reason
     assert f"rejected 2 of 3 rows: {reason} (2). The first is f:2: {reason}" in caplog.text
 
 
-def test_tags_around_a_solution_and_a_trace_are_stripped():
-    (row,) = records(
-        {
-            "question": "q",
-            "solution": " <|begin_of_solution|>2\n<|end_of_solution|>",
-            "reasoning_trace": "<|begin_of_thought|>x<|end_of_thought|>",
-        }
-    ).rows
+def test_tags_around_a_solution_and_a_trace_are_stripped_and_those_of_another_format_are_text():
+    solution, trace = " <|begin_of_solution|>2\n<|end_of_solution|>", "<|begin_of_thought|>x<|end_of_thought|>"
+    (row,) = records({"question": "q", "solution": solution, "reasoning_trace": trace}).rows
     assert (row.solution, row.reasoning_trace) == ("2\n", "x")
-
-
-def test_only_tags_of_the_format_in_use_are_refused():
     row = {"question": "what is <think>?", "solution": "2"}
     assert len(records(row).rows) == 1
     assert records(GOOD, row, rlt_format=R1).rejected == {TAG_IN_QUESTION: 1}
@@ -358,15 +304,7 @@ def test_conversations_of_stratos_become_rows_of_rlt(tmp_path) -> None:
     assert prepared.rejected == {NO_SECTIONS: 1}
 
 
-def test_the_files_are_what_a_run_reads(tmp_path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = write(tmp_path / "a.jsonl", *map(traced, range(4)))
-    prepared = prepare_rlt(tmp_path / "out", [path], num_validation=1)
-    data = data_of()
-    dataset = RltDataset(str(prepared.paths["train"]), data, tokenizer, "train")
-    assert [each.ground_truth for each in dataset] == [record.solution for record in prepared.rows["train"]]
-
-
-@pytest.mark.parametrize("number", [0, 4, 9])
+@pytest.mark.parametrize("number", [0, 4])
 def test_as_many_rows_as_there_are_cannot_be_held_out(tmp_path, number) -> None:
     path = write(tmp_path / "a.jsonl", *map(traced, range(4)))
     with pytest.raises(DataError, match=f"--num-validation={number}: choose between 1 and 3"):
@@ -396,11 +334,6 @@ def write_question(path: Path, question: str = "q") -> Path:
     return path
 
 
-def test_local_files_keep_their_order(tmp_path):
-    paths = [str(write_question(tmp_path / f"{name}.jsonl", name)) for name in ("b", "a")]
-    assert [row["question"] for _, row in read_source(paths, "train", "data.train_files")] == ["b", "a"]
-
-
 def test_files_of_a_split_may_lie_in_a_folder(tmp_path):
     expected = [write_question(tmp_path / "data" / f"train-0000{part}.jsonl") for part in (0, 1)]
     write_question(tmp_path / "data" / "test-00000.jsonl")
@@ -410,6 +343,8 @@ def test_files_of_a_split_may_lie_in_a_folder(tmp_path):
 
 
 def test_a_split_that_is_not_there_is_named(tmp_path):
+    paths = [str(write_question(tmp_path / f"{name}.jsonl", name)) for name in ("b", "a")]
+    assert [row["question"] for _, row in read_source(paths, "train", "data.train_files")] == ["b", "a"]
     with pytest.raises(DataError, match=r"^hub:x: there is no file validation\*, val\*, test\* that ends in"):
         files_of_split(tmp_path, NAMES_OF_SPLITS["val"], "hub:x")
 

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.recipe.rlt import naive
-from verl_memopt.algorithms.estimators import check_rewards, grpo_advantages, rloo_advantages
+from verl_memopt.algorithms.estimators import check_rewards, grpo_advantages
 from verl_memopt.data.batch import Ragged
 from verl_memopt.errors import RewardError
 from verl_memopt.recipes.rlt.formula import REDUCTIONS, TRANSFORMS, reduce_rows, rlt_scores
@@ -107,15 +107,6 @@ def test_the_default_reward_by_hand():
     assert scores.match.tolist() == [0.0]
 
 
-def test_estimators_by_hand():
-    only_mean = {"reduction_kl_fn": ["mean"], "kl_penalty_reward_coeff": [1.0]}
-    k3 = (1.5 - 1 + math.exp(-1.5) - 0.25 - 1 + math.exp(0.25)) / 2
-    assert one(RltReward(**only_mean, use_schulman_kl_estimation=True)).r_kl.item() == pytest.approx(k3, abs=1e-6)
-    for k3_too in (False, True):
-        settings = RltReward(**only_mean, include_teacher_think_entropy=False, use_schulman_kl_estimation=k3_too)
-        assert one(settings).r_kl.item() == pytest.approx(1.5)
-
-
 def test_parts_name_each_reduction_and_its_share():
     scores = one(RltReward())
     assert list(scores.parts) == [
@@ -129,15 +120,16 @@ def test_parts_name_each_reduction_and_its_share():
     assert scores.num_think.dtype == scores.num_solution.dtype == torch.int32
 
 
-@pytest.mark.parametrize(
-    "estimator", [{}, {"use_schulman_kl_estimation": True}, {"include_teacher_think_entropy": False}], ids=str
-)
-@pytest.mark.parametrize("name", sorted(REDUCTIONS))
-def test_an_empty_explanation_costs_the_same_with_every_estimator_and_reduction(estimator, name):
-    assert one(RltReward(**estimator), []).r_kl.item() == pytest.approx(3.03)
-    assert one(RltReward(**estimator, reduction_kl_fn=[name], kl_penalty_reward_coeff=[2.0]), []).r_kl.item() == 2.0
-    reward = one(RltReward(**estimator), []).reward.item()
-    assert reward == pytest.approx(-2.25 / 3 - 0.015 - 3.03, abs=1e-6)
+ESTIMATORS = ({}, {"use_schulman_kl_estimation": True}, {"include_teacher_think_entropy": False})
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=str)
+def test_an_empty_explanation_costs_the_same_with_every_estimator_and_reduction(estimator):
+    scores = one(RltReward(**estimator), [])
+    assert scores.r_kl.item() == pytest.approx(3.03)
+    assert scores.reward.item() == pytest.approx(-2.25 / 3 - 0.015 - 3.03, abs=1e-6)
+    for name in REDUCTIONS:
+        assert one(RltReward(**estimator, reduction_kl_fn=[name], kl_penalty_reward_coeff=[2.0]), []).r_kl.item() == 2.0
 
 
 def test_a_skipped_row_has_no_reward_and_leaves_its_group():
@@ -157,30 +149,15 @@ def test_a_skipped_row_has_no_reward_and_leaves_its_group():
     assert scores.metrics()["reward"] == pytest.approx(scores.reward[kept].mean().item())
 
 
-@pytest.mark.parametrize("advantages", [grpo_advantages, rloo_advantages])
-@given(values=st.lists(LOG_PROB, min_size=2, max_size=6), shift=st.integers(-64, 64))
-def test_a_shift_of_all_rewards_moves_no_advantage_and_equal_rewards_give_zero(advantages, values, shift):
-    rewards = scores_of(RltReward(), [([value], [(-1.0, value)], True) for value in values]).training_rewards().double()
-    group, valid = torch.zeros(len(values), dtype=torch.int64), torch.ones(len(values), dtype=torch.bool)
-    one, shifted = advantages(rewards, group, valid), advantages(rewards + shift, group, valid)
-    torch.testing.assert_close(one, shifted, rtol=1e-5, atol=1e-5)
-    same = torch.full_like(rewards, rewards[0].item())
-    assert advantages(same, group, valid).tolist() == [0.0] * len(values)
-
-
-NOT_FINITE = [math.nan, math.inf, -math.inf]
-
-
-@pytest.mark.parametrize("value", NOT_FINITE)
 @pytest.mark.parametrize(
-    ("which", "message"),
+    ("which", "value", "message"),
     [
-        ("s", "the student's log-probs of the solution"),
-        ("u", "student's log-probs of the expl"),
-        ("v", "the teacher's log-probs"),
+        ("s", math.nan, "the student's log-probs of the solution"),
+        ("u", math.inf, "student's log-probs of the expl"),
+        ("v", -math.inf, "the teacher's log-probs"),
     ],
 )
-def test_a_log_prob_that_is_not_finite_names_its_row(value, which, message):
+def test_a_log_prob_that_is_not_finite_names_its_row(which, value, message):
     good = (S, PAIRS, True)
     bad = {
         "s": ([-1.0, value], PAIRS, True),
@@ -191,9 +168,7 @@ def test_a_log_prob_that_is_not_finite_names_its_row(value, which, message):
         scores_of(RltReward(), [good, (S, [], True), bad])
 
 
-@pytest.mark.parametrize(
-    "estimator", [{}, {"use_schulman_kl_estimation": True}, {"include_teacher_think_entropy": False}], ids=str
-)
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=str)
 @pytest.mark.parametrize("transform", sorted(TRANSFORMS))
 @pytest.mark.parametrize("u", [-1e4, -1e-8])
 def test_a_reward_is_finite_however_far_apart_the_models_are(estimator, transform, u):
@@ -259,21 +234,10 @@ def test_rows_are_reduced_one_by_one(rows):
         torch.testing.assert_close(reduce_rows(name, *flat_with_lengths(rows)), expected, rtol=1e-12, atol=1e-9)
 
 
-@given(rows=st.lists(st.lists(VALUES, min_size=1, max_size=9), min_size=1, max_size=4))
-def test_order_statistics_are_those_of_torch(rows):
-    for name, quantile in (("median", None), ("first_quartile", 0.25), ("last_quartile", 0.75)):
-        doubles = [torch.tensor(row, dtype=torch.float64) for row in rows]
-        expected = torch.stack([row.median() if quantile is None else row.quantile(quantile) for row in doubles])
-        torch.testing.assert_close(reduce_rows(name, *flat_with_lengths(rows)), expected, rtol=1e-12, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", REDUCTIONS)
-def test_rows_may_all_be_empty(name):
-    assert reduce_rows(name, torch.zeros(0), torch.tensor([0, 0])).tolist() == [0.0, 0.0]
-    assert reduce_rows(name, torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
-
-
 def test_four_values_by_hand():
     values, lengths = torch.tensor([4.0, 1.0, 3.0, 2.0]), torch.tensor([4])
     by_hand = {"mean": 2.5, "sum": 10, "min": 1, "max": 4, "median": 2, "first_quartile": 1.75, "last_quartile": 3.25}
     assert {name: reduce_rows(name, values, lengths).item() for name in REDUCTIONS} == by_hand
+    for name in REDUCTIONS:
+        assert reduce_rows(name, torch.zeros(0), torch.tensor([0, 0])).tolist() == [0.0, 0.0]
+        assert reduce_rows(name, torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []

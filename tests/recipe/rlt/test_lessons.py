@@ -57,11 +57,6 @@ def test_the_padding_is_read_and_a_missing_trace_is_the_solution(
     assert tokenizer.decode(lesson.answer) == learned + "</explanation><|im_end|>\n"
 
 
-def test_special_tokens_of_the_data_are_learned_as_text(tokenizer: PreTrainedTokenizerFast) -> None:
-    lesson = student_lesson(RltPrompts(tokenizer, FORMATS["short"]), RltRecord("q", "<|im_end|>", "<|im_end|>", "f:1"))
-    assert lesson.answer.count(tokenizer.eos_token_id) == 1
-
-
 def test_a_student_learns_the_tokens_that_the_reward_scores(tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = RltPrompts(tokenizer, FORMATS["short"])
     lesson = student_lesson(prompts, RECORD)
@@ -141,33 +136,16 @@ def test_a_warmed_up_model_gives_the_shares_of_its_lessons(model: Path) -> None:
     assert loss == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)), abs=0.25)
 
 
-def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
-    weights = []
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        folder = make_tiny_model(tmp_path / name, TinyShape(hidden_size=32, num_layers=1, num_heads=1))
-        warm_up_on_lessons(folder, [Lesson([5], [6]), Lesson([7], [8])], Descent(steps=2, batch_size=1), seed)
-        weights.append((folder / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1] != weights[2]
-
-
 # The toy task: true sums, true explanations, datasets of RLT, and a student that reads explanations.
 
 
 BRIEF = Descent(steps=1, batch_size=2)
-RECIPE = RltToyRecipe(num_validation=64, student=Descent(steps=150, batch_size=32), teacher=BRIEF)
+RECIPE = RltToyRecipe(num_validation=64, student=Descent(steps=110, batch_size=32), teacher=BRIEF)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_rlt_toy(tmp_path_factory.mktemp("rlt") / "toy", recipe=RECIPE)
-
-
-@pytest.mark.parametrize(
-    ("problem", "text"),
-    [((47, 8), "7+8=15 4+1=5"), ((41, 8), "1+8=9 4+0=4"), ((19, 1), "9+1=10 1+1=2"), ((89, 9), "9+9=18 8+1=9")],
-)
-def test_an_explanation_adds_the_ones_then_the_tens(problem: tuple[int, int], text: str) -> None:
-    assert explanation(problem) == text
 
 
 def test_an_explanation_ends_in_the_solution_and_a_careless_one_forgets_the_carry_alone() -> None:
@@ -310,13 +288,13 @@ def warming(warm_up_files, tiny_folder, tmp_path):
 
 
 def test_the_loss_falls_and_the_folder_has_the_loss_that_was_logged(warming, tmp_path) -> None:
-    settings = warming({"trainer.total_training_steps": 30, "trainer.test_freq": 10})
+    settings = warming({"trainer.total_training_steps": 20, "trainer.test_freq": 10})
     assert train(settings) == 0
     rows = lines_of(tmp_path / "run" / "metrics.jsonl")
-    assert [row["step"] for row in rows if "val/loss" in row] == [0, 10, 20, 30]
+    assert [row["step"] for row in rows if "val/loss" in row] == [0, 10, 20]
     assert rows[-1]["val/loss"] < 0.6 * rows[0]["val/loss"]
     assert rows[-1]["train/loss"] < 0.6 * rows[1]["train/loss"]
-    folder = tmp_path / "run" / "global_step_30" / "actor" / "huggingface"
+    folder = tmp_path / "run" / "global_step_20" / "actor" / "huggingface"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     held_out = teacher_rows(settings.data.val_files, settings.data, tokenizer, "val", "short")
     prompts = tokenize(tokenizer, [row.text for row in held_out])
@@ -341,12 +319,6 @@ def test_the_peak_follows_the_token_budget_and_not_the_batch(warming, tmp_path) 
         assert train(warming(more)) == 0
         peaks[rows] = lines_of(run_dir / "metrics.jsonl")[-1]["memory/update_actor/peak_allocated_gb"]
     assert peaks[12] == pytest.approx(peaks[4], rel=0.1)
-
-
-def test_synthetic_rows_meet_the_memory_of_a_warm_up_without_a_student(warming, tmp_path) -> None:
-    settings = warming({"debug.mode": "forge", "data.train_files": None, "data.val_files": None, **TWO_STEPS})
-    assert train(settings) == 0
-    assert [row["prompt_length/min"] for row in lines_of(tmp_path / "run" / "forge" / "metrics.jsonl")] == [80.0] * 2
 
 
 def test_the_recipe_composes_and_a_dry_run_prints_it(warm_up_files, tiny_folder, capsys) -> None:

@@ -26,12 +26,6 @@ def test_a_student_of_its_own_and_the_reference_as_student_are_settings_without_
     assert caplog.messages == []
 
 
-def test_the_values_of_the_recipe_are_the_defaults(settled):
-    rlt = settled(STUDENT).reward_model.rlt
-    assert (rlt.answer_log_prob_coeff, rlt.kl_penalty_reward_coeff) == ([1.0, 0.01], [3.0, 0.03])
-    assert (rlt.not_matched_penalty, rlt.max_tokens_per_micro_batch, rlt.logits_chunk_tokens) == (-1.0, 8192, 512)
-
-
 def test_a_reward_function_or_a_classifier_is_no_student(settled):
     assert not settled({}).reward_model.recipe
     classifier = {"reward_model.enable": True, f"{MODEL}.path": "judge", "critic.ppo_max_token_len_per_gpu": 4096}

@@ -7,15 +7,12 @@ import pytest
 import torch
 
 from tests.end_to_end.runs import lines_of
-from tests.recipe.rlt.test_student_pass import CPU, HEAT, encode, plain_lm, random_samples
 from tests.rlt import brief_toy, settings_of, write
 from verl_memopt.cli import main
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.tiny import make_tiny_model
 from verl_memopt.recipes.rlt.score_command import ScoringWorker, read_explanations, reward_settings, with_ranks
 from verl_memopt.recipes.rlt.settings import RltReward
-from verl_memopt.recipes.rlt.student import Student, student_batch, student_micro_batches, teacher_batch
-from verl_memopt.recipes.rlt.student_rows import SOLUTION, THINK
 from verl_memopt.trainer.main_ppo import train
 from verl_memopt.worker.group import LocalGroup
 
@@ -50,49 +47,37 @@ def stored(tmp_path):
     return write(tmp_path / "explanations.jsonl", *ROWS)
 
 
-@pytest.mark.parametrize("include", [True, False])
-def test_the_rewards_of_a_dump_are_those_of_the_run_that_wrote_it(rlt_toy, tmp_path, score, include):
-    key = "include_teacher_think_entropy"
+def test_the_rewards_of_a_dump_are_those_of_the_run_that_wrote_it(rlt_toy, tmp_path, score):
     more = {"trainer.rollout_data_dir": str(tmp_path / "dump"), "trainer.total_training_steps": 1}
-    assert train(settings_of(rlt_toy, tmp_path / "run", more | {f"reward_model.rlt.{key}": include})) == 0
+    assert train(settings_of(rlt_toy, tmp_path / "run", more)) == 0
     dump = tmp_path / "dump" / "1.jsonl"
-    scored = score(dump, *(["--teacher", str(rlt_toy / "teacher")] if include else []), f"{key}={str(include).lower()}")
-    for row, own in zip(lines_of(dump), scored, strict=True):
+    for row, own in zip(lines_of(dump), score(dump, "--teacher", str(rlt_toy / "teacher")), strict=True):
         assert (own["reward"], own["r_ss"], own["r_kl"]) == pytest.approx((row["score"], row["r_ss"], row["r_kl"]), abs=1e-5)
         assert own["question"] == row["extra_info"]["question"]
 
 
-def test_without_a_teacher_the_reward_is_the_solution_and_the_end_tag(score, stored):
-    for row in score(stored):
-        assert row["reward"] == pytest.approx(row["r_ss"] + row["match"], abs=1e-6)
-        assert row["r_ss"] == pytest.approx(row["answer_log_prob/mean"] + 0.01 * row["answer_log_prob/min"], abs=1e-5)
-
-
-def test_each_row_keeps_its_texts_and_gets_a_status_and_the_summary_counts_them(score, stored, capsys):
-    scored = score(stored, "not_matched_penalty=-5")
+def test_each_row_keeps_its_texts_and_gets_a_reward_a_status_and_a_rank(score, stored, tmp_path, capsys):
+    scored = score(stored, "not_matched_penalty=-5", "--best", str(tmp_path / "best.jsonl"))
     assert [{name: row[name] for name in ROWS[0]} for row in scored] == ROWS
     assert [row["status"] for row in scored] == ["ok", "empty_think", "ok", "ok"]
     assert {row["match"] for row in scored} == {0.0}, "a stored text without an end tag gets one"
     assert [row["address"] for row in scored] == [f"{stored}:{number}" for number in range(1, 5)]
+    for row in scored:  # without a teacher the reward is that of the solution
+        assert row["reward"] == pytest.approx(row["r_ss"], abs=1e-6)
+        assert row["r_ss"] == pytest.approx(row["answer_log_prob/mean"] + 0.01 * row["answer_log_prob/min"], abs=1e-5)
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "4 explanations of 2 questions"
     assert shown[1].startswith("mean reward ")
     assert shown[2] == "ok 3, empty_think 1"
-
-
-def test_rows_of_a_question_are_ranked_and_the_best_written(score, stored, tmp_path):
-    scored = score(stored, "--best", str(tmp_path / "best.jsonl"))
-    assert scored[2]["rank"] == 1
     of_question = [row for row in scored if row["question"] == "47+8="]
-    assert sorted(row["rank"] for row in of_question) == [1, 2, 3]
-    ordered = sorted(of_question, key=lambda row: row["rank"])
-    assert [row["reward"] for row in ordered] == sorted((row["reward"] for row in of_question), reverse=True)
+    best_first = sorted(of_question, key=lambda row: -row["reward"])
+    assert [row["rank"] for row in (*best_first, scored[2])] == [1, 2, 3, 1]
     assert lines_of(tmp_path / "best.jsonl") == [row for row in scored if row["rank"] == 1]
 
 
-@pytest.mark.parametrize("more", [["--rows", "1"], ["max_tokens_per_micro_batch=64"], ["logits_chunk_tokens=1"]])
-def test_how_the_rows_are_cut_changes_no_reward(score, stored, more):
-    rewards = [[row["reward"] for row in score(stored, *words)] for words in ([], more)]
+def test_how_the_rows_are_cut_changes_no_reward(score, stored):
+    cut = ["--rows", "1", "max_tokens_per_micro_batch=64", "logits_chunk_tokens=1"]
+    rewards = [[row["reward"] for row in score(stored, *words)] for words in ([], cut)]
     torch.testing.assert_close(torch.tensor(rewards[0]), torch.tensor(rewards[1]), rtol=0, atol=1e-5)
 
 
@@ -167,61 +152,6 @@ def test_a_teacher_with_another_tokenizer_and_a_folder_without_a_model_are_refus
 def test_no_file_is_an_error():
     with pytest.raises(ConfigError, match="no file is named"):
         read_explanations([])
-
-
-@pytest.fixture
-def workers(tiny_folder, untied_folder):
-    group = LocalGroup(partial(ScoringWorker, str(tiny_folder), str(untied_folder), RltReward(), "fp32", False), "cpu")
-    yield group
-    group.shutdown()
-
-
-def ask(group, phase, method, *args):
-    return group.all("call", phase, True, method, *args)[0]
-
-
-def bins_of(rows):
-    return student_micro_batches(student_batch(rows).row_tokens(), 512)
-
-
-@torch.no_grad()
-def naive(folder, ids, start, stop, temperature):
-    """Return the log-probs of ``ids[start:stop]`` from one forward of the whole row."""
-    logits = plain_lm(folder)(torch.tensor([ids], device=CPU)).logits[0].float() / temperature
-    return logits.log_softmax(-1)[range(start - 1, stop - 1), ids[start:stop]]
-
-
-def test_student_and_teacher_are_the_models_of_their_folders(workers, tiny_folder, untied_folder):
-    rows, prompts = encode(random_samples(4, seed=3))
-    reply = ask(workers, "reward", "call_role", Student.log_probs, rows, bins_of(rows), HEAT)
-    own = ask(workers, "old_log_prob", "policy_log_probs", teacher_batch(prompts, rows), [[0, 1], [2, 3]], 1.0).value.log_probs
-    thoughts, solutions, teachers = [], [], []
-    for ids, parts, prompt in zip(rows.ids.rows(), rows.parts.tolist(), prompts.rows(), strict=True):
-        prefix, think, bridge, solution, _ = parts
-        row, behind = ids.tolist(), prefix + think + bridge
-        thoughts.append(naive(tiny_folder, row, prefix, prefix + think, HEAT))
-        solutions.append(naive(tiny_folder, row, behind, behind + solution, HEAT))
-        whole = prompt.tolist() + row[prefix : prefix + think]
-        teachers.append(naive(untied_folder, whole, len(prompt), len(whole), 1.0))
-    assert (rows.part(THINK).flat.numel(), rows.part(SOLUTION).flat.numel()) == (
-        len(torch.cat(thoughts)),
-        len(torch.cat(solutions)),
-    )
-    for found, expected in (
-        (reply.value.log_probs.think, thoughts),
-        (reply.value.log_probs.solution, solutions),
-        (own, teachers),
-    ):
-        torch.testing.assert_close(found, torch.cat(expected), rtol=0, atol=1e-5)
-
-
-def test_a_call_is_measured_and_needs_no_gradient(workers):
-    rows, _ = encode(random_samples(4, seed=3))
-    reply = ask(workers, "reward", "call_role", Student.log_probs, rows, bins_of(rows), HEAT)
-    assert reply.memory.name == "reward"
-    assert reply.memory.kinds["params"] > 0
-    assert not reply.value.log_probs.think.requires_grad
-    assert workers.all("started")[0].name == "init"
 
 
 def test_without_a_teacher_there_is_one_model(tiny_folder):

@@ -5,19 +5,16 @@ from functools import cache
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from tests.ranks import run_ranks
 from tests.recipe.rlt import naive
 from tests.recipe.rlt.tokens import ids
 from tests.worker.test_build_policy import built
-from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.data.encoder import tokenize
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.memory.token_packing import RowTokens
-from verl_memopt.model.assembly import build_policy
 from verl_memopt.model.tiny import TinyShape, build_tokenizer, make_tiny_model
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts
@@ -43,9 +40,9 @@ from verl_memopt.recipes.rlt.student_rows import (
     StudentRows,
     reused_log_probs,
 )
-from verl_memopt.worker.policy import compute_log_probs, pack_log_probs
+from verl_memopt.worker.policy import compute_log_probs
 from verl_memopt.worker.roles import exact_weights_of
-from verl_memopt.worker.trained_model import micro_batch, micro_batches_of
+from verl_memopt.worker.trained_model import micro_batches_of
 
 CPU = torch.device("cpu")
 HEAT = 0.7
@@ -209,13 +206,6 @@ def test_shares_of_rows_join_to_the_whole(student):
     close(joined.solution, expected.solution)
 
 
-def test_text_after_the_end_tag_is_not_scored(student):
-    response = ids(TOKENIZER, "why", TAG)
-    (plain, _), (more, _) = (encode([("q", "s", response + ids(TOKENIZER, text))]) for text in ("", " and more"))
-    assert torch.equal(scored(student, plain).think, scored(student, more).think)
-    assert (plain.has_text_after.tolist(), more.has_text_after.tolist()) == ([False], [True])
-
-
 @pytest.mark.parametrize("align", ["concat", "retokenize"])
 def test_the_forced_prefix_gets_log_probs_of_both_models(student, teacher, tiny_folder, untied_folder, align):
     samples = [("q", "s", ids(TOKENIZER, "why", TAG)), ("q", "s", ids(TOKENIZER, TAG))]
@@ -285,15 +275,6 @@ def test_a_student_in_bfloat16_moves_rewards_little_and_keeps_their_order(teache
     assert spearman(*rewards).mean() > 0.99
 
 
-def test_the_student_gets_no_gradient_and_stays_as_it_is(student):
-    before = [parameter.detach().clone() for parameter in student.parameters()]
-    rows, _ = encode(random_samples(6, seed=5))
-    log_probs = scored(student, rows)
-    assert not log_probs.think.requires_grad
-    assert all(parameter.grad is None for parameter in student.parameters())
-    assert all(torch.equal(one, other) for one, other in zip(before, student.parameters(), strict=True))
-
-
 def rows_of(prefix, think, solution, count):
     """Returns rows of random tokens with a common prompt."""
     lengths = [prefix, think, 4, solution, 2]
@@ -355,41 +336,6 @@ def test_a_row_over_the_cap_adds_the_states_of_its_tokens_and_no_logits(wide_stu
     assert logits_of_long == pytest.approx(logits, rel=0.01)
     whole_logits = (1200 - 150) * 16_384 * 4
     assert long - short < whole_logits / 10
-
-
-VOCABULARY = 151_936
-"""That of Qwen3."""
-
-
-def test_scoring_takes_a_tenth_of_whole_logits_at_most(tiny_folder, one_rank):
-    """8 rows of 256 tokens of explanation and 128 of solution, on fake tensors: the bytes of the pass and no values."""
-    rows = rows_of(16, 256, 128, 8)
-    batch = student_batch(rows)
-    shape = {"vocab_size": VOCABULARY, "hidden_size": 1024}
-    is_read = torch.arange(256 + 4 + 128)
-    is_read = ((is_read < 256) | (is_read >= 260)).repeat(8)
-    per_row = 256 + 4 + 128
-    bins = student_micro_batches(batch.row_tokens(), 2048)
-    peaks = {}
-    for name, cut, chunk in (("bounded", bins, 128), ("whole", [list(range(8))], 0)):
-        packs = []
-        for members in cut:
-            read = torch.cat([is_read[row * per_row : (row + 1) * per_row] for row in members]).nonzero()[:, 0]
-            packs.append(micro_batch(batch, members).pack.with_targets(read))
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            model = Model(path=str(tiny_folder), override_config=shape, logprob_chunk_tokens=chunk)
-            student = build_policy(model, Fsdp(dtype="fp32"), tiny_folder, one_rank, CPU)
-            with ByteTracker() as tracker:
-                tracker.mark("params", student.parameters())
-                tracker.enter("score")
-                held = tracker.total()
-                for pack in packs:
-                    pack_log_probs(student, pack.map(fake.from_tensor), HEAT, False)
-                peaks[name] = tracker.peaks[DEVICE].bytes - held
-    whole_logits = 8 * (256 + 128) * VOCABULARY * 4
-    assert len(bins) == 2
-    assert peaks["whole"] >= whole_logits
-    assert peaks["bounded"] <= whole_logits / 10, peaks
 
 
 CUTS = (4, 6)

@@ -85,16 +85,7 @@ def test_parts_are_those_of_the_naive_reference(samples):
         assert rows.matched[place] == sample.matched
 
 
-def test_thought_and_solution_equal_to_the_question_are_at_their_own_places():
-    rows = encode(("7", "7", ["7", TAG]))
-    start, think, bridge = rows.parts[0, :3].tolist()
-    seven = ids(TOKENIZER, "7")[0]
-    where = (rows.ids.flat == seven).nonzero()[:, 0].tolist()
-    assert where[-2:] == [start, start + think + bridge]
-    assert (text(rows, THINK), text(rows, SOLUTION)) == ("7", "7")
-
-
-@pytest.mark.parametrize("solution", ["\u00e9\U0001f642\u65e5", "42\n\n", "\n\n42", " 4 2 ", "x<|im_end|>y"])
+@pytest.mark.parametrize("solution", ["\u00e9\U0001f642\u65e5", "\n\n4 2\n\n", "x<|im_end|>y"])
 def test_a_solution_keeps_every_character(solution):
     rows = encode(("q", solution, ["a", TAG]))
     assert text(rows, SOLUTION) == solution
@@ -121,8 +112,7 @@ def lengths(rows):
     return rows.parts[0].tolist()
 
 
-@pytest.mark.parametrize("has_tag", [True, False])
-@pytest.mark.parametrize("cut", [1, 3, 5])
+@pytest.mark.parametrize(("cut", "has_tag"), [(1, True), (5, False)])
 def test_only_the_end_of_an_explanation_is_cut(cut, has_tag):
     row = ("q", "solution", ["12345", *[TAG] * has_tag])
     whole = encode(row)
@@ -175,11 +165,10 @@ def test_chosen_rows_keep_all_that_belongs_to_them():
     assert torch.equal(chosen.ids.flat, expected.ids.flat)
 
 
-@pytest.mark.parametrize("align", ["concat", "retokenize"])
-def test_without_merges_both_alignments_agree(align):
+def test_without_merges_both_alignments_agree():
     tokenizer = with_merges()
     samples = [("q", "\u00e9s", ["ab\u00e9", TAG]), ("q", "s", ["ab"]), ("<|im_end|>", "s<|im_end|>", [TAG, "x"])]
-    one, other = (encode(*samples, tokenizer=tokenizer, align=each) for each in ("concat", align))
+    one, other = (encode(*samples, tokenizer=tokenizer, align=each) for each in ("concat", "retokenize"))
     assert torch.equal(one.ids.flat, other.ids.flat)
     assert torch.equal(one.parts, other.parts)
     assert torch.equal(one.status, other.status)
@@ -224,15 +213,6 @@ def test_tokenizing_again_is_the_published_way_where_its_search_finds_one_place(
     ids_, think_at, solution_at = published(tokenizer, question, f"S{solution}s", thought + rest)
     assert rows.ids.flat.tolist() == ids_
     assert places(rows) == (think_at, solution_at)
-
-
-def test_the_published_search_finds_the_question_where_the_explanation_repeats_it():
-    tokenizer = with_merges()
-    rows = encode(("x\n\n7 y", "2", ["7", TAG]), tokenizer=tokenizer, align="retokenize", include_forced_prefix=True)
-    ids_, think_at, solution_at = published(tokenizer, "x\n\n7 y", "2", "7" + TAG)
-    assert rows.ids.flat.tolist() == ids_
-    assert think_at < places(rows)[0]
-    assert solution_at == places(rows)[1]
 
 
 @pytest.mark.parametrize("merges", [(), ((b"\n", b"\n"), (b">", b"\n\n"))])
@@ -313,18 +293,12 @@ def one(*row):
     ("row", "expected"),
     [
         (["why", END_TAG, "<|im_end|>"], (b"why", True, False)),
-        (["why", END_TAG], (b"why", True, False)),
         (["why", END_TAG, "\n \n<|im_end|>"], (b"why", True, False)),
         (["why", END_TAG, " more ", END_TAG, "<|im_end|>"], (b"why", True, True)),
-        (["why", "<|im_end|>"], (b"why", False, False)),
-        (["why"], (b"why", False, False)),
         (["why", "<|endoftext|>", "<|endoftext|>"], (b"why", False, False)),
         ([END_TAG, "<|im_end|>"], (b"", True, False)),
-        (["<|im_end|>"], (b"", False, False)),
         ([], (b"", False, False)),
-        (["a<explanation>b", END_TAG], (b"a<explanation>b", True, False)),
         (["<explanation><explanation>", END_TAG, END_TAG], (b"<explanation><explanation>", True, True)),
-        (["</explanatio", END_TAG], (b"</explanatio", True, False)),
         (["why<|im_end|>", END_TAG], (b"why", False, False)),
         (["why<|im_start|>x", END_TAG], (b"why<|im_start|>x", True, False)),
     ],
@@ -338,8 +312,6 @@ def test_the_first_end_tag_before_the_end_of_the_response_decides(row, expected)
     ("row", "kept"),
     [
         (["why", b"!<", "/explanation>"], b"why"),
-        ([b"!<", "/explanation>"], b""),
-        (["wh!<y", END_TAG], b"wh!<y"),
         (["why", "</explanati", b"on>", "x"], b"why"),
         (["why", "</explanation", b">\n", "x"], b"why"),
     ],

@@ -6,79 +6,50 @@ from recipe.rloo.memory_study.cells import MIB
 from recipe.rloo.memory_study.fake_device import CachingAllocator, NoRoom
 
 
-def test_a_size_is_rounded_up_to_512_bytes():
+def after(*steps):
+    """Return an allocator after steps: (key, MiB) allocates, and a key alone frees."""
     allocator = CachingAllocator()
-    allocator.allocate("a", 1)
-    assert (allocator.live, allocator.reserved) == (512, 2 * MIB)
-    allocator.allocate("b", 513)
-    assert (allocator.live, allocator.reserved) == (512 + 1024, 2 * MIB)
+    for step in steps:
+        allocator.free(step) if isinstance(step, str) else allocator.allocate(step[0], round(step[1] * MIB))
+    return allocator
 
 
 @pytest.mark.parametrize(
-    ("size", "segment"),
-    [(MIB, 2 * MIB), (MIB + 1, 20 * MIB), (10 * MIB - 512, 20 * MIB), (10 * MIB, 10 * MIB), (11 * MIB + 1, 12 * MIB)],
-)
-def test_a_segment_has_the_size_that_its_request_calls_for(size, segment):
+    ("size", "live", "segment"),
+    [
+        (1, 512, 2 * MIB), (513, 1024, 2 * MIB), (MIB, MIB, 2 * MIB), (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB), (10 * MIB, 10 * MIB, 10 * MIB), (11 * MIB + 1, 12 * MIB, 12 * MIB),
+    ],
+)  # fmt: skip
+def test_a_size_is_rounded_up_and_lies_in_a_segment_of_its_kind(size, live, segment):
     allocator = CachingAllocator()
     allocator.allocate("a", size)
-    assert allocator.reserved == segment
+    assert (allocator.live, allocator.reserved) == (live, segment)
 
 
-def test_a_freed_block_stays_cached_and_is_taken_again():
-    allocator = CachingAllocator()
-    allocator.allocate("a", 100 * MIB)
-    allocator.free("a")
-    assert (allocator.live, allocator.reserved) == (0, 100 * MIB)
-    allocator.allocate("b", 60 * MIB)
-    allocator.allocate("c", 40 * MIB)
-    assert (allocator.live, allocator.reserved) == (100 * MIB, 100 * MIB)
-
-
-def test_a_cached_block_that_is_too_small_is_of_no_use():
-    allocator = CachingAllocator()
-    allocator.allocate("bf16", 100 * MIB)
-    allocator.free("bf16")
-    allocator.allocate("fp32", 200 * MIB)
-    assert (allocator.live, allocator.reserved) == (200 * MIB, 300 * MIB)
+@pytest.mark.parametrize(
+    ("steps", "live", "reserved"),
+    [
+        ([("a", 100), "a"], 0, 100),  # a freed block stays cached
+        ([("a", 100), "a", ("b", 60), ("c", 40)], 100, 100),  # and is taken again
+        ([("a", 100), "a", ("b", 200)], 200, 300),  # unless it is too small
+        ([("a", 12), "a", ("b", 11)], 12, 12),  # a small remainder is not split off
+        ([("a", 60), "a", ("b", 20), ("c", 20), ("d", 20), "b", "d", "c", ("e", 60)], 60, 60),  # free neighbours merge
+    ],
+)
+def test_blocks_are_cached_split_and_merged(steps, live, reserved):
+    allocator = after(*steps)
+    assert (allocator.live // MIB, allocator.reserved // MIB) == (live, reserved)
 
 
 def test_the_smallest_block_that_fits_is_taken():
-    allocator = CachingAllocator()
-    for key, size in (("a", 300), ("b", 100), ("c", 200)):
-        allocator.allocate(key, size * MIB)
-    for key in "abc":
-        allocator.free(key)
-    allocator.allocate("d", 150 * MIB)
+    allocator = after(("a", 300), ("b", 100), ("c", 200), *"abc", ("d", 150))
     allocator.empty_cache()
     assert allocator.reserved == 200 * MIB  # what is left of it is part of a segment in use
 
 
-def test_a_small_remainder_of_a_large_block_is_not_split_off():
-    allocator = CachingAllocator()
-    allocator.allocate("a", 12 * MIB)
-    allocator.free("a")
-    allocator.allocate("b", 11 * MIB)
-    assert allocator.live == 12 * MIB
-
-
-def test_free_neighbours_merge():
-    allocator = CachingAllocator()
-    allocator.allocate("whole", 60 * MIB)
-    allocator.free("whole")
-    for key in "abc":
-        allocator.allocate(key, 20 * MIB)
-    for key in "acb":
-        allocator.free(key)
-    allocator.allocate("whole again", 60 * MIB)
-    assert allocator.reserved == 60 * MIB
-
-
 def test_emptying_the_cache_returns_segments_from_the_smallest_on():
-    allocator = CachingAllocator()
-    for key, size in (("a", 400), ("b", 200), ("c", 30)):
-        allocator.allocate(key, size * MIB)
-    for key in "abc":
-        allocator.free(key)
+    allocator = after(("a", 400), ("b", 200), ("c", 30), *"abc")
     allocator.changes.clear()
     allocator.empty_cache()
     assert [held // MIB for _, _, held in allocator.changes] == [600, 400, 0]

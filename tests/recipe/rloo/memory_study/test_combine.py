@@ -10,7 +10,6 @@ from recipe.rloo.memory_study.cells import (
     Cell,
     CellResult,
     Failure,
-    OutOfMemory,
     UpdateRecord,
     read_result,
     worst,
@@ -41,30 +40,18 @@ def rows_of(path):
         return list(csv.DictReader(file))
 
 
-def test_each_phase_is_a_row_and_what_nobody_measured_is_empty(results):
-    folder = results(completed(published(), 4 * MIB, 6 * MIB))
+def test_each_phase_is_a_row_and_a_run_without_room_one_without_a_peak(results):
+    folder = results(completed(published(), 4 * MIB, 6 * MIB), out_of_memory(published(k=8)))
     combine(folder)
-    forward, backward = rows_of(folder)
+    forward, backward, failed = rows_of(folder)
     assert (forward["phase"], backward["phase"], backward["source"]) == ("forward", "backward", "phase")
     assert (backward["allocated_peak"], backward["reserved_peak"]) == (str(4 * MIB), str(6 * MIB))
-    assert (backward["k"], backward["m"], backward["b"], backward["rloo_k"], backward["method_rloo"]) == (
-        "2",
-        "2",
-        "1",
-        "2",
-        "token_2",
-    )
+    assert [backward[name] for name in ("k", "m", "b", "rloo_k", "method_rloo")] == ["2", "2", "1", "2", "token_2"]
     assert backward["gpu_memory_allocated_mb"] == backward["gpu_utilization_percent"] == backward["device_used"] == ""
-
-
-def test_a_run_without_room_is_a_row_with_its_phase_and_tensor_and_no_peak(results):
-    folder = results(out_of_memory(published(k=8)))
-    combine(folder)
-    (row,) = rows_of(folder)
-    assert (row["source"], row["outcome"], row["failed_phase"]) == ("outcome", "oom", "backward")
-    assert (row["requested_bytes"], row["peak_before_failure"]) == (str(14 * GIB), str(24 * GIB))
-    assert row["failed_shape"] == "[8, 3115, 151669] float32"
-    assert row["allocated_peak"] == row["reserved_peak"] == ""
+    assert (failed["source"], failed["outcome"], failed["failed_phase"]) == ("outcome", "oom", "backward")
+    assert (failed["requested_bytes"], failed["peak_before_failure"]) == (str(14 * GIB), str(24 * GIB))
+    assert failed["failed_shape"] == "[8, 3115, 151669] float32"
+    assert failed["allocated_peak"] == failed["reserved_peak"] == ""
 
 
 def test_the_readings_of_a_device_are_rows_with_the_published_units(results):
@@ -82,18 +69,14 @@ def test_the_readings_of_a_device_are_rows_with_the_published_units(results):
     assert (first["method"], first["gpu_memory_reserved_gb"], first["phase"]) == ("token", "", "")
 
 
-def test_a_summary_counts_outcomes_and_takes_the_worst(results):
+def test_a_summary_counts_outcomes_takes_the_worst_and_leaves_out_what_a_simulation_would_need(results):
     summary = combine(results(completed(published(), 1, 2, limit=GIB), out_of_memory(published(k=8), GIB)))
     assert summary["outcomes"] == {"completed": 1, "oom": 1}
     assert summary["outcome"] == "oom"
     assert summary == json.loads(json.dumps(summary))
-
-
-def test_what_a_simulation_would_need_is_no_outcome_of_the_study(results):
-    arm = published(k=8)
-    summary = combine(results(out_of_memory(arm), completed(arm, 40 * GIB, 50 * GIB)))
-    assert summary["outcomes"] == {"oom": 1}
-    assert summary["rows"][0]["without_limit"]["reserved_peak"]["median"] == 50 * GIB
+    summary = combine(results(completed(published(k=8), 40 * GIB, 50 * GIB)))
+    assert summary["outcomes"] == {"completed": 1, "oom": 1}
+    assert summary["rows"][-1]["without_limit"]["reserved_peak"]["median"] == 50 * GIB
 
 
 def test_arms_that_differ_are_diverged_in_every_file(results):
@@ -137,15 +120,10 @@ def test_arms_that_computed_the_same_pass_however_their_rows_are_cut():
 
 
 def test_other_ids_or_another_loss_diverge_from_the_published_token_arm():
-    checked, _ = check([result(), result(STRING, name="other_ids")])
-    assert [each.outcome for each in checked] == ["completed", "diverged"]
-    assert "ids" in checked[1].failure.message
-    assert "token_full_legacy_k2_r0" in checked[1].failure.message
-    assert outcomes([result(SAVING, name="other_ids"), result(STRING), result()]) == {
-        "other_ids_k2_r0": "diverged",
-        "string_full_legacy_k2_r0": "completed",
-        "token_full_legacy_k2_r0": "completed",
-    }
+    checked, _ = check([result(SAVING, name="other_ids"), result(STRING), result()])
+    assert [each.outcome for each in checked] == ["diverged", "completed", "completed"]
+    assert "ids" in checked[0].failure.message
+    assert "token_full_legacy_k2_r0" in checked[0].failure.message
     checked, controls = check([result(), result(SAVING, name="other_loss")])
     assert [each.outcome for each in checked] == ["completed", "diverged"]
     assert controls["loss_error"] == pytest.approx(0.5, rel=1e-5)
@@ -210,19 +188,10 @@ def test_a_result_comes_back_from_its_file_as_it_was(result, tmp_path):
 
 
 def test_a_study_ends_with_its_worst_outcome():
-    assert worst({"completed"}) == "completed"
-    assert worst({"completed", "oom"}) == "oom"
-    assert worst({"oom", "timeout", "diverged"}) == "diverged"
-    assert worst(set(EXIT_CODES)) == "failed"
+    found = [worst(outcomes) for outcomes in ({"completed"}, {"completed", "oom"}, {"oom", "timeout", "diverged"})]
+    assert [*found, worst(set(EXIT_CODES))] == ["completed", "oom", "diverged", "failed"]
 
 
 def test_a_cell_with_a_limit_has_a_file_of_its_own():
     cell = RESULT.cell
-    assert cell.name != dataclasses.replace(cell, limit_bytes=1).name != dataclasses.replace(cell, repeat=2).name
-
-
-def test_running_out_of_memory_names_phase_tensor_and_bytes():
-    error = OutOfMemory("forward", 1000, 2000, "[2, 5] float32")
-    assert str(error) == "forward: no room for 1,000 bytes [2, 5] float32 beside the 2,000 that are held"
-    assert (error.phase, error.peak_bytes) == ("forward", 2000)
-    assert OutOfMemory("forward", 1, 2, peak_bytes=3).peak_bytes == 3
+    assert len({cell.name, dataclasses.replace(cell, limit_bytes=1).name, dataclasses.replace(cell, repeat=2).name}) == 3

@@ -45,34 +45,29 @@ def test_a_quick_study_runs_every_arm_and_leaves_table_summary_and_charts(tmp_pa
     assert "What really saves" in text
 
 
+def run(out, *options, repeats=1):
+    return main(["run", "--out", str(out), "--k", "2", "--repeats", str(repeats), *options, *STAND_IN])
+
+
 def test_a_study_out_of_memory_ends_with_3_and_still_has_its_files(tmp_path):
     assert study(tmp_path, "--k", "2", *FEW, "--device-limit-gb", LIMIT) == 3
     assert {path.name for path in tmp_path.iterdir()} == FILES
-    outcomes = summary(tmp_path)["outcomes"]
-    assert outcomes == {"completed": 1, "oom": 1}
+    assert summary(tmp_path)["outcomes"] == {"completed": 1, "oom": 1}
 
 
 def test_a_cell_over_the_time_limit_ends_with_5(tmp_path):
-    assert main(["run", "--out", str(tmp_path), "--k", "2", "--repeats", "1", "--arm", "token_full_legacy", "--time-limit", "0",
-                 *STAND_IN]) == 5  # fmt: skip
+    assert run(tmp_path, "--arm", "token_full_legacy", "--time-limit", "0") == 5
 
 
-def test_methods_can_be_run_one_by_one_into_one_folder(tmp_path):
+def test_methods_can_be_run_one_by_one_into_one_folder_and_those_that_diverge_end_with_4(tmp_path, capsys):
     for expansion in ("token", "string"):
-        options = ["--arm", f"{expansion}_full_legacy", "--k", "2", "--repeats", "2", "--device", "fake"]
-        assert main(["run", "--out", str(tmp_path), *options, *STAND_IN]) == 0
-        assert main(["charts", "--out", str(tmp_path)]) == 0  # of all cells that there are
-    assert {row["expansion"] for row in summary(tmp_path)["rows"]} == {"token", "string"}
-    assert {row["repeats"] for row in summary(tmp_path)["rows"]} == {2}
-
-
-def test_arms_that_diverge_end_with_4(tmp_path, capsys):
-    assert main(["run", "--out", str(tmp_path), "--k", "2", "--repeats", "1", "--arm", "token_full_legacy", *STAND_IN]) == 0
-    path = tmp_path / "cells" / "token_full_legacy_k2_r0.json"
+        assert run(tmp_path, "--arm", f"{expansion}_full_legacy", "--device", "fake", repeats=2) == 0
+    assert main(["charts", "--out", str(tmp_path)]) == 0  # of all cells that there are
+    assert {(row["expansion"], row["repeats"]) for row in summary(tmp_path)["rows"]} == {("token", 2), ("string", 2)}
+    path = tmp_path / "cells" / "string_full_legacy_k2_r0.json"
     other = json.loads(path.read_text())
-    other["cell"]["arm"] |= {"name": "string_full_legacy", "expansion": "string"}
     other["records"][0]["ids_sha256"] = "another"
-    path.with_name("string_full_legacy_k2_r0.json").write_text(json.dumps(other))
+    path.write_text(json.dumps(other))
     assert main(["combine", "--out", str(tmp_path)]) == 4
     assert "diverged: string_full_legacy_k2_r0" in capsys.readouterr().out
 

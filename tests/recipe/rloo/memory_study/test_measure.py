@@ -15,7 +15,6 @@ from recipe.rloo.memory_study.cells import (
     MIB,
     PLATEAUS,
     SIMULATED_ALLOCATOR,
-    TRUNCATED,
     WHOLE_RUN_ARM,
     Arm,
     Cell,
@@ -28,7 +27,6 @@ from recipe.rloo.memory_study.measure import measure, measure_cell, run_arm
 from recipe.rloo.memory_study.shapes import PUBLISHED, SMALL, make_model
 from recipe.rloo.memory_study.updates import Options, sequence_loss, token_log_probs
 from tests.forked import call_on_fake_gpu
-from verl_memopt.errors import ConfigError
 
 GIB = 2**30
 OWN = "shared_prompt_checkpointing"
@@ -72,7 +70,7 @@ def on_fake_gpu(folder):
 
 @pytest.fixture(scope="module")
 def records(on_fake_gpu):
-    cpu = {LEGACY: arm(), OWN: arm(OWN), "string": arm(expansion="string")}
+    cpu = {LEGACY: arm(), OWN: arm(OWN)}
     return {(name, "cpu"): records_of(each) for name, each in cpu.items()} | {(LEGACY, "fake"): on_fake_gpu[2]}
 
 
@@ -109,17 +107,6 @@ def test_real_and_fake_tensors_have_the_same_live_bytes(records):
     assert all(abs(fake[key] / real[key] - 1) < 0.03 for key in real)
 
 
-def test_the_expansion_changes_no_byte(records):
-    token, string = ([(r.phase, r.allocated_peak, r.allocated_exit) for r in records[name, "cpu"]] for name in (LEGACY, "string"))
-    assert token == string
-
-
-def test_truncated_prompts_are_counted():
-    record = records_of(arm(prompt=TRUNCATED))[0]
-    assert (record.prompt_len, record.dropped_tokens) == (16, 2 * 32)
-    assert record.values_from.startswith("float64, real tensors, prompt of 16, answers of 8")
-
-
 def test_the_fake_gpu_has_no_room_for_the_gradient_of_all_logits(on_fake_gpu):
     phase, shape, requested, held, peak = on_fake_gpu[3]
     assert (phase, shape) == ("backward", "[2, 56, 151669] float32")
@@ -138,11 +125,6 @@ def test_the_tracker_stops_at_the_limit_too():
     with pytest.raises(OutOfMemory) as error:
         records_of(arm(), limit_bytes=25 * MIB)
     assert error.value.held_bytes <= 25 * MIB < error.value.held_bytes + error.value.requested_bytes
-
-
-def test_an_unknown_device_is_refused():
-    with pytest.raises(ConfigError, match="device=tpu: unknown"):
-        records_of(arm(), "tpu")
 
 
 @pytest.mark.slow
@@ -230,9 +212,10 @@ def bytes_per_logit(reserved, between, case):
 
 
 @PUBLISHED_CASES
-def test_the_peak_is_within_two_hundredths_of_the_formula(runs, case):
+def test_the_peak_is_in_the_backward_and_within_two_hundredths_of_the_formula(runs, case):
     predicted = predicted_bytes(case[0], PROMPTS[case[1]], RESPONSE, VOCAB)
     assert abs(process_bytes(runs[case]) / predicted - 1) < 0.02
+    assert max(runs[case], key=lambda phase: phase.reserved_peak).phase == "backward"
 
 
 @pytest.mark.parametrize(
@@ -252,23 +235,12 @@ def test_truncation_takes_the_published_share_of_the_whole_device(runs, k, share
 
 
 @PUBLISHED_CASES
-def test_the_peak_is_in_the_backward(runs, case):
-    assert max(runs[case], key=lambda phase: phase.reserved_peak).phase == "backward"
-
-
-@PUBLISHED_CASES
 def test_every_published_plateau_is_a_level_of_the_run(runs, case):
     phases = runs[case]
     between = next(phase for phase in phases if (phase.update, phase.phase) == (0, "optimizer")).timeline[-1][2]
     levels = bytes_per_logit([held for phase in phases for _, _, held in phase.timeline], between, case)
     nearest = {plateau: min(levels, key=lambda level: abs(level - plateau)) for plateau in PLATEAUS}
     assert all(abs(level / plateau - 1) < 0.03 for plateau, level in nearest.items()), nearest
-
-
-def test_the_highest_plateau_is_that_of_the_published_samples():
-    # Bytes per logit: Basic at k = 2 and 4, string-level at k = 2, 4 and 8.
-    for sampled in (14.19, 14.19, 14.21, 14.17, 14.18):
-        assert PLATEAUS[-1] == pytest.approx(sampled, abs=0.05)
 
 
 @pytest.mark.parametrize("k", [2, *(pytest.param(k, marks=pytest.mark.slow) for k in (4, 8))])
@@ -350,10 +322,7 @@ def test_the_guard_is_compiled_once(tmp_path, monkeypatch):
 
 def test_a_machine_without_a_compiler_or_with_one_that_fails_is_told_the_way_out(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(NoCompilerError, match=r"install g\+\+, or name yours in CXX"):
-        compiled_guard()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CXX", sys.executable)
-    with pytest.raises(NoCompilerError, match="does not compile"):
-        compiled_guard()
+    for compiler, said in (("no-such-compiler", r"install g\+\+, or name yours in CXX"), (sys.executable, "does not compile")):
+        monkeypatch.setenv("CXX", compiler)
+        with pytest.raises(NoCompilerError, match=said):
+            compiled_guard()

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from recipe.rloo.memory_study.cells import OutOfMemory, Phase
+from recipe.rloo.memory_study.cells import Phase
 from recipe.rloo.memory_study.measure import Meter, TrackerCounter, merged, requested_bytes, thinned
 from recipe.rloo.memory_study.runner import SAMPLE_COLUMNS, NoNvmlError, Sampler, open_device
 
@@ -23,17 +23,6 @@ def test_a_phase_has_entry_peak_and_exit():
     assert (phase.allocated_enter, phase.allocated_peak, phase.allocated_exit) == (400, 1200, 600)
     assert phase.reserved_peak is None
     assert first.numel() + third.numel() == 150
-
-
-def test_running_out_of_memory_names_the_phase_and_the_bytes():
-    def backward(meter):
-        kept = torch.zeros(100)
-        with meter.phase("backward"):
-            return kept, torch.zeros(200)
-
-    with TrackerCounter(limit_bytes=1000) as tracker, pytest.raises(OutOfMemory) as error:
-        backward(Meter(tracker))
-    assert (error.value.phase, error.value.requested_bytes, error.value.held_bytes) == ("backward", 800, 400)
 
 
 def test_two_entries_of_a_phase_become_one():
@@ -55,15 +44,12 @@ def test_the_size_is_read_from_the_message_of_the_gpu(message, size):
     assert requested_bytes(message) == size
 
 
-def points_of(*levels):
-    return [(float(place), live, None) for place, live in enumerate(levels)]
-
-
 def test_every_step_of_a_stair_and_the_highest_level_stay():
-    kept = thinned(points_of(0, 100, 100, 100, 400, 400, 1000, 1000, 0))
-    assert [live for _, live, _ in kept] == [0, 100, 400, 1000, 0]
-    kept = thinned(points_of(0, 1000, 1001, 1000, 999, 0))
-    assert [live for _, live, _ in kept] == [0, 1000, 1001, 0]
+    def kept(*levels):
+        return [live for _, live, _ in thinned([(float(place), live, None) for place, live in enumerate(levels)])]
+
+    assert kept(0, 100, 100, 100, 400, 400, 1000, 1000, 0) == [0, 100, 400, 1000, 0]
+    assert kept(0, 1000, 1001, 1000, 999, 0) == [0, 1000, 1001, 0]
 
 
 def test_a_tracker_notes_every_level_in_order():
@@ -111,28 +97,22 @@ def nvmlDeviceGetUtilizationRates(handle):
 """A machine's NVML with one device of 1 GiB, of which every reading finds 1 MiB more in use."""
 
 
-def install_nvml(text, tmp_path, monkeypatch):
-    (tmp_path / "packages").mkdir()
-    (tmp_path / "packages" / "pynvml.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path / "packages")
-    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
-
-
 @pytest.fixture
 def nvml(tmp_path, monkeypatch):
-    """A machine with one device."""
-    install_nvml(NVML, tmp_path, monkeypatch)
-    yield
+    """Put a module in the place of nvidia-ml-py."""
+
+    def install(text):
+        (tmp_path / "packages").mkdir()
+        (tmp_path / "packages" / "pynvml.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path / "packages")
+        monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+
+    yield install
     sys.modules.pop("pynvml", None)
 
 
-@pytest.fixture
-def no_nvml(tmp_path, monkeypatch):
-    """A machine on which nvidia-ml-py cannot be imported."""
-    install_nvml("raise ImportError('none here')\n", tmp_path, monkeypatch)
-
-
 def test_a_sampler_reads_a_device_from_before_its_process_until_it_is_closed(nvml, tmp_path):
+    nvml(NVML)
     path = tmp_path / "samples.csv"
     sampler = Sampler(path, period=0.001)
     sampler.pid = 4242
@@ -152,14 +132,15 @@ def test_a_sampler_reads_a_device_from_before_its_process_until_it_is_closed(nvm
     assert last["datetime"].startswith("20")
 
 
-def test_a_machine_without_the_package_says_so_and_writes_nothing(no_nvml, tmp_path):
-    with pytest.raises(NoNvmlError, match=r"nvidia-ml-py is not installed \(pip install nvidia-ml-py\)"):
-        open_device()
-    sampler = Sampler(tmp_path / "samples.csv")
-    sampler.close()
-    assert not (tmp_path / "samples.csv").exists()
-
-
 def test_a_device_that_is_not_there_is_named(nvml):
+    nvml(NVML)
     with pytest.raises(NoNvmlError, match="NVML: Invalid Argument"):
         open_device(3)
+
+
+def test_a_machine_without_the_package_says_so_and_writes_nothing(nvml, tmp_path):
+    nvml("raise ImportError('none here')\n")
+    with pytest.raises(NoNvmlError, match=r"nvidia-ml-py is not installed \(pip install nvidia-ml-py\)"):
+        open_device()
+    Sampler(tmp_path / "samples.csv").close()
+    assert not (tmp_path / "samples.csv").exists()

@@ -9,7 +9,6 @@ from recipe.rloo.memory_study.cells import (
     FIXED_ROWS,
     FULL,
     GIB,
-    KS,
     MIB,
     TRUNCATED,
     WHOLE_RUN,
@@ -57,7 +56,9 @@ def test_truncation_keeps_the_first_tokens_and_counts_the_others(tokenizer):
     assert [row[: SMALL.truncated] for row in whole.prompts] == list(cut.prompts)
     assert (whole.dropped, cut.dropped) == (0, 4 * (SMALL.prompt - SMALL.truncated))
     assert (whole.prompt_len, cut.prompt_len, cut.response_len) == (48, 16, 8)
-    assert whole.ids_sha256() != cut.ids_sha256()
+    other = make_batch(arm(), SMALL, tokenizer, 1)
+    assert len({batch.ids_sha256() for batch in (whole, cut, other)}) == 3
+    assert (whole.prompts == other.prompts, whole.answers == other.answers) == (False, False)
 
 
 def test_an_advantage_is_the_reward_minus_the_mean_of_the_others(tokenizer):
@@ -67,36 +68,23 @@ def test_an_advantage_is_the_reward_minus_the_mean_of_the_others(tokenizer):
     assert len(set(batch.rewards)) > 1
 
 
-def test_another_seed_gives_another_document_and_other_answers(tokenizer):
-    first, second = (make_batch(arm(), SMALL, tokenizer, seed) for seed in (0, 1))
-    assert first.prompts != second.prompts
-    assert first.answers != second.answers
-
-
 def test_documents_come_from_json_lines_and_text_files(tmp_path):
     (tmp_path / "train.jsonl").write_text("\n".join(json.dumps({"id": i, "input": f"document {i}"}) for i in range(2)) + "\n")
     (tmp_path / "more.txt").write_text("one more")
     assert sorted(read_documents(tmp_path)) == ["document 0", "document 1", "one more"]
 
 
-def test_a_folder_without_documents_is_refused_with_the_way_out(tmp_path):
+def test_a_document_of_the_user_is_cut_to_the_prompt_and_one_that_is_none_or_too_short_is_refused(tmp_path, tokenizer):
     (tmp_path / "train.jsonl").write_text('{"title": "x"}\n')
     with pytest.raises(ConfigError, match=r"no document\. Name a \.txt file"):
         read_documents(tmp_path)
-
-
-def test_a_document_of_the_user_is_cut_to_the_prompt(tmp_path, tokenizer):
     (tmp_path / "report.txt").write_text("An audit of the year. " * 400)
-    shapes = dataclasses.replace(SMALL, documents=str(tmp_path))
-    text = prompt_text(shapes, tokenizer, 0)
+    text = prompt_text(dataclasses.replace(SMALL, documents=str(tmp_path / "report.txt")), tokenizer, 0)
     assert text.startswith("<|im_start|>user\nAn audit")
     assert len(tokenizer(text)["input_ids"]) == SMALL.prompt
-
-
-def test_a_document_that_is_too_short_is_refused(tmp_path, tokenizer):
     (tmp_path / "report.txt").write_text("")
     with pytest.raises(ConfigError, match="Name longer documents"):
-        prompt_text(dataclasses.replace(PUBLISHED, documents=str(tmp_path)), tokenizer, 0)
+        prompt_text(dataclasses.replace(PUBLISHED, documents=str(tmp_path / "report.txt")), tokenizer, 0)
 
 
 @pytest.mark.parametrize(
@@ -133,14 +121,6 @@ def test_without_a_gpu_the_published_trainer_is_simulated_and_what_saves_is_real
         ("shared_prompt", "cpu"),
         ("shared_prompt_checkpointing", "cpu"),
     }
-
-
-def test_the_main_table_has_every_expansion_prompt_and_group_size_with_as_many_rows_in_a_forward():
-    arms = main_arms()
-    assert {(arm.expansion, arm.prompt, arm.k) for arm in arms} == {
-        (expansion, prompt, k) for expansion in EXPANSIONS for prompt in ("full", "truncated") for k in KS
-    }
-    assert {(arm.update, arm.micro_batch) for arm in arms} == {("legacy", FIXED_ROWS)}
 
 
 def test_a_larger_group_is_tried_where_the_one_before_it_completed_and_64_by_the_default_alone():
