@@ -416,7 +416,7 @@ class Session:
             file = (self.folder / INPUTS / f"loss_{len(self._losses)}.py").absolute()
             try:
                 pickled = cloudpickle.dumps(function)
-            except Exception as problem:
+            except Exception as problem:  # objects pickle themselves, and may raise anything
                 raise ConfigError(
                     f"loss: the function cannot be sent to the workers, because something that it uses cannot be pickled "
                     f"({type(problem).__name__}: {problem}). Make that inside the function."

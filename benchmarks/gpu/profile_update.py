@@ -136,7 +136,7 @@ def attempt(asked: argparse.Namespace, folder: Path, name: str, compiled: str, d
     found: dict[str, Any] = {"profile": name, "compile": compiled}
     try:
         found |= one(asked, folder, name, compiled, device)
-    except Exception as error:
+    except Exception as error:  # one that fails is told in the result, and the others go on
         logger.exception("%s, compile %s", name, compiled)
         found["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     gc.collect()

@@ -343,7 +343,7 @@ def _alone(name: str, job: Job, expected: Reference, repeats: int, most_bytes: f
         return run([name], job, expected, repeats, most_bytes, until, stage.append)[0]
     except WrongGradientError as error:
         status, words = WRONG_GRADIENT, str(error)
-    except Exception as error:
+    except Exception as error:  # a side that fails is a row of the result
         status, words = (OUT_OF_MEMORY if _is_out_of_memory(error) else FAILED), _line(error)
         if not isinstance(error, torch.OutOfMemoryError):
             logger.exception("%s failed while %s", name, stage[-1])

@@ -103,7 +103,7 @@ class UserFunction:
                 result = self.function(**given)
         except UserError:
             raise
-        except Exception as problem:
+        except Exception as problem:  # a user's function may raise anything
             shapes = ", ".join(f"{name} {shape(value)}" for name, value in tensors.items())
             raise self.error(f"it raised {raised(problem)}. It was given {shapes}") from problem
         changed = [name for name, version in _versions(tensors).items() if version != before[name]]

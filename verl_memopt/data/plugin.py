@@ -213,7 +213,7 @@ def users_code(what: str, error: type[UserError]) -> Iterator[None]:
             yield
     except UserError:
         raise
-    except Exception as problem:
+    except Exception as problem:  # a user's code may raise anything
         raise error(f"{what} raised {raised(problem)}. Correct it.") from problem
 
 

@@ -146,7 +146,7 @@ def _named_faults(dataset: Any, name: str) -> Iterator[Any]:
             yield row
     except UserError:
         raise
-    except Exception as problem:
+    except Exception as problem:  # a user's object may raise anything
         raise DataError(f"{name}: row {number + 1} raised {raised(problem)}. Correct it.") from problem
 
 

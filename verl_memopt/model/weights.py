@@ -11,7 +11,7 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
@@ -111,7 +111,7 @@ def empty_model(
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
             )
-        except Exception as error:
+        except Exception as error:  # the classes of a family, or a folder's own code, may raise anything
             reason = f"cannot be built with attention over packed rows ({type(error).__name__}: {one_line(error)})"
             raise refused(config, source, reason, key) from error
     return model.eval()
@@ -165,7 +165,7 @@ class WeightFolder:
     def _open(self, path: Path) -> Any:
         try:
             return safe_open(path, framework="pt")
-        except Exception as error:
+        except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path}: not a whole safetensors file ({error}). Fetch or save it again.") from error
 
     def shape(self, name: str) -> tuple[int, ...]:

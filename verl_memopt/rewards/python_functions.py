@@ -243,13 +243,14 @@ def save_functions(functions: Sequence[NamedFunction], path: Path) -> dict[str, 
     path.parent.mkdir(parents=True, exist_ok=True)
     for function in functions:
         try:
-            say_secrets(f"rewards: {function.name}", function.function, cloudpickle.dumps(function.function), path)
-        except Exception as problem:
+            pickled = cloudpickle.dumps(function.function)
+        except Exception as problem:  # objects pickle themselves, and may raise anything
             raise RewardError(
                 f"rewards: {function.name} cannot be sent to the reward processes, because something that it uses cannot be "
                 f"pickled ({type(problem).__name__}: {problem}). Make that inside the function, or put the function into a file "
                 "and give custom_reward_function.path."
             ) from problem
+        say_secrets(f"rewards: {function.name}", function.function, pickled, path)
     buffer = io.BytesIO()
     cloudpickle.dump(list(functions), buffer)
     path.write_bytes(buffer.getvalue())
@@ -287,7 +288,7 @@ def _functions(path: str) -> list[NamedFunction]:
             raise RewardError(f"rewards: {path} has other contents than were written. Start the run from Python again.")
         try:
             _loaded[path] = pickle.loads(Path(path).read_bytes())
-        except Exception as problem:
+        except Exception as problem:  # it imports what the functions use
             raise RewardError(
                 f"rewards: {path} cannot be read ({type(problem).__name__}: {problem}). Start the run from Python again."
             ) from problem

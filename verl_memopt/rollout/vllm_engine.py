@@ -443,7 +443,7 @@ def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
             refused = ConfigError(f"{KEY}: vLLM refuses these settings on this device: {error}{advice_for(error)}")
             _free_failed_start(error, place.device, groups)
             raise refused from error
-        except BaseException as error:
+        except BaseException as error:  # whatever ends the start, its memory must go
             _free_failed_start(error, place.device, groups)
             if not isinstance(error, Exception) or isinstance(error, UserError) or is_out_of_memory(error):
                 raise
@@ -492,7 +492,7 @@ def _register_quantization(kind: str) -> None:
 
 
 def import_ahead(device: str) -> None:
-    # The start of the engine imports it again and reports what fails.
+    # A package that is broken may raise anything. The start of the engine imports it again and reports what fails.
     with suppress(Exception), process_state_kept(torch.device("cpu"), own_prefix="VLLM_"):
         os.environ.update(ENVIRONMENT)
         with quiet_start():

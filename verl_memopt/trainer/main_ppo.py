@@ -206,7 +206,7 @@ def _begun_workers(settings: Settings) -> Iterator[RayGroup | None]:
 
 
 def _import_aside(module: str) -> threading.Thread:
-    # An error shows again at the next import of the module, which is not in a thread.
+    # A broken package may raise anything. It shows again at the next import of the module, which is not in a thread.
     from verl_memopt.run.processes import uncollected
 
     def quietly() -> None:
