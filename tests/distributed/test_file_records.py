@@ -52,18 +52,12 @@ def test_memory_that_is_reused_after_a_write_does_not_change_the_checksum(tmp_pa
         file.close()
 
 
-def test_a_closed_file_leaves_no_thread(tmp_path):
-    before = threading.active_count()
-    with hashed_file(tmp_path / "f", {}, "f") as file:
-        file.write(b"x" * HASH_BESIDE_BYTES)
-    assert threading.active_count() == before
-
-
-def test_torch_writes_through_a_hashed_file_what_it_reads_back(tmp_path):
-    records = {}
+def test_torch_writes_through_a_hashed_file_what_it_reads_back_and_no_thread_is_left(tmp_path):
+    records, before = {}, threading.active_count()
     tensor = torch.arange(2**19, dtype=torch.float32)
     with hashed_file(tmp_path / "f", records, "f") as file:
         torch.save({"x": tensor}, file)
+    assert threading.active_count() == before
     assert torch.equal(torch.load(tmp_path / "f", weights_only=True)["x"], tensor)
     assert records["f"] == record_file(tmp_path / "f")
 
@@ -175,12 +169,9 @@ def write_and_fail(raw, failure):
         raise failure
 
 
-def test_what_the_disk_said_is_told_and_not_what_followed_from_it():
+def test_what_the_disk_said_is_told_and_not_what_followed_from_it_and_any_other_error_as_it_is():
     with pytest.raises(OSError, match="No space left"):
         write_and_fail(FullDisk(), RuntimeError("unexpected pos 704 vs 598"))
-
-
-def test_an_error_that_is_not_the_disks_is_told_as_it_is():
     with pytest.raises(RuntimeError, match="another"):
         write_and_fail(io.BytesIO(), RuntimeError("another"))
 

@@ -259,11 +259,13 @@ def test_a_collective_error_is_told_as_the_errors_of_its_ranks():
     assert sharded_state._root(EOFError("cut")) == "EOFError: cut"
 
 
-def test_a_removed_file_has_no_record_and_one_of_others_can_be_removed(tmp_path):
+def test_only_what_was_written_has_a_record_until_it_is_removed_and_files_of_others_are_read_and_removed(tmp_path):
     storage = HashingFileSystem(tmp_path)
     with storage.create_stream(tmp_path / "own", "wb") as stream:
         stream.write(b"x")
     (tmp_path / "other").write_bytes(b"x")
+    with storage.create_stream(tmp_path / "other", "rb") as stream:
+        assert stream.read() == b"x"
     assert storage.records.keys() == {"own"}
     for name in ("own", "other"):
         storage.rm_file(tmp_path / name)
@@ -382,14 +384,6 @@ def test_a_rank_reads_its_own_file_and_rank_0s_where_it_has_none(tiny_folder, on
     assert torch.equal(torch.get_rng_state(), seventh)
 
 
-def test_a_file_is_read_through_the_file_system_as_it_is(tmp_path):
-    (tmp_path / "own").write_bytes(b"x")
-    storage = HashingFileSystem(tmp_path)
-    with storage.create_stream(tmp_path / "own", "rb") as stream:
-        assert stream.read() == b"x"
-    assert storage.records == {}
-
-
 def test_a_checkpoint_names_its_parts_and_leaves_out_what_is_frozen(tiny_folder, one_rank, tmp_path):
     run = parts(tiny_folder, one_rank)
     (first, _), *_, (name, frozen) = run[0].named_parameters()
@@ -401,11 +395,6 @@ def test_a_checkpoint_names_its_parts_and_leaves_out_what_is_frozen(tiny_folder,
     assert f"model.{name}" not in names
 
 
-def test_what_is_not_sharded_makes_its_own_folder(tiny_folder, one_rank, tmp_path):
-    records = save_training_state(tmp_path / "new" / "folder", *parts(tiny_folder, one_rank), CPU, ["extra"])
-    assert records == record_folder(tmp_path / "new" / "folder", tmp_path / "new" / "folder")
-
-
 def test_an_error_of_the_disk_is_named_by_its_kind(tiny_folder, one_rank, tmp_path):
     (tmp_path / "extra_rank_0.pt").mkdir()
     run = parts(tiny_folder, one_rank)
@@ -415,10 +404,14 @@ def test_an_error_of_the_disk_is_named_by_its_kind(tiny_folder, one_rank, tmp_pa
         load_training_state(tmp_path, *run, CPU, ["extra"])
 
 
-def test_each_file_is_on_disk_as_its_writer_recorded_it(tiny_folder, one_rank, tmp_path):
-    records = save_training_state(tmp_path, *parts(tiny_folder, one_rank), CPU, ALL)
-    assert records.keys() == {"dcp/.metadata", "dcp/__0_0.distcp", "extra_rank_0.pt"}
-    assert records == record_folder(tmp_path, tmp_path)
+@pytest.mark.parametrize(
+    ("contents", "files"), [(ALL, {"dcp/.metadata", "dcp/__0_0.distcp", "extra_rank_0.pt"}), (["extra"], {"extra_rank_0.pt"})]
+)
+def test_each_file_is_on_disk_in_a_new_folder_as_its_writer_recorded_it(tiny_folder, one_rank, tmp_path, contents, files):
+    folder = tmp_path / "new" / "folder"
+    records = save_training_state(folder, *parts(tiny_folder, one_rank), CPU, contents)
+    assert records.keys() == files
+    assert records == record_folder(folder, folder)
 
 
 def ranks_records(rank, folder, out):

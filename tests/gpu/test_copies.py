@@ -72,7 +72,7 @@ def offloaded(name, folder, slow):
 
 
 CASES = [
-    pytest.param(name, slow, marks=[pytest.mark.rehearsed] if slow == "both" and name in ("moments", "all") else [])
+    pytest.param(name, slow, marks=[pytest.mark.rehearsed] if (name, slow) == ("all", "both") else [])
     for name in OFFLOADS
     for slow in machine.SLOW
 ]

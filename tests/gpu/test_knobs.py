@@ -23,8 +23,8 @@ ACROSS = 8.0
 """How much farther apart two kinds of device may be than two orders of sums on one: every exponential, sine and product rounds by
 itself there. The bound of a log-prob is then 4e-5 nats, of a gradient's norm 4e-6 of it."""
 
-QUICK = {("activation offload", "on"), ("actor dtype", "bf16"), ("lora", "all"), ("state", "int8"), ("shared prompt", "on")}
-"""Knobs that the CPU tries out with every test run."""
+QUICK = {("activation offload", "on"), ("state", "int8")}
+"""Knobs that the CPU tries out with every test run, as a rehearsal of these tests."""
 
 
 def alone():
@@ -93,11 +93,10 @@ def test_a_knob_alone_gives_what_a_cpu_gives_in_fp32(outcome, row):
 COVERING = [("exact", number, row) for number, row in enumerate(EXACT)] + [("lossy", n, row) for n, row in enumerate(OTHERS)]
 
 
-@pytest.mark.parametrize("row", marked(COVERING, lambda *name: name in {("exact", 0), ("exact", 1), ("lossy", 0)}))
+@pytest.mark.parametrize("row", marked(COVERING, lambda *name: name == ("lossy", 0)))
 def test_knobs_together_give_what_a_cpu_gives_in_fp32(outcome, row):
     check(row, outcome)
 
 
-@pytest.mark.rehearsed
 def test_with_every_knob_off_a_gpu_gives_what_a_cpu_gives_in_fp32(outcome):
     check(all_off(), outcome)

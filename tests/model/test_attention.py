@@ -76,7 +76,7 @@ def test_the_fused_kernel_and_written_out_attention_agree_in_output_and_gradient
 
 
 @pytest.mark.parametrize("which", ["grouped", "own"])
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(rows=ROWS)
 def test_a_shared_prompt_changes_no_log_prob_and_no_gradient(models, which, rows):
     shared, repeated = (scored(models[which], pack) for pack in packs(rows))

@@ -37,6 +37,7 @@ def efficient(layout, tile, rotary=None):
     return lambda *inputs: _DenseAttention.apply(*inputs, *rotary_arguments(rotary), layout, 0.3, kernel)
 
 
+@settings(max_examples=50)
 @given(layout=LAYOUTS, heads=HEADS, tile=TILES)
 def test_every_tile_gives_attention_and_its_gradients(layout, heads, tile):
     inputs = flat_inputs(layout, *heads)
@@ -45,7 +46,7 @@ def test_every_tile_gives_attention_and_its_gradients(layout, heads, tile):
     assert agree(found, with_gradients(written_out(layout), inputs), 5e-7)
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(layout=LAYOUTS, heads=HEADS, tile=TILES, normed=st.booleans())
 def test_every_tile_rotates_inside_and_gives_the_gradients_of_norms(layout, heads, tile, normed):
     inputs, rotary = flat_inputs(layout, *heads), rotary_of(sum(layout.tokens), normed=normed)

@@ -105,16 +105,6 @@ def test_an_override_reaches_the_model_and_an_unknown_one_is_refused(tiny_folder
         load_model_config(Model(path="x", override_config={"hidden_sise": 8}), tiny_folder)
 
 
-def test_capped_logits_of_a_type_that_does_not_cap_them_are_refused(tiny_folder, tmp_path):
-    def cap(folder):
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "final_logit_softcapping": 30.0}))
-
-    folder = damaged(tiny_folder, tmp_path, cap)
-    with pytest.raises(ConfigError, match="final_logit_softcapping"):
-        load_model_config(Model(path="x"), folder)
-
-
 def test_weights_whose_header_says_whole_numbers_are_refused_by_name(tiny_folder, tmp_path):
     def as_whole_numbers(folder):
         path = folder / "model.safetensors"

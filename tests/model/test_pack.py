@@ -60,24 +60,18 @@ def test_rows_of_a_group_need_not_be_neighbours():
     assert pack.row.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_a_group_with_one_response_is_a_plain_row():
-    pack = packed([[1, 2], [1, 2]], [[], [7, 8, 9]], [0, 0])
-    assert pack.input_ids.tolist() == [[1, 2, 7, 8]]
-    assert pack.layout.groups == ((4, ()),)
-    assert pack.predicts.tolist() == [1, 2, 3]
-
-
-def test_a_group_of_one_token_responses_has_no_suffix():
-    pack = packed([[1, 2], [1, 2]], [[7], [8]], [0, 0])
-    assert pack.input_ids.tolist() == [[1, 2]]
-    assert pack.layout.groups == ((2, ()),)
-    assert pack.predicts.tolist() == [1, 1]
-
-
-def test_a_group_without_a_response_costs_no_token():
-    pack = packed([[1, 2], [1, 2], [3]], [[], [], [4]], [0, 0, 1])
-    assert pack.input_ids.tolist() == [[3]]
-    assert pack.row_lengths.tolist() == [0, 0, 1]
+@pytest.mark.parametrize(
+    ("responses", "input_ids", "groups", "predicts"),
+    [
+        ([[], [7, 8, 9], []], [1, 2, 7, 8], ((4, ()),), [1, 2, 3]),  # one response: a plain row
+        ([[7], [8], []], [1, 2], ((2, ()),), [1, 1]),  # responses of one token have no suffix
+        ([[], [], [4]], [3], ((1, ()),), [0]),  # a group without a response costs no token
+    ],
+)
+def test_a_group_is_as_short_as_its_responses_allow(responses, input_ids, groups, predicts):
+    pack = packed([[1, 2], [1, 2], [3]], responses, [0, 0, 1])
+    assert (pack.input_ids.tolist(), pack.layout.groups, pack.predicts.tolist()) == ([input_ids], groups, predicts)
+    assert pack.row_lengths.tolist() == list(map(len, responses))
 
 
 def test_prompts_of_different_lengths_are_not_shared():
@@ -269,24 +263,18 @@ def test_the_copies_of_a_pack_do_not_wait():
 SIZES = ((3, (2, 2, 4)), (4, ()), (4, ()), (1, (1,)))
 
 
-def test_segments_lie_prefix_first_and_group_after_group():
+def test_segments_lie_prefix_first_and_group_after_group_and_neighbours_of_one_length_are_one_run():
     layout = PrefixLayout.of(SIZES)
     assert layout.segments == (3, 2, 2, 4, 4, 4, 1, 1)
     assert layout.cu_seqlens.tolist() == [0, 3, 5, 7, 11, 15, 19, 20, 21]
     assert layout.cu_seqlens.dtype == torch.int32
+    assert layout.runs == (SegmentRun(0, 1, 3), SegmentRun(3, 2, 2), SegmentRun(7, 3, 4), SegmentRun(19, 2, 1))
 
 
-def test_neighbours_of_one_length_are_one_run():
-    assert PrefixLayout.of(SIZES).runs == (SegmentRun(0, 1, 3), SegmentRun(3, 2, 2), SegmentRun(7, 3, 4), SegmentRun(19, 2, 1))
-
-
-def test_a_prefix_span_says_where_prefix_and_suffixes_of_a_group_lie():
-    first, last = PrefixSpan(SegmentRun(0, 1, 3), SegmentRun(3, 1, 8)), PrefixSpan(SegmentRun(19, 1, 1), SegmentRun(20, 1, 1))
-    assert PrefixLayout.of(SIZES).prefix_spans == (first, last)
-
-
-def test_groups_with_suffixes_are_gathered_by_index():
+def test_groups_with_suffixes_have_spans_and_are_gathered_by_index():
     layout = PrefixLayout.of(SIZES)
+    first, last = PrefixSpan(SegmentRun(0, 1, 3), SegmentRun(3, 1, 8)), PrefixSpan(SegmentRun(19, 1, 1), SegmentRun(20, 1, 1))
+    assert layout.prefix_spans == (first, last)
     assert layout.prefix_index_q.tolist() == [3, 4, 5, 6, 7, 8, 9, 10, 20]
     assert layout.prefix_index_k.tolist() == [0, 1, 2, 19]
     assert layout.prefix_cu_seqlens_q.tolist() == [0, 8, 9]

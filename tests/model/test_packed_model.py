@@ -5,7 +5,7 @@ from tests.critics import critic_for
 from tests.model.test_build import filled
 from tests.model.test_pack import packed
 from verl_memopt.errors import ConfigError
-from verl_memopt.model.decoder import BlockOptions, Decoder
+from verl_memopt.model.decoder import BlockOptions
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.model.packing import pack_prompt, pack_rows, pack_suffixes
 
@@ -44,12 +44,6 @@ def test_states_after_a_prefix_kv_are_those_of_the_whole_rows(model):
         after = model.predicting_states(pack_suffixes(len(PROMPT), flat, sizes), prefix)
         whole = model.predicting_states(pack_rows(torch.tensor(PROMPT * 2), [len(PROMPT)] * 2, flat, sizes), None)
     torch.testing.assert_close(after, whole, rtol=0, atol=1e-5)
-
-
-def test_the_decoder_is_ours_and_its_blocks_are_in_order(model):
-    assert isinstance(model.decoder, Decoder)
-    assert [block.self_attn.layer for block in model.blocks()] == [0, 1]
-    assert model.embedding_weight is model.lm.model.embed_tokens.weight
 
 
 def test_tied_embeddings_are_noticed(tiny_folder, untied_folder):

@@ -14,7 +14,6 @@ from tests.tensors import whole_of
 from verl_memopt.config.keys import replaced
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.distributed.device import training_mesh
-from verl_memopt.model.decoder import PrefixKV, PrefixRecorder
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.trainer.micro_batching import Budget, cut_ranks
 from verl_memopt.worker.trained_model import micro_batches_of
@@ -198,27 +197,3 @@ def test_beside_the_prompts_own_bytes_lie_keys_and_values(tmp_path, one_rank):
     # Of 512 tokens, two of 32 channels in two blocks: beside the answers', and a gradient each.
     beside = 2 * 512 * 2 * 32 * 4
     assert peaks[True] <= peaks[False] + 2 * beside
-
-
-def test_what_is_computed_again_is_not_recorded_again():
-    recorder, tables = PrefixRecorder(), (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
-    first, again = torch.ones(2, 3), torch.ones(2, 3)
-    assert recorder.extend(0, first, first, tables)[0] is first
-    assert recorder.extend(0, again, again, tables)[0] is again
-    assert recorder.outputs()[2] is first
-
-
-def test_gradients_of_answers_add_up_and_start_the_prompts_backward():
-    source = torch.ones(2, 3, requires_grad=True)
-    key, value, state = source * 2, source * 3, source[-1:] * 5
-    tables = torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)
-    prefix_kv = PrefixKV(state, (*tables, key, value))
-    for _ in range(2):
-        own = torch.zeros(1, 3, requires_grad=True)
-        keys, values, (cos, _) = prefix_kv.extend(0, own, own, (torch.zeros(1, 1, 4),) * 2)
-        assert keys.shape == values.shape == (3, 3)
-        assert cos.shape == (1, 3, 4)
-        (keys.sum() + values.sum() + prefix_kv.prepend_state(own)[0].sum()).backward()
-    assert source.grad is None
-    prefix_kv.backward()
-    assert source.grad.tolist() == [[10.0] * 3, [20.0] * 3]

@@ -76,12 +76,6 @@ def test_a_head_named_classifier_is_read_too(tiny_folder, one_rank, tmp_path):
     assert torch.equal(values_of(critic_for(folder, one_rank), critic_batch()), expected)
 
 
-def test_a_head_with_several_outputs_is_refused(tiny_folder, one_rank, tmp_path):
-    AutoModelForTokenClassification.from_pretrained(tiny_folder, num_labels=3).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"critic\.model\.path=.*score\.weight has 3 outputs.*num_labels=1"):
-        critic_for(tmp_path, one_rank)
-
-
 def test_a_folder_that_lacks_a_weight_is_refused_under_the_critics_key(tiny_folder, one_rank, tmp_path):
     folder = rename(tiny_folder, tmp_path / "lacking", lambda name: name.replace("layers.0.mlp.up_proj", "other"))
     with pytest.raises(ConfigError, match=r"critic\.model\.path=.*missing model\.layers\.0\.mlp\.up_proj\.weight"):

@@ -23,8 +23,9 @@ def rows_with_every_option(rows):
 
 
 LIVES = rows_with_every_option(OTHERS)
-WITH_CRITIC = 1
-"""So many of them have a critic beside the policy."""
+WITH_CRITIC, WHOLE = (0,), (0, len(LIVES) - 1)
+"""Those that have a critic beside the policy, and those that also generate and save a checkpoint: engines that sleep at both
+levels are among them."""
 
 
 def test_with_every_knob_off_nothing_unknown_is_left_and_no_operation_of_an_update_waits(on_virtual_gpu, folder):
@@ -35,37 +36,36 @@ def test_with_every_knob_off_nothing_unknown_is_left_and_no_operation_of_an_upda
 
 
 @pytest.mark.parametrize("number", range(len(LIVES)))
-def test_knobs_together_run_their_whole_life_and_rest_where_they_say(number, on_virtual_gpu, folder):
+def test_knobs_together_run_and_rest_where_they_say(number, on_virtual_gpu, folder):
     """All rows together have every option but those that need four ranks or a package."""
-    critic = number < WITH_CRITIC
-    life = on_virtual_gpu(live, LIVES[number], folder, critic=critic)
+    critic = number in WITH_CRITIC
+    life = on_virtual_gpu(live, LIVES[number], folder, whole=number in WHOLE, critic=critic)
     assert not critic or life.rests["update_critic"]["critic"] > 0 or LIVES[number]["actor offload_policy"] == "on"
     assert misplaced(LIVES[number], life) == []
 
 
-def test_a_reference_that_streams_runs_its_whole_life_and_leaves_its_norm_alone_on_the_device(on_virtual_gpu, folder):
-    stays, streams = (on_virtual_gpu(live, all_off(), folder, more=more) for more in (None, STREAMS))
+def test_a_reference_that_streams_leaves_its_norm_alone_on_the_device(on_virtual_gpu, folder):
+    stays, streams = (on_virtual_gpu(live, all_off(), folder, whole=False, more=more) for more in (None, STREAMS))
     assert misplaced(all_off(), streams) == []
     assert [op for op in streams.waits if "synchronize" not in op] == []
     assert {phase: kinds["reference"] for phase, kinds in streams.rests.items() if kinds["reference"] > SLACK_BYTES} == {}
     assert streams.peaks["ref"] < stays.peaks["ref"]
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_weights_that_an_engine_shares_on_the_first_of_two_ranks_run_their_whole_life(offload, on_virtual_gpu, folder):
+def test_weights_that_an_engine_shares_on_the_first_of_two_ranks_run_their_whole_life(on_virtual_gpu, folder):
     fsdp = "actor_rollout_ref.actor.fsdp_config"
     more = {"actor_rollout_ref.rollout.share_weights": True, "actor_rollout_ref.rollout.dtype": "bfloat16"}
     more |= {f"{fsdp}.split_master_weights": True, f"{fsdp}.model_dtype": "fp32", f"{fsdp}.dtype": "bfloat16"}
-    more |= {f"{fsdp}.grad_offload": offload}
-    row = all_off() | ({"actor optimizer_offload": "on"} if offload else {})
+    more |= {f"{fsdp}.grad_offload": True}
+    row = all_off() | {"actor optimizer_offload": "on"}
     life = on_virtual_gpu(live, row, folder, 2, more=more)
     assert misplaced(row, life) == []
     assert [op for op in life.waits if "synchronize" not in op] == []
 
 
-def test_options_of_four_ranks_run_their_whole_life_and_rest_where_they_say(on_virtual_gpu, folder):
+def test_options_of_four_ranks_run_and_rest_where_they_say(on_virtual_gpu, folder):
     row = pair_row(frozenset(FOUR_RANKS))
-    life = on_virtual_gpu(live, row, folder, 4, critic=True)
+    life = on_virtual_gpu(live, row, folder, 4, whole=False, critic=True)
     assert misplaced(row, life) == []
 
 
@@ -79,12 +79,12 @@ def test_knobs_together_on_the_first_of_two_ranks_run_and_rest_where_they_say(nu
 def test_a_critic_at_rest_leaves_no_byte_on_the_device_outside_its_phases(on_virtual_gpu, folder):
     """Its peaks elsewhere are those of a run without a critic, but for three small tensors of 512 bytes each."""
     row = all_off() | {"actor param_offload": "on", "actor optimizer_offload": "on"}
-    without, beside = (on_virtual_gpu(live, row, folder, critic=critic) for critic in (False, True))
+    without, beside = (on_virtual_gpu(live, row, folder, whole=False, critic=critic) for critic in (False, True))
     assert misplaced(row, beside) == []
     for phase in without.peaks:
         # Two tables of rotary frequencies, and the optimizer's count of its steps.
         assert beside.peaks[phase] - without.peaks[phase] == 3 * 512, phase
-    for phase in ("gen", "released", "old_log_prob", "ref", "update_actor", "update_weights", "save_checkpoint"):
+    for phase in ("released", "old_log_prob", "ref", "update_actor", "update_weights"):
         assert (beside.rests[phase]["critic"], beside.rests[phase]["critic's optimizer"]) == (2 * 512, 512), phase
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from tests.memory import activation_cases as act
 from tests.memory.activation_cases import CPU, FP32, LAYERS, RESPONSES, TOKENS, WIDTH, close
 from tests.memory.activation_cases import D as HEAD_SIZE
+from tests.virtual_gpu.late_streams import late_streams
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
 from verl_memopt.memory.host_buffers import host_allocator, host_limits
@@ -133,61 +134,39 @@ def test_a_storage_written_to_while_it_leaves_is_an_error_as_it_is_to_autograd()
         loss.backward()
 
 
-class LateStream:
-    """A device's stream of copies at its slowest: a copy runs when it is waited for, after all that were queued before it."""
-
-    def __init__(self):
-        self.queue, self.done = [], 0
-
-    def copy(self, targets, sources):
-        for pair in zip(targets, sources, strict=True):
-            self.queue.append([(weakref.ref(t.untyped_storage()), t.storage_offset(), t.numel()) for t in pair])
-        return len(self.queue)
-
-    def wait(self, event):
-        while event is not None and self.done < event:
-            target, source = map(self.tensor, self.queue[self.done])
-            target.copy_(source)
-            self.done += 1
-
-    @staticmethod
-    def tensor(place):
-        storage, offset, size = place
-        assert storage() is not None, "memory that is still copied was let go"
-        return torch.empty(0, dtype=torch.uint8).set_(storage(), offset, (size,))
+def left(copies):
+    """Gives how many of a late stream's copies have not run."""
+    return copies._stream.length - copies._stream._done
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 5, 1000])
 def test_any_number_in_flight_changes_no_gradient_and_copies_may_run_as_late_as_they_are_waited_for(chain, x, in_flight):
-    expected, offload = gradients(chain, x), offload_of(chain, in_flight)
-    assert equal(gradients(chain, x, offload), expected)
-    offload.leaving, offload.arriving = LateStream(), LateStream()
-    for _ in range(2):
+    expected = gradients(chain, x)
+    assert equal(gradients(chain, x, offload_of(chain, in_flight)), expected)
+    with late_streams() as streams:
+        offload = offload_of(chain, in_flight)
+        for _ in range(2):
+            assert equal(gradients(chain, x, offload), expected)
+        with offload.forward():
+            abandoned = chain(x).sum()
+        del abandoned
         assert equal(gradients(chain, x, offload), expected)
-    with offload.forward():
-        abandoned = chain(x).sum()
-    del abandoned
-    assert equal(gradients(chain, x, offload), expected)
-    assert all(stream.done == len(stream.queue) > 0 for stream in (offload.leaving, offload.arriving))
+    assert streams.copies > 0
 
 
 def test_a_backward_waits_for_its_own_copies_and_not_for_those_that_still_go_the_other_way(chain, x):
-    offload = offload_of(chain)
-    offload.leaving, offload.arriving = LateStream(), LateStream()
-    losses = []
-    for _ in range(2):
-        with offload.forward():
-            losses.append(chain(x).square().sum())
-    under_way = len(offload.leaving.queue) - offload.leaving.done
-    assert under_way == 1  # what the second forward has saved last
-    losses.pop(0).backward()
-    assert len(offload.leaving.queue) - offload.leaving.done == under_way
-    assert offload.arriving.done == len(offload.arriving.queue) > 0
+    with late_streams():
+        offload, losses = offload_of(chain), []
+        for _ in range(2):
+            with offload.forward():
+                losses.append(chain(x).square().sum())
+        under_way = left(offload.leaving)
+        assert under_way > 0  # what the second forward has saved last
+        losses.pop(0).backward()
+        assert (left(offload.leaving), left(offload.arriving)) == (under_way, 0)
 
 
 def test_what_has_not_left_yet_is_read_without_a_wait_and_freed_after_its_copy(x):
-    offload = offload_of(nn.Identity(), in_flight=1)
-    offload.leaving, offload.arriving = LateStream(), LateStream()
     read = []
 
     class Doubled(torch.autograd.Function):
@@ -199,13 +178,15 @@ def test_what_has_not_left_yet_is_read_without_a_wait_and_freed_after_its_copy(x
         @staticmethod
         def backward(ctx, grad):
             (saved,) = ctx.saved_tensors
-            read.append((torch.equal(saved, x), offload.leaving.done))
+            read.append((torch.equal(saved, x), offload.leaving._stream._done))
             return 2 * grad
 
-    with offload.forward():
-        loss = Doubled.apply(x.requires_grad_()).sum()
-    loss.backward()
-    assert (read, offload.leaving.done, offload.arriving.queue) == ([(True, 0)], 1, [])
+    with late_streams():
+        offload = offload_of(nn.Identity(), in_flight=1)
+        with offload.forward():
+            loss = Doubled.apply(x.requires_grad_()).sum()
+        loss.backward()
+        assert (read, left(offload.leaving), offload.arriving._stream.length) == ([(True, 0)], 0, 0)
 
 
 # Traffic.

@@ -135,6 +135,7 @@ def test_compiled_statements_give_the_numbers_of_uncompiled_ones(compiles, dtype
         assert relative(one.double(), two.double()) <= bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiles", BACKENDS, indirect=True)
 def test_an_update_with_compiled_statements_differs_by_rounding_only(compiles, untied_folder, one_rank):
     options = {"recompute": True, "offload": (1, 2)}

@@ -57,15 +57,6 @@ def test_while_the_engine_starts_what_vllm_trims_counts_and_after_it_no_more(liv
     assert ledger_of(GPU).reserved() == device.held
 
 
-def test_the_allocators_own_figures_would_count_the_sleeping_engine(lives, device):
-    """What the ledger is for: the same life, read from torch."""
-    life = lives()
-    life.init()
-    asleep = ledger_of(GPU).asleep
-    assert torch.cuda.memory_reserved() - device.held == asleep.reserved_bytes > 3 * GIB
-    assert torch.cuda.memory_allocated() - device.live == asleep.allocated_bytes > 3 * GIB
-
-
 @pytest.mark.parametrize("books", [True, False], ids=["by vLLM's books", "by the driver"])
 def test_the_limit_stops_exactly_at_the_limit_in_every_phase_and_never_drifts(lives, device, books):
     life = lives(LIMIT, books)
@@ -80,21 +71,6 @@ def test_the_limit_stops_exactly_at_the_limit_in_every_phase_and_never_drifts(li
             assert life.room() == LIMIT
             life.compute(100 * MIB)
             life.sleep()
-
-
-def test_another_process_on_the_device_changes_neither_the_figures_nor_the_limit(lives, device):
-    life = lives(LIMIT)
-    with device_limit(GPU, LIMIT):
-        life.init()
-        for step in range(STEPS):
-            device.driver.outside += 300 * MIB * (-1) ** step
-            with life.cap.changing(life.read):
-                life.engine.wake_up(["weights"])
-                device.driver.outside += GIB
-            life.sleep()
-            life.step()
-            assert life.room() == LIMIT
-        assert life.reported()[1:] == life.truths[1:]
 
 
 def test_a_part_may_wake_up_to_the_limit_and_not_one_segment_beyond(lives, device):
@@ -160,17 +136,6 @@ def test_a_limit_inside_another_gives_the_outer_one_back_to_the_byte_also_after_
             raise ZeroDivisionError
         assert device_memory_cap(GPU) == 7 * GIB + 1
     assert device_memory_cap(GPU) is None
-
-
-def test_an_engine_that_frees_its_weights_is_not_taken_off_twice(device):
-    """``rollout.name=hf`` sleeps by storages of no size: torch is told, and nothing is asleep to the ledger."""
-    weights, own = device.empty(4 * GIB), device.empty(GIB)
-    del weights
-    torch.cuda.empty_cache()
-    ledger = ledger_of(GPU)
-    assert ledger.asleep == Asleep()
-    assert (ledger.allocated(), ledger.reserved()) == (device.live, device.held) == (GIB, GIB)
-    del own
 
 
 @pytest.mark.parametrize("limit", [None, 5 * GIB])

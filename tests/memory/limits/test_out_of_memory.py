@@ -61,12 +61,6 @@ def test_the_op_that_passes_the_limit_is_the_one_that_fails():
         del within
 
 
-def test_host_bytes_do_not_count_towards_the_device_limit():
-    with ByteTracker(limit_bytes=400) as tracker:
-        host_buffer(1000, CPU, "params")
-        assert tracker.total() == 0
-
-
 def test_the_error_names_phase_limit_kinds_the_largest_and_the_way_out():
     def body():
         held = [torch.zeros(40)]

@@ -139,7 +139,6 @@ def assert_same_updates(folder, world_size, cases, alike=None, atol=ATOL):
 
 
 PLACES = {
-    "first forward": [(1, "forward", 0)],
     "last backward": [(1, "backward", 2)],
     "gather": [(0, "gather", 1)],
     "two ranks": [(0, "forward", 1), (1, "backward", 0)],

@@ -39,7 +39,6 @@ SPLIT = {"dtype": "bfloat16", "split_master_weights": True}
 KINDS = {
     "state on the device": ({}, 1),
     "state on the host": ({"optimizer_offload": True}, 4),
-    "split masters": (SPLIT | {"optimizer_offload": True}, 4),
     "split masters, bfloat16 gradients": (SPLIT | {"mixed_precision": MixedPrecision(reduce_dtype="bfloat16")}, 2),
     "sharded": ({"dtype": "bfloat16"}, 4),
 }
@@ -137,11 +136,9 @@ HALF = {"dtype": "bfloat16"}
 TILED = {
     "tied": ({}, True, 1e-7),
     "not tied": ({}, False, 1e-7),
-    "split masters": (HALF | {"split_master_weights": True}, True, 1e-5),
     "split masters, bfloat16 gradients": (
         HALF | {"split_master_weights": True, "mixed_precision": MixedPrecision(reduce_dtype="bfloat16")}, False, 1e-5,
     ),
-    "gathered": (HALF, False, 1e-5),
     # FSDP2 adds head and embedding in bfloat16 before it reduces their sum; tiles are added in fp32.
     "gathered and tied": (HALF, True, 2**-8),
 }  # fmt: skip

@@ -118,29 +118,16 @@ def test_only_a_leaf_that_nothing_watches_is_added_to_in_place():
     assert not adds_in_place(leaf)
 
 
-def test_the_gradient_that_is_there_is_the_room():
-    leaf = torch.nn.Parameter(torch.zeros(2))
-    room, handed = room_for(leaf, True, True)
-    assert room is leaf.grad
-    assert handed is None
-    assert room.tolist() == [0, 0]
-    assert room_for(leaf, True, True)[0] is room
-
-
-def test_otherwise_autograd_is_handed_a_tensor_of_its_own():
-    leaf = torch.nn.Parameter(torch.zeros(2))
-    room, handed = room_for(leaf, True, False)
-    assert room is handed
-    assert leaf.grad is None
-
-
-def test_no_room_is_made_for_what_needs_no_gradient():
-    assert room_for(torch.nn.Parameter(torch.zeros(2)), False, True) == (None, None)
-    assert room_for(None, True, True) == (None, None)
-
-
-def test_a_new_gradient_is_counted_as_one():
-    leaf = torch.nn.Parameter(torch.zeros(8))
+def test_the_gradient_that_is_there_is_the_room_and_otherwise_autograd_is_handed_a_tensor_of_its_own():
+    leaf, other = (torch.nn.Parameter(torch.zeros(8)) for _ in range(2))
     with ByteTracker() as tracker:
-        room_for(leaf, True, True)
+        room, handed = room_for(leaf, True, True)
         assert tracker.kinds() == {"grads": 32}
+    assert room is leaf.grad is room_for(leaf, True, True)[0]
+    assert handed is None
+    assert not room.any()
+    room, handed = room_for(other, True, False)
+    assert room is handed
+    assert other.grad is None
+    for needless in (room_for(other, False, True), room_for(None, True, True)):
+        assert needless == (None, None)

@@ -126,10 +126,6 @@ def test_gradients_count_in_the_host_limit(driver):
             gc.collect()
 
 
-def test_tied_weights_stay_one(tiny_folder, one_rank):
-    assert policy_of(tiny_folder, one_rank, NATIVE).model.tied
-
-
 def two_ranks(rank, folder, aside):
     mesh = training_mesh("cpu", 2, -1)
     policy = policy_of(folder, mesh, NATIVE, 2)

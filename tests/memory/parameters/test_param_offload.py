@@ -2,13 +2,11 @@ import gc
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.memory.sharded import CPU, assert_equal_runs, fake_ranks, load, local, policy_of, save, share, three_steps, wide_model
 from tests.ranks import run_ranks
 from tests.tensors import Operations, whole_of
 from tests.virtual_gpu.late_streams import late_streams
-from verl_memopt.config.schema import TrainedFsdp
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_allocator, host_limits
@@ -168,21 +166,6 @@ def test_a_return_that_fails_half_way_leaves_nothing_on_the_device():
         home.to_device()
     assert not home.on_device
     assert [parameter.untyped_storage().nbytes() for parameter in parameters] == [0, 0, 0]
-
-
-def test_a_cycle_runs_on_fake_tensors(untied_folder):
-    with fake_ranks(4) as mesh, FakeTensorMode(allow_non_fake_inputs=True), ByteTracker() as tracker:
-        from verl_memopt.config.schema import Model
-        from verl_memopt.model.assembly import build_policy
-
-        settings = Model(path=str(untied_folder), attn_implementation="sdpa")
-        model = build_policy(settings, TrainedFsdp(dtype="fp32"), untied_folder, mesh, CPU)
-        home = OffloadedParams(POLICY, model.parameters(), CPU)
-        before = tracker.total(DEVICE)
-        assert home.to_host() > 0
-        assert tracker.total(DEVICE) == before - home.num_bytes
-        home.to_device()
-        assert tracker.total(DEVICE) == before
 
 
 def test_tied_weights_leave_once(tiny_folder, one_rank):

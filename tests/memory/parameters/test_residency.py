@@ -197,47 +197,6 @@ def test_an_optimizer_step_without_a_forward_waits_for_parameters_that_come_late
 TURNS = {f"{AR}.actor.fsdp_config.param_offload": True, f"{AR}.actor.fsdp_config.optimizer_offload": True}
 
 
-def ppo_step(worker, with_critic):
-    """Gives each phase's memory of the second step of a worker that updates its policy and, if it has one, its critic."""
-    mini, memories = mini_batch(), {}
-    for _ in range(2):
-        asked = [("old_log_prob", "old_log_probs", (mini.batch, mini.micro_batches, False))]
-        if with_critic:
-            learnt = critic_mini()
-            asked += [("values", "values", (learnt.batch, learnt.micro_batches)), ("update_critic", "update_critic", ([learnt],))]
-        asked += [("update_actor", "update_actor", ([mini],)), ("update_weights", "update_weights", ())]
-        memories = {phase: worker.call(phase, True, method, *args).memory for phase, method, args in asked}
-    return memories
-
-
-def test_a_critic_that_may_rest_holds_no_byte_of_the_device_outside_its_phases(made, tiny_folder):
-    resting = {f"critic.model.fsdp_config.{name}": True for name in ("param_offload", "optimizer_offload")}
-    without = ppo_step(made(TURNS), with_critic=False)
-    worker = made(TURNS, **critic_plan(tiny_folder, resting))
-    with_critic = ppo_step(worker, with_critic=True)
-    # AdamW counts the steps of each parameter in a scalar on the host, which is the device of a run on the CPU.
-    counters = 4 * len(list(worker.critic.model.parameters()))
-    made.close()
-    for phase, memory in without.items():
-        assert with_critic[phase].peak_allocated_bytes - memory.peak_allocated_bytes == counters, phase
-        assert with_critic[phase].allocated_bytes - memory.allocated_bytes == counters, phase
-    kept = ppo_step(made(TURNS, **critic_plan(tiny_folder)), with_critic=True)
-    assert kept["update_actor"].peak_allocated_bytes > without["update_actor"].peak_allocated_bytes
-
-
-def test_the_policy_rests_while_the_critic_computes(made, tiny_folder):
-    """The bytes by hand: the critic's phases hold less by the policy's parameters and moments, and nothing else changes."""
-    plan = critic_plan(tiny_folder)
-    here = ppo_step(made(**plan), with_critic=True)
-    worker = made(TURNS, **plan)
-    away = ppo_step(worker, with_critic=True)
-    params = sum(parameter.numel() for parameter in worker.policy.model.parameters()) * 4
-    steps = len(list(worker.policy.model.parameters())) * 4  # torch's AdamW counts the steps of each parameter in fp32
-    for phase in ("values", "update_critic"):
-        saved = here[phase].peak_allocated_bytes - away[phase].peak_allocated_bytes
-        assert saved in (3 * params, 3 * params + steps), phase
-
-
 def test_a_phase_of_the_critic_moves_the_policy_out_first(made, tiny_folder):
     worker = made(TURNS, **critic_plan(tiny_folder, {"critic.model.fsdp_config.param_offload": True}))
     homes = worker.policy.trained.home, worker.critic.trained.home

@@ -16,7 +16,6 @@ from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.rollout.hf_engine import HfEngine
 
-CPU = torch.device("cpu")
 WHOLE = {
     "wide": torch.randn(700, 1001, generator=torch.Generator().manual_seed(0)),
     "odd": torch.arange(15.0).view(5, 3) / 7,
