@@ -9,30 +9,17 @@ import pytest
 from tests.quick import OTHERS, ROOT, changed_files, select_tests
 
 
-@pytest.mark.parametrize(
-    ("changed", "expected"),
-    [
+def test_a_changed_file_stands_for_its_tests():
+    for changed, expected in (
         ("tests/algorithms/test_kl.py", ["tests/algorithms/test_kl.py"]),
         ("verl_memopt/config/yaml/rloo_trainer.yaml", ["tests/config/test_profiles.py"]),
         ("requirements/gpu.txt", ["tests/architecture/test_requirements.py"]),
         ("README.md", []),
         ("verl_memopt/algorithms/was_removed.py", []),
         ("tests/algorithms/test_was_removed.py", []),
-    ],
-)
-def test_a_changed_file_stands_for_its_tests(changed, expected):
-    assert select_tests([changed]) == sorted(expected)
-
-
-@pytest.mark.parametrize(
-    ("changed", "among"),
-    [("verl_memopt/algorithms/kl.py", "tests/algorithms/test_kl.py"), ("verl_memopt/cli.py", "tests/test_cli.py")],
-)
-def test_a_file_of_the_package_stands_for_the_tests_that_import_it(changed, among):
-    assert among in select_tests([changed])
-
-
-def test_a_file_that_tests_share_stands_for_the_tests_that_import_it():
+    ):
+        assert select_tests([changed]) == expected
+    assert "tests/algorithms/test_kl.py" in select_tests(["verl_memopt/algorithms/kl.py"])
     chosen = select_tests(["tests/ranks.py"])
     assert "tests/distributed/test_sharded_state.py" in chosen
     assert "tests/algorithms/test_kl.py" not in chosen
@@ -60,27 +47,19 @@ def repository(tmp_path):
     return tmp_path, git
 
 
-def test_a_clean_branch_has_no_changed_files(repository):
-    assert changed_files(repository[0])[1] == []
-
-
-def test_changes_of_the_branch_and_of_the_working_tree_count(repository):
+def test_changes_of_the_branch_and_of_the_working_tree_count_and_those_of_main_alone_do_not(repository):
     folder, git = repository
+    assert changed_files(folder)[1] == []
+    git("checkout", "main")
+    (folder / "kept.py").write_text("2\n")
+    git("commit", "--all", "--message=main goes on")
+    git("checkout", "branch")
     (folder / "committed.py").write_text("2\n")
     git("commit", "--all", "--message=second")
     (folder / "edited.py").write_text("2\n")
     (folder / "removed.py").unlink()
     (folder / "new.py").write_text("1\n")
     assert changed_files(folder)[1] == ["committed.py", "edited.py", "new.py", "removed.py"]
-
-
-def test_what_main_alone_changed_does_not_count(repository):
-    folder, git = repository
-    git("checkout", "main")
-    (folder / "kept.py").write_text("2\n")
-    git("commit", "--all", "--message=main goes on")
-    git("checkout", "branch")
-    assert changed_files(folder)[1] == []
 
 
 def test_a_repository_without_a_main_branch_is_compared_with_its_last_commit(repository):
@@ -117,23 +96,12 @@ def test_a_failing_lint_fails_the_script(repository):
     assert "F401" in ended.stdout
 
 
-def test_a_failing_test_fails_the_script(repository):
-    ended = quick(repository[0], test_wrong="def test_it():\n    assert 1 == 2\n")
-    assert ended.returncode == 1
-    assert "1 failed" in ended.stdout
+SLEEPS = "import time\n\n\ndef test_long():\n    time.sleep(1)\n{}\n\ndef test_next():\n    assert 1 == 2\n"
 
 
-SLEEPS = "import time\n\n\ndef test_long():\n    time.sleep(1)\n\n\ndef test_next():\n    assert {}\n"
-
-
-def test_no_test_begins_when_the_time_is_up(repository):
-    ended = quick(repository[0], test_sleeps=SLEEPS.format("1 == 2"))
-    assert ended.returncode == 0
-    assert "1 passed" in ended.stdout
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_test_begins_when_the_time_is_up_and_a_failure_before_that_counts(repository, fails):
+    ended = quick(repository[0], test_sleeps=SLEEPS.format("    assert 1 == 2\n" if fails else ""))
+    assert (ended.returncode != 0) == fails
+    assert ("1 failed" if fails else "1 passed") in ended.stdout
     assert "quick: stopped after 0.5 seconds. The rest: make test ARGS='tests/test_sleeps.py'" in ended.stdout
-
-
-def test_a_failure_counts_when_the_time_is_up(repository):
-    ended = quick(repository[0], test_sleeps=SLEEPS.format("True").replace("time.sleep(1)", "time.sleep(1)\n    assert 1 == 2"))
-    assert ended.returncode != 0
-    assert "stopped after" in ended.stdout

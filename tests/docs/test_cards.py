@@ -15,7 +15,7 @@ def between_markers(name):
     return MARKED.search((ROOT / name).read_text())[2]
 
 
-@pytest.mark.parametrize("card", [pytest.param(card, marks=[] if card in ("24g", "32g") else pytest.mark.slow) for card in CARDS])
+@pytest.mark.parametrize("card", [pytest.param(card, marks=[] if card == "24g" else pytest.mark.slow) for card in CARDS])
 def test_the_tables_say_of_a_card_what_fit_says(card):
     found, text = row(card), between_markers("README.md")
     assert found.line in text, "run: python -m tools.cards"

@@ -116,11 +116,8 @@ def test_evaluate_answers_rows_with_the_trained_model_and_keeps_the_run(trained)
     trainer = trained[0]
     metrics = trainer.evaluate(ROWS[:2], metric_key_prefix="test")
     assert {"test_reward", "test_loss", "test_rewards/right/mean", "test_runtime", "epoch"} <= metrics.keys()
-    assert trainer.evaluate().keys() >= {"eval_easy_reward", "eval_hard_reward"}
-    assert [path.name for path in sorted((trainer.run.path / "evaluations").iterdir())] == ["1", "2"]
+    assert [path.name for path in sorted((trainer.run.path / "evaluations").iterdir())] == ["1"]
     assert [row["step"] for row in trainer.run.metrics] == [1, 2]
-    found = trainer.run.evaluate(ROWS[:2])
-    assert found["val-core/dataset/reward/mean@1"] == pytest.approx(metrics["test_reward"], abs=1e-5)
 
 
 def test_a_saved_model_lies_where_transformers_looks_for_it(trained, tmp_path):
@@ -172,12 +169,9 @@ def test_an_argument_without_an_equal_is_a_value_error_as_in_trl(name):
         trl.GRPOTrainer("m", right, train_dataset=ROWS, **{name: object()})
 
 
-def test_tokenizers_of_rewards_are_as_many_as_rewards():
+def test_tokenizers_of_rewards_are_as_many_as_rewards_and_a_callback_is_one():
     with pytest.raises(ValueError, match=r"^reward_processing_classes: there are 1 for 2 rewards, .*must match"):
         trl.GRPOTrainer("m", [right, "scorer"], train_dataset=ROWS, reward_processing_classes=object())
-
-
-def test_a_callback_that_is_none_is_refused():
     with pytest.raises(ConfigError, match=r"^callbacks: int is no TrainerCallback"):
         trl.GRPOTrainer("m", right, train_dataset=ROWS, callbacks=[3])
 
