@@ -24,16 +24,8 @@ CASES = {
         {"critic.model.fsdp_config.fsdp_size": 2, "critic.enable_resource_pool": True, "critic.n_gpus_per_node": 4},
     ),
     "split masters over the devices of the pool": (
-        {
-            "critic.model.fsdp_config.split_master_weights": True,
-            "critic.enable_resource_pool": True,
-            "critic.n_gpus_per_node": 2,
-        },
-        {
-            "critic.model.fsdp_config.split_master_weights": True,
-            "critic.enable_resource_pool": True,
-            "critic.n_gpus_per_node": 1,
-        },
+        {"critic.model.fsdp_config.split_master_weights": True, "critic.enable_resource_pool": True, "critic.n_gpus_per_node": 2},
+        {"critic.model.fsdp_config.split_master_weights": True, "critic.enable_resource_pool": True, "critic.n_gpus_per_node": 1},
     ),
     "another number of checkpoints than the policy's": (
         {"trainer.max_critic_ckpt_to_keep": 3},

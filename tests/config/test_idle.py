@@ -30,16 +30,8 @@ IDLE_CASES = {
         {f"{AR}.actor.policy_loss.custom.path": "mine.py", f"{AR}.actor.policy_loss.loss_mode": "custom"},
     ),
     "algorithm.gdpo_reward_keys": ({}, ["score"], {"algorithm.adv_estimator": "gdpo"}),
-    "algorithm.gdpo_reward_weights": (
-        {},
-        [2.0],
-        {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["score"]},
-    ),
-    "algorithm.gdpo_whiten_over": (
-        {},
-        "rows",
-        {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["score"]},
-    ),
+    "algorithm.gdpo_reward_weights": ({}, [2.0], {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["score"]}),
+    "algorithm.gdpo_whiten_over": ({}, "rows", {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["score"]}),
     "algorithm.norm_adv_epsilon": ({}, 0.5, {"algorithm.adv_estimator": "grpo"}),
     "algorithm.norm_adv_std_of": ({}, "batch", {"algorithm.adv_estimator": "grpo"}),
     "algorithm.gpg_counts": ({}, "informative", {"algorithm.adv_estimator": "gpg"}),

@@ -57,13 +57,7 @@ ENTROPY = {
     "entropy_coef_min": 0.02, "entropy_coef_max": 0.3,
 }  # fmt: skip
 READ = {
-    "grpo": [
-        NEWEST | OF_GRPO,
-        {"entropy_coef": 0.1},
-        ENTROPY,
-        {"cast_lm_head_to_fp32": False},
-        *BESIDE_OTHERS,
-    ],
+    "grpo": [NEWEST | OF_GRPO, {"entropy_coef": 0.1}, ENTROPY, {"cast_lm_head_to_fp32": False}, *BESIDE_OTHERS],
     "rloo": [NEWEST | OF_RLOO, OLDER, {"normalize_reward": True}],
 }
 """Estimator -> names that are read together."""

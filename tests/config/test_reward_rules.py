@@ -134,11 +134,7 @@ def test_the_tokenizer_of_the_responses_is_the_policys(settled, tokenizer):
             "Set trainer.worker_group=ray, or reward_model.enable_resource_pool=false.",
         ),
         (
-            {
-                "reward_model.enable_resource_pool": True,
-                "reward_model.n_gpus_per_node": 4,
-                f"{MODEL}.fsdp_config.fsdp_size": 3,
-            },
+            {"reward_model.enable_resource_pool": True, "reward_model.n_gpus_per_node": 4, f"{MODEL}.fsdp_config.fsdp_size": 3},
             f"{MODEL}.fsdp_config.fsdp_size=3, reward_model.nnodes=1, reward_model.n_gpus_per_node=4: does not divide",
             "Set a divisor of 4, or -1.",
         ),

@@ -47,17 +47,13 @@ def test_kept_and_dropped_tokens_add_up(texts, limit, truncation):
     assert sum(map(len, rows)) + encoder.tokens_dropped == sum(map(len, texts))
 
 
-def test_copies_of_a_prompt_count_once():
-    encoder = PromptEncoder(TOKENIZER, 5, "left")
-    encoder.encode(["0123456789"] * 3 + ["01"] * 3, ["a:1"] * 6, copies=3)
-    assert (encoder.rows_truncated, encoder.tokens_dropped) == (1, 5)
-
-
 def test_ids_fit_as_texts_do():
     encoder = PromptEncoder(TOKENIZER, 5, "right", embedding_rows=100)
     assert encoder.fit([1, 2, 3, 4, 5, 6], "a:1") == [1, 2, 3, 4, 5]
     assert encoder.fit([1, 2, 3, 4, 5, 6], "a:1", counted=False) == [1, 2, 3, 4, 5]
     assert (encoder.rows_truncated, encoder.tokens_dropped) == (1, 1)
+    encoder.encode(["0123456789"] * 3 + ["01"] * 3, ["a:1"] * 6, copies=3)
+    assert (encoder.rows_truncated, encoder.tokens_dropped) == (2, 6), "copies of a prompt count once"
     assert encoder.fit([99], "a:2") == [99]
     with pytest.raises(DataError, match=r"^a:2: the prompt has the token id 100, but the model's embedding has 100 rows"):
         encoder.fit([100], "a:2")
@@ -75,22 +71,14 @@ def test_error_refuses_a_prompt_over_the_limit_with_its_row_and_length():
         encoder.encode(["0", "012345"], ["a:1", "a:2"])
 
 
-@pytest.mark.parametrize("truncation", ["left", "right", "middle"])
-def test_a_prompt_of_the_limit_is_left_whole_and_one_token_more_is_cut(truncation):
-    encoder = PromptEncoder(TOKENIZER, 5, truncation)
-    assert digits(encoder.encode(["01234"], ["a:1"])[0]) == "01234"
-    assert (encoder.rows_truncated, encoder.tokens_dropped) == (0, 0)
-    assert len(encoder.encode(["012345"], ["a:1"])[0]) == 5
-    assert (encoder.rows_truncated, encoder.tokens_dropped) == (1, 1)
-
-
-def test_an_empty_prompt_is_refused():
+def test_a_prompt_of_the_limit_is_left_whole_one_token_more_is_cut_and_an_empty_one_refused():
+    for truncation in ("left", "right", "middle"):
+        encoder = PromptEncoder(TOKENIZER, 5, truncation)
+        assert [len(ids) for ids in encoder.encode(["01234", "012345"], ["a:1", "a:2"])] == [5, 5]
+        assert (encoder.rows_truncated, encoder.tokens_dropped) == (1, 1)
+    assert encoder.encode([], []) == []
     with pytest.raises(DataError, match="a:1: the prompt has no tokens"):
-        PromptEncoder(TOKENIZER, 5, "left").encode([""], ["a:1"])
-
-
-def test_no_text_gives_no_row():
-    assert PromptEncoder(TOKENIZER, 5, "error").encode([], []) == []
+        encoder.encode([""], ["a:1"])
 
 
 SPECIAL = SpecialTokens(TOKENIZER)
@@ -211,10 +199,6 @@ def test_an_added_token_that_is_not_special_stays_a_token():
     assert special.names == ["</s>", "<u>"]
     (ids,) = special.encode(["aa</s>"], [((2, 6),)])
     assert ids[0] == len(SIZE)
-
-
-def test_the_same_tokenizer_gives_the_same_object():
-    assert special_tokens_of(TOKENIZER) is special_tokens_of(TOKENIZER)
 
 
 class Slow:

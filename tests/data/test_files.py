@@ -85,11 +85,8 @@ def test_a_byte_order_mark_and_windows_line_ends_are_no_part_of_a_row(tmp_path):
     (tmp_path / "r.json").write_bytes(b'\xef\xbb\xbf[{"a": 1},\r\n{"a": 2}]\r\n')
     for name in ("r.jsonl", "r.json"):
         assert [row for _, row in read_rows(tmp_path / name, KEY)] == [{"a": 1}, {"a": 2}]
-
-
-def test_a_whole_surrogate_pair_is_a_character(tmp_path):
     (tmp_path / "r.jsonl").write_text('{"a": "\\ud83d\\ude00"}\n')
-    assert read_rows(tmp_path / "r.jsonl", KEY)[0][1] == {"a": "\U0001f600"}
+    assert read_rows(tmp_path / "r.jsonl", KEY)[0][1] == {"a": "\U0001f600"}, "a whole surrogate pair is a character"
 
 
 def test_a_folder_given_as_a_file_is_called_a_folder(tmp_path):
@@ -98,15 +95,12 @@ def test_a_folder_given_as_a_file_is_called_a_folder(tmp_path):
         read_rows(tmp_path / "r.jsonl", KEY)
 
 
-def test_a_column_that_is_there_twice_is_named(tmp_path):
-    table = pyarrow.table([["x"], ["y"]], names=["prompt", "prompt"])
-    parquet.write_table(table, tmp_path / "r.parquet")
-    with pytest.raises(DataError, match=r"r\.parquet: the column 'prompt' appears several times"):
-        read_rows(tmp_path / "r.parquet", KEY)
-
-
-def test_a_parquet_text_that_is_no_utf8_is_told(tmp_path):
+def test_a_column_that_is_there_twice_and_a_parquet_text_that_is_no_utf8_are_told(tmp_path):
     broken = pyarrow.array([b"\xff"], type=pyarrow.binary()).view(pyarrow.string())
-    parquet.write_table(pyarrow.table([broken], names=["prompt"]), tmp_path / "r.parquet")
-    with pytest.raises(DataError, match=r"r\.parquet: this is not a readable parquet file"):
-        read_rows(tmp_path / "r.parquet", KEY)
+    for table, said in (
+        (pyarrow.table([["x"], ["y"]], names=["prompt", "prompt"]), "the column 'prompt' appears several times"),
+        (pyarrow.table([broken], names=["prompt"]), "this is not a readable parquet file"),
+    ):
+        parquet.write_table(table, tmp_path / "r.parquet")
+        with pytest.raises(DataError, match=rf"r\.parquet: {said}"):
+            read_rows(tmp_path / "r.parquet", KEY)

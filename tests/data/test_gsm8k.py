@@ -55,14 +55,11 @@ def test_a_record_without_question_or_number_is_named(record, message):
         as_row("a:1", record, "train", 0)
 
 
-def test_a_bad_record_leaves_no_file_of_its_split(tmp_path):
+def test_a_bad_record_leaves_no_file_of_its_split_and_a_folder_without_files_of_one_is_refused(tmp_path):
     source = write_source(tmp_path / "source", test={"question": "q", "answer": "none"})
     with pytest.raises(DataError, match=r"test-00000-of-00001\.parquet:1"):
         prepare_gsm8k(tmp_path / "out", local_dir=source)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["train.parquet"]
-
-
-def test_a_folder_without_files_of_a_split_is_refused(tmp_path):
     (tmp_path / "train.csv").write_text("")
     with pytest.raises(DataError, match=r"there is no file train\* that ends in \.parquet"):
         prepare_gsm8k(tmp_path / "out", local_dir=tmp_path)

@@ -66,6 +66,7 @@ def test_a_pass_shows_no_row_twice_and_the_next_has_its_own_order(count, buffer,
     assert stream.epoch == 0
     take(stream, 1)
     assert stream.epoch == 1
+    assert take(loader(rows(99), most=8), 3) == take(loader(rows(8)), 3), "a cap takes the first rows of each pass"
 
 
 def test_the_seed_decides_the_order_within_the_buffer():
@@ -117,10 +118,6 @@ def test_a_stream_with_fewer_rows_than_a_batch_is_refused_with_both_numbers():
     for given_rows in (rows(3), map(made, range(3))):
         with pytest.raises(DataError, match=r"data\.train_batch_size=4: dataset has only 3 rows"):
             take(loader(given_rows), 1)
-
-
-def test_a_cap_takes_the_first_rows_of_each_pass():
-    assert take(loader(rows(99), most=8), 3) == take(loader(rows(8)), 3)
 
 
 def test_rows_that_differ_when_they_are_read_again_are_noticed(caplog):

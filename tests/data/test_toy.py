@@ -30,23 +30,18 @@ def read(folder, name):
     return PromptDataset(path, Data(train_files=path, val_files=path, shuffle=False, max_prompt_length=16), tokenizer, "train")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_held_out_sums_are_never_trained_on_and_every_sum_is_in_one_split(seed):
     train, validation = split_problems(ToyRecipe(), seed)
     assert len({*train, *validation}) == len(train) + len(validation) == 80 * 9
     assert len(validation) == 128
     assert sum(map(carries, validation)) == 80
-
-
-def test_another_seed_holds_out_other_sums():
-    assert split_problems(ToyRecipe(), 0) == split_problems(ToyRecipe(), 0)
-    assert set(split_problems(ToyRecipe(), 0)[1]) != set(split_problems(ToyRecipe(), 1)[1])
-
-
-@pytest.mark.parametrize(("problem", "answer"), [((47, 8), 45), ((41, 8), 49), ((89, 9), 88), ((15, 5), 10)])
-def test_the_careless_teacher_is_wrong_only_where_there_is_a_carry(problem, answer):
-    assert careless_answer(problem) == answer
-    assert (careless_answer(problem) == sum(problem)) == (not carries(problem))
+    assert (train, validation) == split_problems(ToyRecipe(), seed)
+    assert set(validation) != set(split_problems(ToyRecipe(), seed + 1)[1])
+    for problem in (*train, *validation):
+        ones, tens = (problem[0] % 10 + problem[1]) % 10, problem[0] // 10 * 10
+        assert careless_answer(problem) == tens + ones
+        assert (careless_answer(problem) == sum(problem)) == (not carries(problem))
 
 
 def test_the_files_are_datasets_of_short_prompts_with_a_rule_for_their_reward(toy):
@@ -60,15 +55,9 @@ def test_the_files_are_datasets_of_short_prompts_with_a_rule_for_their_reward(to
             assert sum(map(int, question.removesuffix("=").split("+"))) == int(row.ground_truth)
 
 
-def test_the_model_folder_loads_and_the_record_tells_how_it_was_made(toy):
-    AutoModelForCausalLM.from_pretrained(toy / "model")
+def test_the_same_seed_gives_the_same_weights_and_the_record_tells_how_they_were_made(toy, tmp_path):
     record = json.loads((toy / "toy.json").read_text())
-    assert record["seed"] == 3
-    assert record["recipe"]["warm_up"]["steps"] == 2
-    assert 0 <= record["greedy_accuracy"] <= 1
-
-
-def test_the_same_seed_gives_the_same_weights(toy, tmp_path):
+    assert (record["seed"], record["recipe"]["warm_up"]["steps"], 0 <= record["greedy_accuracy"] <= 1) == (3, 2, True)
     again = make_toy(tmp_path / "again", 3, SHORT)
     other = make_toy(tmp_path / "other", 4, SHORT)
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (toy, again, other)]
@@ -128,12 +117,8 @@ def test_the_model_learns_the_teachers_probabilities(model):
 
 
 def test_an_answer_counts_only_when_the_turn_ends_after_it(model):
+    before = torch.get_num_threads()
     warm_up(model, [("1+1=", "722", "722")], WarmUp(steps=100, batch_size=4, lr=1e-2), seed=0)
+    assert torch.get_num_threads() == before
     assert greedy_accuracy(model, [("1+1=", "722")]) == 1.0
     assert greedy_accuracy(model, [("1+1=", "72")]) == 0.0
-
-
-def test_the_number_of_threads_is_as_before(model):
-    before = torch.get_num_threads()
-    warm_up(model, LESSONS, WarmUp(steps=1, batch_size=2), seed=0)
-    assert torch.get_num_threads() == before

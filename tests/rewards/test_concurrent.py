@@ -56,7 +56,7 @@ return {{"score": extra_info["index"], "most": most}}
 """
 
 
-@pytest.mark.parametrize("bound", [1, 3, 64])
+@pytest.mark.parametrize("bound", [1, 64])
 def test_rows_run_at_a_time_up_to_the_bound_and_come_in_order(waits, bound):
     """No row ends before as many as may run have begun."""
     settings = waits(COUNTED.format(needed=min(bound, 9)))
@@ -79,9 +79,7 @@ def test_rows_share_one_event_loop_from_step_to_step(waits):
         ("await asyncio.sleep(0)\nreturn 1 / (solution_str != 'bad')", r"raised:.*in compute_score.*ZeroDivisionError"),
         ("return 1 / (solution_str != 'bad')", "raised:.*ZeroDivisionError"),
         ("if solution_str == 'bad': raise asyncio.CancelledError\nreturn 1", "raised:.*CancelledError"),
-        ("if solution_str == 'bad': raise TimeoutError('mine')\nreturn 1", "raised:.*TimeoutError: mine"),
         ("if solution_str == 'bad': raise SystemExit(3)\nreturn 1", "raised:.*SystemExit: 3"),
-        ("return '1' if solution_str == 'bad' else 1", "returned '1' of type str"),
         ("if solution_str == 'bad': os._exit(7)\nawait asyncio.sleep(0.01)\nreturn 1", "exited with code 7"),
     ],
 )

@@ -125,7 +125,7 @@ def test_the_body_arrives_as_json_with_the_headers_and_the_answer_comes_back(jud
     assert (headers["Authorization"], headers["Content-Type"]) == ("Bearer me", "application/json")
 
 
-@pytest.mark.parametrize("trouble", [fails(503), fails(429), fails(500, b"oops"), fails(200, b"not json"), cut_short, hangs_up])
+@pytest.mark.parametrize("trouble", [fails(503), fails(200, b"not json"), cut_short, hangs_up])
 def test_a_judge_that_recovers_is_asked_again(judge, trouble):
     judge.behaviours = [trouble, trouble, echoes]
     assert ask(judge.url, 1, QUICK) == {"seen": 1}
@@ -155,16 +155,7 @@ def test_a_request_that_is_wrong_is_not_repeated(judge):
     assert len(judge.requests) == 1
 
 
-def test_an_answer_that_is_too_long_is_not_asked_for_again(judge):
-    judge.behaviours = [fails(200, b" " * LARGEST_ANSWER_BYTES + b"1")]
-    with pytest.raises(LongAnswerError, match=f"answered with over {LARGEST_ANSWER_BYTES} bytes"):
-        ask(judge.url, 1, QUICK)
-    assert len(judge.requests) == 1
-    judge.behaviours = [fails(200, b" " * (LARGEST_ANSWER_BYTES - 1) + b"1")]
-    assert ask(judge.url, 1, QUICK) == 1
-
-
-def test_an_answer_that_is_too_long_is_not_read_to_its_end(judge):
+def test_an_answer_that_is_too_long_is_not_read_to_its_end_and_not_asked_for_again(judge):
     sent = []
 
     def pours(handler, body):
@@ -175,9 +166,11 @@ def test_an_answer_that_is_too_long_is_not_read_to_its_end(judge):
             sent.append(handler.wfile.write(bytes(LARGEST_ANSWER_BYTES)))
 
     judge.behaviours = [pours]
-    with pytest.raises(LongAnswerError):
+    with pytest.raises(LongAnswerError, match=f"answered with over {LARGEST_ANSWER_BYTES} bytes"):
         ask(judge.url, 1, QUICK)
-    assert len(sent) < 8
+    assert (len(sent) < 8, len(judge.requests)) == (True, 1)
+    judge.behaviours = [fails(200, b" " * (LARGEST_ANSWER_BYTES - 1) + b"1")]
+    assert ask(judge.url, 1, QUICK) == 1
 
 
 @pytest.mark.parametrize(
@@ -209,7 +202,7 @@ def test_a_header_that_cannot_be_sent_is_named_without_its_value(judge, value):
     assert judge.requests == []
 
 
-@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("status", [301, 307])
 def test_no_redirection_takes_the_headers_to_another_place(judge, status):
     elsewhere = Judge()
     judge.behaviours = [fails(status, Location=elsewhere.url)]
@@ -310,12 +303,6 @@ def test_the_example_asks_a_judge_for_each_row_and_survives_a_failure(judge):
     assert [(r.score, r.extra["graded"]) for r in results] == [(0.7, True), (0.0, False), (1.0, True)]
     assert "Answer of a student:\na\n" in judge.requests[0][1]["messages"][0]["content"]
     assert len(judge.requests) == 4
-
-
-def test_the_example_names_the_row_and_the_judge_that_refuses(judge):
-    judge.behaviours = [fails(401)]
-    with RewardRunner(graded(judge), 1) as runner, pytest.raises(RewardError, match=r"^train\.jsonl:1: .*refused.*401"):
-        runner.score(rows("a"))
 
 
 def test_a_judge_that_hangs_is_a_row_over_its_time_limit(judge):

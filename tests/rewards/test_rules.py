@@ -121,6 +121,7 @@ def test_tolerant_rules_are_those_of_a_key_of_their_own():
     pytest.importorskip("math_verify")
     assert score_by_rule("openai/gsm8k", "#### $72.", "72", tolerant=True) == 1.0
     assert score_batch_by_rule(["lighteval/MATH"], [r"\boxed{\frac{2}{4}}"], ["0.5"], [{}], tolerant=True) == [1.0]
+    assert score_batch_by_rule(["toy/arithmetic", "openai/gsm8k"], ["4", "so #### 5"], ["4", "6"], [{}, {}]) == [1.0, 0.0]
     scored = load_reward_function(None, "compute_score", {"tolerant": True}, False, None)
     assert scored("openai/gsm8k", "####72", "72", {}) == 1.0
 
@@ -166,22 +167,13 @@ def test_the_think_format_wants_one_thought_then_one_answer(solution, score):
         (r"first \boxed{4}, no, \boxed{3}", "4", 0.0),
         ("The answer is $7$.", "7", 1.0),
         ("it is 1,234", 1234, 1.0),
-        (r"\boxed{3}", "4", 0.0),
         (r"\boxed{(1,2)}", "(2,1)", 0.0),
-        ("no answer", "4", 0.0),
         ("", "4", 0.0),
     ],
 )
 def test_a_mathematical_answer_counts_by_its_value(solution, truth, score):
     pytest.importorskip("math_verify")
-    assert math_answer(solution, truth) == score
-
-
-def test_the_mathematical_rows_beside_verls_code_tasks_are_scored():
-    pytest.importorskip("math_verify")
-    for name in ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads"):
-        assert score_by_rule(f"numina_{name}", r"so \boxed{\frac{1}{2}}", "0.5") == 1.0
-        assert score_by_rule(f"numina_{name}", r"so \boxed{2}", "0.5") == 0.0
+    assert math_answer(solution, truth) == score_by_rule("numina_olympiads", solution, truth) == score
 
 
 def test_an_answer_that_cannot_be_computed_in_time_scores_nothing(monkeypatch):
@@ -202,11 +194,6 @@ def test_a_rule_whose_package_is_missing_is_refused_with_the_row(monkeypatch):
         check([("openai/gsm8k", "train.parquet:1", "1"), ("math/answer", "train.parquet:2", "1")])
 
 
-def test_the_data_source_chooses_the_rule():
-    assert score_by_rule("toy/arithmetic", "5", "5") == 1.0
-    assert score_by_rule("openai/gsm8k", "5", "5") == 0.0
-
-
 def test_an_unknown_data_source_is_refused_with_its_row_and_the_known_ones():
     check([(source, "a.parquet:1", "1") for source, rule in RULES.items() if rule is not math_answer])
     with pytest.raises(DataError, match=r"a\.parquet:2: data_source 'openai/prm800k' has no rule.*openai/gsm8k"):
@@ -221,11 +208,6 @@ def test_a_code_task_needs_a_sandbox_service(source):
         check([(source, "a.parquet:1", "{}")])
     with pytest.raises(RewardError, match=f"^cannot score this row: {wrong}"):
         score_by_rule(source, "```python\n1\n```", "{}")
-
-
-def test_a_batch_is_scored_row_by_row():
-    sources = ["toy/arithmetic", "openai/gsm8k"]
-    assert score_batch_by_rule(sources, ["4", "so #### 5"], ["4", "6"], [{}, {}]) == [1.0, 0.0]
 
 
 MATH_SOURCES = ("lighteval/MATH", "math_dapo", "math/answer")

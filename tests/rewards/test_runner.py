@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tests.rewards.conftest import rows, scored
+from tests.rewards.conftest import HEAD, rows, scored
 from tests.rewards.processes import STARTS_OTHERS, all_gone, gone, wait_until
 from verl_memopt.config.schema import CustomReward
 from verl_memopt.config.values import choices
@@ -53,7 +53,6 @@ def test_the_function_gets_what_the_row_holds_and_its_fixed_arguments(custom):
     ("bad", "message"),
     [
         ("1 / 0", "compute_score of .*reward.py raised:.*Traceback.*ZeroDivisionError"),
-        ("float('nan')", "returned nan, not a finite number"),
         ("os._exit(7)", "ended its process, which exited with code 7"),
         ("os.kill(os.getpid(), 11)", "which was killed by SIGSEGV"),
         ("sys.exit(3)", "SystemExit: 3"),
@@ -78,10 +77,6 @@ def test_failed_rows_take_the_fallback_and_the_others_their_scores(custom, caplo
     assert "train.jsonl:2" in caplog.text
 
 
-def test_a_time_limit_holds_for_a_row_and_not_for_the_batch(custom):
-    assert [r.score for r in scored(custom("import time\ntime.sleep(0.2)\nreturn 1", timeout_seconds=0.8), *"abcde")] == [1.0] * 5
-
-
 def test_a_process_killed_between_rows_is_replaced_and_blames_no_row(custom):
     with RewardRunner(custom("import os\nreturn os.getpid()"), 1) as runner:
         pid = int(runner.score(rows("a"))[0].score)
@@ -104,7 +99,7 @@ def test_what_a_function_returns_runs_no_code_in_the_run(custom, tmp_path):
     assert not (tmp_path / "it ran").exists()
 
 
-@pytest.mark.parametrize("sent", ["pickle.dumps(1)", "b'[[]]'", "b'7'", "b'[' * 10**5"])
+@pytest.mark.parametrize("sent", ["pickle.dumps(1)", "b'[[]]'"])
 def test_what_a_function_writes_to_the_connection_itself_is_an_error(custom, sent):
     body = f"""
     import gc, pickle
@@ -128,21 +123,13 @@ WRITES = """
 """
 ATTACKS = {
     "a header without a body": "os.write(pipe, struct.pack('!4sQI', b'vmr1', here, 100))",
-    "a part of a header": "os.write(pipe, b'vm')",
     "a length beyond all bounds": "os.write(pipe, struct.pack('!4sQI', b'vmr1', here, 2**32 - 1))",
-    "another protocol": "os.write(pipe, struct.pack('!i', -1) + b'x' * 100)",
-    "a score that is none": "os.write(pipe, as_message(here, [[1, '1', {}, None]]))",
-    "a score without an end": "os.write(pipe, as_message(here, [[1, float('inf'), {}, None]]))",
     "a score beyond all bounds": "os.write(pipe, as_message(here, [[1, 1e300, {}, None]]))",
     "a row that was not asked for": "os.write(pipe, as_message(here, [[77, 1.0, {}, None]]))",
     "a row twice": "os.write(pipe, as_message(here, [[1, 1.0, {}, None], [1, 1.0, {}, None]]) * 2)",
-    "entries of no dict": "os.write(pipe, as_message(here, [[1, 1.0, [], None]]))",
-    "deep JSON": "os.write(pipe, struct.pack('!4sQI', b'vmr1', here, 10**5) + b'[' * 10**5)",
     "more than may be kept": "return dict(score=1.0, all='x' * 10**6)",
     "an interrupt": "raise KeyboardInterrupt",
-    "the end of a generator": "raise GeneratorExit",
     "no position": "os.ftruncate(serving.progress, 0); os._exit(1)",
-    "a position that is none": "os.pwrite(serving.progress, b'\\xff' * 16, 0); os._exit(1)",
     "silence": "Serving._flush = lambda self: time.sleep(60)",
 }
 
@@ -180,18 +167,13 @@ def test_a_child_that_comes_back_from_the_function_scores_nothing(custom):
     assert [result.score for result in scored(custom(body), *"abc")] == [1.0] * 3
 
 
-def test_a_message_of_a_reward_steers_no_terminal(custom):
-    body = "raise ValueError('\\x1b[2J\\r\\x9b1m')"
+@pytest.mark.parametrize("where", ["in the function", "at the import"])
+def test_a_message_of_a_reward_steers_no_terminal(tmp_path, where):
+    fault = "raise ValueError('\\x1b[2J\\r\\x9b1m')"
+    text = f"{HEAD}    {fault}" if where == "in the function" else fault
+    (tmp_path / "reward.py").write_text(text)
     with pytest.raises(RewardError) as caught:
-        scored(custom(body), "x")
-    assert "ValueError: \\x1b[2J\\x0d\\x9b1m" in str(caught.value)
-    assert str(caught.value).replace("\n", "").isprintable()
-
-
-def test_a_message_of_the_import_of_a_reward_steers_no_terminal(tmp_path):
-    (tmp_path / "reward.py").write_text("raise ValueError('\\x1b[2J\\r\\x9b1m')")
-    with RewardRunner(CustomReward(path=str(tmp_path / "reward.py")), 1) as runner, pytest.raises(RewardError) as caught:
-        runner.check()
+        scored(CustomReward(path=str(tmp_path / "reward.py")), "x")
     assert "ValueError: \\x1b[2J\\x0d\\x9b1m" in str(caught.value)
     assert str(caught.value).replace("\n", "").isprintable()
 
@@ -343,6 +325,8 @@ def test_what_the_function_prints_lies_in_its_log_and_not_among_what_the_run_pri
         return subprocess.call(["echo", "below"])
     """
     with RewardRunner(custom(body), 1, tmp_path / "reward_logs") as runner:
+        runner.check()
+        assert not (tmp_path / "reward_logs").exists()
         runner.score(rows("a"))
     assert sorted((tmp_path / "reward_logs" / "process_0.log").read_text().split("\n")) == ["", "below", "seen a", "told"]
     assert capfd.readouterr() == ("", "")
@@ -366,12 +350,6 @@ def test_a_reward_process_gets_its_share_of_the_cores_or_what_was_asked_for(cust
         monkeypatch.setenv("OMP_NUM_THREADS", wished)
     with RewardRunner(custom("import os; return int(os.environ['OMP_NUM_THREADS'])"), 2) as runner:
         assert [result.score for result in runner.score(rows("a"))] == [4.0 if wished is None else 3.0]
-
-
-def test_a_function_that_prints_nothing_leaves_no_log(custom, tmp_path):
-    with RewardRunner(custom("return 1"), 1, tmp_path / "reward_logs") as runner:
-        runner.score(rows("a"))
-    assert not (tmp_path / "reward_logs").exists()
 
 
 def test_rows_are_given_up_when_the_run_is_asked_to_stop_and_the_processes_end(custom):
@@ -404,7 +382,7 @@ return [{"score": i["index"], "row": [d, s, t], "calls": list(calls), "more": kw
 """
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", [3])
 def test_the_manager_batch_calls_the_function_once_with_all_rows(batch, num_workers):
     settings = batch(SEES_ALL, reward_kwargs={"bonus": 2})
     with RewardRunner(settings, num_workers, manager="batch") as runner:
@@ -412,18 +390,6 @@ def test_the_manager_batch_calls_the_function_once_with_all_rows(batch, num_work
         assert [r.score for r in results] == list(range(10))
         assert results[3].extra == {"row": ["mine", "d", "4"], "calls": [10], "more": {"bonus": 2}}
         assert runner.score([]) == []
-
-
-def test_an_async_function_may_score_a_batch(custom):
-    body = "import asyncio\nawait asyncio.sleep(0)\nreturn list(map(len, solution_strs))"
-    settings = custom(body, head=BATCH.replace("def compute", "async def compute"))
-    assert [r.score for r in scored(settings, "a", "bc", manager="batch")] == [1.0, 2.0]
-
-
-def test_the_rules_score_under_every_manager():
-    for manager in ("naive", "batch", "dapo", "prime"):
-        with RewardRunner(CustomReward(), 1, manager=manager) as runner:
-            assert [r.score for r in runner.score(rows("4", "5", source="toy/arithmetic"))] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -442,16 +408,11 @@ def test_what_goes_wrong_with_the_one_call_goes_wrong_with_every_row(batch, body
     assert re.search(rf"(?s)failed on 3 of 3 rows.*the first is train\.jsonl:1: .*{message}", caplog.text)
 
 
-def test_a_call_that_fails_for_all_rows_stops_the_run_with_the_name_of_the_first(batch):
-    settings = batch("return [1.0]")
-    with pytest.raises(RewardError, match=r"^train\.jsonl:1: .*for 3 rows"):
-        scored(settings, "a", "b", "c", manager="batch")
-
-
-def test_one_bad_score_of_a_batch_fails_its_row_alone(batch):
-    settings = batch("return [1.0, 'one', 2.0]", on_error="score")
-    results = scored(settings, "a", "b", "c", manager="batch")
+def test_one_bad_score_of_a_batch_fails_its_row_alone_and_a_call_that_fails_names_the_first(batch):
+    results = scored(batch("return [1.0, 'one', 2.0]", on_error="score"), "a", "b", "c", manager="batch")
     assert [(r.score, r.failed) for r in results] == [(1.0, False), (0.0, True), (2.0, False)]
+    with pytest.raises(RewardError, match=r"^train\.jsonl:1: .*for 3 rows"):
+        scored(batch("return [1.0]"), "a", "b", "c", manager="batch")
 
 
 def test_prime_scores_rows_in_parallel_and_a_slow_one_delays_no_other(custom, tmp_path):

@@ -138,11 +138,6 @@ def under(limits, program):
     return subprocess.run([sys.executable, "-c", bound], capture_output=True, text=True, check=False)
 
 
-def test_a_row_may_take_32_processor_seconds_for_each_second_of_its_time_limit_unless_it_is_set():
-    assert Limits.of(CustomReward(timeout_seconds=2)).cpu_seconds == 64
-    assert Limits.of(CustomReward(timeout_seconds=2, cpu_seconds=5)).cpu_seconds == 5
-
-
 def test_a_limit_above_the_machines_own_is_lowered_to_it():
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard == resource.RLIM_INFINITY:
@@ -152,6 +147,8 @@ def test_a_limit_above_the_machines_own_is_lowered_to_it():
 
 
 def test_torch_can_be_imported_and_used_under_the_default_limits():
+    assert Limits.of(CustomReward(timeout_seconds=2)).cpu_seconds == 64, "32 for each second, unless it is set"
+    assert Limits.of(CustomReward(timeout_seconds=2, cpu_seconds=5)).cpu_seconds == 5
     shown = under(Limits.of(CustomReward()), "import torch; print(float((torch.ones(512, 512) @ torch.ones(512, 512)).sum()))")
     assert shown.stdout.split() == [str(512.0**3)], shown.stderr
 
@@ -187,21 +184,14 @@ def test_a_disk_that_refuses_loses_the_output_and_says_so_once(tmp_path, capfd):
     assert said == f"{log.path}: the output of a reward function cannot be written (File exists).\n"
 
 
-def test_the_last_lines_are_quoted_under_the_name_of_the_log(tmp_path):
+def test_the_last_lines_of_this_process_are_quoted_under_the_name_of_the_log(tmp_path):
     path = tmp_path / "a.log"
+    assert last_lines(None) == last_lines(path) == ""
     path.write_text("".join(f"line {number}\n\n" for number in range(9)))
     assert last_lines(path) == f"\n  its last output ({path}):\n  line 4\n  line 5\n  line 6\n  line 7\n  line 8"
-
-
-def test_what_an_earlier_process_printed_is_not_quoted(tmp_path):
-    path = tmp_path / "a.log"
     path.write_text("old\n")
     assert last_lines(path, since=4) == ""
     path.write_text("old\nnew\n")
     assert last_lines(path, since=4) == f"\n  its last output ({path}):\n  new"
     path.write_text("cut\n")
     assert "cut" in last_lines(path, since=400)
-
-
-def test_no_log_and_no_file_give_nothing_to_quote(tmp_path):
-    assert last_lines(None) == last_lines(tmp_path / "absent.log") == ""

@@ -1,6 +1,5 @@
 """The data of RLT: tags, prompts, rows of every accepted form, the dataset of a run, and prepared files."""
 
-import inspect
 import json
 import logging
 from pathlib import Path
@@ -11,8 +10,6 @@ from transformers import PreTrainedTokenizerFast
 
 from recipe.rlt.prepare_rlt import prepare_rlt, token_lengths
 from tests.rlt import data_of, write
-from verl_memopt.config.schema import CustomClass
-from verl_memopt.data.dataset import build_dataset
 from verl_memopt.data.encoder import tokenize
 from verl_memopt.data.sources import NAMES_OF_SPLITS, files_of_split, read_source
 from verl_memopt.errors import DataError
@@ -85,13 +82,6 @@ def test_prompts_cannot_be_cut_and_a_template_that_fails_names_the_row(tmp_path,
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('no') }}")
     with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template cannot render"):
         RltDataset(path, data_of(), tokenizer, "train")
-
-
-def test_a_run_can_name_it_as_its_dataset_class(tmp_path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = write(tmp_path / "rows.jsonl", row(1))
-    custom = CustomClass(path=inspect.getfile(RltDataset), name="RltDataset")
-    (prompt,) = build_dataset(path, data_of(custom_cls=custom), tokenizer, "train")
-    assert prompt == RltDataset(path, data_of(), tokenizer, "train")[0]
 
 
 # Tags and prefixes of both families.
@@ -228,7 +218,6 @@ def test_a_row_of_another_form_is_an_error(row, message):
     ("row", "reason"),
     [
         ({"question": " \n", "solution": "2"}, EMPTY_QUESTION),
-        ({"question": "q", "solution": ""}, EMPTY_SOLUTION),
         ({"question": "q", "solution": " \n\n "}, EMPTY_SOLUTION),
         ({"question": "q", "solution": "<|begin_of_solution|> <|end_of_solution|>"}, EMPTY_SOLUTION),
         ({"question": "what is <|end_of_explanation|>?", "solution": "2"}, TAG_IN_QUESTION),
@@ -236,7 +225,6 @@ def test_a_row_of_another_form_is_an_error(row, message):
         ({"question": "q", "solution": "2", "reasoning_trace": "a <|end_of_explanation|> b"}, TAG_IN_TRACE),
         (conversation(roles=("assistant", "user")), NOT_TWO_TURNS),
         ({"conversations": conversation()["conversations"] * 2}, NOT_TWO_TURNS),
-        ({"conversations": []}, NOT_TWO_TURNS),
         ({"conversations": [{"from": "user", "value": None}, {"from": "assistant", "value": "x"}]}, NOT_TWO_TURNS),
         (conversation("the answer is 2"), NO_SECTIONS),
         (conversation(ANSWER + ANSWER), NO_SECTIONS),
@@ -286,12 +274,6 @@ def test_rows_are_split_written_and_counted(tmp_path) -> None:
     together = sorted([*files["train"], *files["val"]], key=lambda each: int(each["question"][:-1]))
     assert together == [traced(number) for number in range(10)]
     assert prepared.rejected == {EMPTY_SOLUTION: 1, TAG_IN_QUESTION: 1}
-
-
-def test_the_seed_decides_which_rows_are_held_out(tmp_path) -> None:
-    path = write(tmp_path / "a.jsonl", *map(traced, range(30)))
-    held_out = [prepare_rlt(tmp_path / "out", [path], num_validation=5, seed=seed).rows["val"] for seed in (0, 0, 1)]
-    assert held_out[0] == held_out[1] != held_out[2]
 
 
 def test_conversations_of_stratos_become_rows_of_rlt(tmp_path) -> None:

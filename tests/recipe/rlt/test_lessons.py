@@ -303,34 +303,9 @@ def test_the_loss_falls_and_the_folder_has_the_loss_that_was_logged(warming, tmp
     assert lesson_loss(model, lessons).item() == pytest.approx(rows[-1]["val/loss"], abs=1e-5)
 
 
-def test_the_peak_follows_the_token_budget_and_not_the_batch(warming, tmp_path) -> None:
-    peaks = {}
-    for rows in (4, 12):
-        run_dir = tmp_path / f"rows{rows}"
-        more = {
-            "data.train_batch_size": rows,
-            "data.val_files": None,
-            f"{AR}.actor.ppo_mini_batch_size": rows,
-            f"{AR}.actor.ppo_max_token_len_per_gpu": 140,
-            f"{AR}.actor.checkpoint.save_contents": ["model"],
-            "trainer.total_training_steps": 1,
-            "trainer.default_local_dir": str(run_dir),
-        }
-        assert train(warming(more)) == 0
-        peaks[rows] = lines_of(run_dir / "metrics.jsonl")[-1]["memory/update_actor/peak_allocated_gb"]
-    assert peaks[12] == pytest.approx(peaks[4], rel=0.1)
-
-
 def test_the_recipe_composes_and_a_dry_run_prints_it(warm_up_files, tiny_folder, capsys) -> None:
     overrides = [f"data.train_files={warm_up_files}/train.jsonl", f"{AR}.model.path={tiny_folder}", "memory=24g"]
     settings = load_settings("warm_up", overrides, "recipe/rlt/config")
     assert settings.reward_model.recipe is not None
     assert sft([*overrides, "--cfg", "job"], "warm_up.py", "warm_up", "recipe/rlt/config") == 0
     assert "adv_estimator: sft" in capsys.readouterr().out
-
-
-def test_the_lessons_prompt_is_the_one_that_rl_gives_the_teacher(warming, tiny_folder) -> None:
-    """A warmed-up teacher continues exactly the prompts that RL shows it."""
-    settings, tokenizer = warming(), AutoTokenizer.from_pretrained(tiny_folder)
-    rows = teacher_rows(settings.data.train_files, settings.data, tokenizer, "train", "short")
-    assert (rows[0].text, rows[0].plain) == RltPrompts(tokenizer, FORMATS["short"]).teacher("0+1=", "1")

@@ -34,7 +34,7 @@ from verl_memopt.recipes.rlt.student import (
     student_batch,
     student_micro_batches,
 )
-from verl_memopt.recipes.rlt.student_rows import SKIPPED, SOLUTION, THINK, StudentEncoder
+from verl_memopt.recipes.rlt.student_rows import SOLUTION, THINK, StudentEncoder
 from verl_memopt.trainer.build import build_learner, build_run
 from verl_memopt.trainer.loop import start_workers
 from verl_memopt.trainer.micro_batching import Budget
@@ -112,11 +112,7 @@ MODES = {
     "alias_ref, without the teacher": (ALIAS | {f"{RLT}.include_teacher_think_entropy": False}, "teacher", "teacher"),
     "alias with LoRA": (ALIAS | {f"{AR}.model.lora_rank": 2}, "teacher", "teacher"),
     "swap of mapped files under a reference that teaches": (SWAP | MAPPED | TEACHES, "student", "teacher"),
-    "the reference teaches": (
-        TEACHES | {f"{AR}.ref.model.path": "student", f"{MODEL}.path": "teacher"},
-        "teacher",
-        "student",
-    ),
+    "the reference teaches": (TEACHES | {f"{AR}.ref.model.path": "student", f"{MODEL}.path": "teacher"}, "teacher", "student"),
 }
 
 
@@ -232,16 +228,6 @@ def test_a_micro_batch_holds_no_more_tokens_than_its_cap(tokenizer):
     assert micro_batches == len(member.asked[-1][3][2]) > 1
     assert tokens <= 110 * micro_batches
     assert scored.metrics()["perf/student_tokens_per_second"] == pytest.approx(tokens / 0.5)
-
-
-def test_a_skipped_row_has_no_score_and_no_parts(tokenizer):
-    scorer = scorer_of([Ranks(0)], tokenizer, max_student_len=70, overlong="skip")
-    scored = scorer.score(explained_of(tokenizer, "1", "1" * 30))
-    first, second = scored.results()
-    assert (second.extra, math.isnan(second.score)) == ({"status": SKIPPED}, True)
-    assert first.extra["think_tokens"] == 1
-    assert scored.metrics()["rlt/status/skipped"] == 0.5
-    assert scored.metrics()["rlt/reward"] == pytest.approx(first.score)
 
 
 def test_given_log_probs_of_responses_need_no_pass_of_the_teacher(tokenizer):

@@ -309,10 +309,7 @@ def test_a_copy_from_another_folder_is_the_same(tmp_path):
         (with_merges((b"c", b"d"), (b"a", b"b")), "vocabulary, merges, added|vocabulary, merges"),
         (with_merges((b"a", b"b")), "vocabulary, merges"),
         (modified(lambda tokenizer: tokenizer.add_tokens(["</think>"])), "added tokens"),
-        (
-            modified(lambda tokenizer: setattr(tokenizer.backend_tokenizer, "normalizer", normalizers.NFC())),
-            "normalizer",
-        ),
+        (modified(lambda tokenizer: setattr(tokenizer.backend_tokenizer, "normalizer", normalizers.NFC())), "normalizer"),
         (
             modified(lambda tokenizer: setattr(tokenizer.backend_tokenizer, "pre_tokenizer", pre_tokenizers.Digits(True))),
             "pre-tokenizer",

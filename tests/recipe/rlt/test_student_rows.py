@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from difflib import SequenceMatcher
 
 import numpy as np
 import pytest
@@ -228,19 +227,6 @@ def test_the_teacher_reads_all_text_before_the_first_token_that_is_scored(merges
     assert tokenizer.decode(thought.tolist()) == ("7a" if merges else "\n\n7a")
 
 
-def test_with_merges_only_tokens_at_borders_differ():
-    tokenizer = with_merges((b"\n", b"a"), (b"b", b"<"), (b">", b"7"), (b"7", b"<"))
-    row = ("q", "777", ["aaab", TAG])
-    concat, again = (encode(row, tokenizer=tokenizer, align=align) for align in ("concat", "retokenize"))
-    assert (text(concat, THINK, 0, tokenizer), text(concat, SOLUTION, 0, tokenizer)) == ("aaab", "777")
-    assert (text(again, THINK, 0, tokenizer), text(again, SOLUTION, 0, tokenizer)) == ("aa", "7")
-    assert tokenizer.decode(concat.ids.flat) == tokenizer.decode(again.ids.flat)
-    changes = SequenceMatcher(None, concat.ids.flat.tolist(), again.ids.flat.tolist(), autojunk=False).get_opcodes()
-    changed = [(last - first, end - start) for kind, first, last, start, end in changes if kind != "equal"]
-    # Two tokens become one at each of four borders: before and after the explanation and the solution.
-    assert (len(changed), *map(sum, zip(*changed, strict=True))) == (4, 8, 4)
-
-
 def test_a_solution_that_merges_with_its_tags_is_skipped_when_tokenized_again():
     tokenizer = with_merges((b">", b"7"))
     rows = encode(("q", "7", ["a", TAG]), tokenizer=tokenizer, align="retokenize")
@@ -319,22 +305,6 @@ def test_the_first_end_tag_before_the_end_of_the_response_decides(row, expected)
 )
 def test_a_token_that_reaches_into_the_tag_is_not_part_of_the_explanation(row, kept):
     assert one(*row)[:2] == (kept, True)
-
-
-def test_a_character_of_two_bytes_may_end_inside_the_straddling_token():
-    spelled, matched, _ = one("caf", b"\xc3", b"\xa9<", "/explanation>")
-    assert (spelled, matched) == (b"caf\xc3", True)
-    assert locate(["caf", b"\xc3", b"\xa9<", "/explanation>"]).texts == ("caf\u00e9".encode(),)
-    assert one("caf\u00e9", END_TAG)[:2] == ("caf\u00e9".encode(), True)
-
-
-def test_rows_are_located_each_for_itself_and_there_may_be_none():
-    located = locate(["a", END_TAG], [], ["bcd"], [END_TAG, "x"])
-    assert located.lengths.tolist() == [1, 0, 3, 0]
-    assert located.matched.tolist() == [True, False, False, True]
-    assert located.has_text_after.tolist() == [False, False, False, True]
-    assert located.texts == (b"a", b"", b"bcd", b"")
-    assert locate().lengths.tolist() == []
 
 
 PIECES = st.one_of(
