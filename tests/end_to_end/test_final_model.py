@@ -5,26 +5,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.end_to_end.runs import (
-    LOCAL,
-    ROOT,
-    lines_of,
-    metrics,
-    settings_of,
-    start,
-    steps_here,
-    succeeded,
-    train,
-    train_here,
-    wait_for_step,
-)
-from tests.end_to_end.test_saved_models import check_vllm_answers
-from tests.rlt import brief_toy, values_of
+from tests.end_to_end.runs import LOCAL, lines_of, metrics, steps_here, succeeded, train, train_here
+from tests.rollout.tools import place_at, sampling
 from verl_memopt.cli import main
-from verl_memopt.config.loader import settings_from_mapping
-from verl_memopt.trainer.main_ppo import train as run_settings
+from verl_memopt.config import schema
+from verl_memopt.rollout.engine import build_engine
 
 AR = "actor_rollout_ref"
 FILE = "model.safetensors"
@@ -44,16 +31,20 @@ class Ended:
     """A run of two steps that has ended, with its last validation answers, which are greedy."""
 
     def __init__(self, toy, root, *overrides):
-        self.run_dir, val = root / "run", root / "val"
-        command = [*SHORT, "trainer.save_freq=1", f"trainer.validation_data_dir={val}", *overrides]
+        self.run_dir, val, self.rollouts = root / "run", root / "val", root / "rollouts"
+        dumps = [f"trainer.validation_data_dir={val}", f"trainer.rollout_data_dir={self.rollouts}"]
+        command = [*SHORT, "trainer.save_freq=1", *dumps, *overrides]
         self.process = succeeded(train(toy, self.run_dir, *command))
-        self.model, self.answers = self.run_dir / "model", lines_of(val / "2.jsonl")
+        self.model, self.checkpoint = self.run_dir / "model", self.run_dir / "global_step_2"
+        self.answers = lines_of(val / "2.jsonl")
         self.score = metrics(self.run_dir)[2][SCORE]
 
 
 @pytest.fixture(scope="module")
 def ended(toy, tmp_path_factory):
-    return Ended(toy, tmp_path_factory.mktemp("ended"), "trainer.keep_best_checkpoint=" + SCORE)
+    kept = [f"{AR}.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]", "data.train_batch_size=8"]
+    best = ["trainer.keep_best_checkpoint=" + SCORE, f"{AR}.actor.ppo_mini_batch_size=8"]
+    return Ended(toy, tmp_path_factory.mktemp("ended"), *kept, *best)
 
 
 @torch.no_grad()
@@ -77,7 +68,51 @@ def test_transformers_gives_the_validation_score_of_the_run(ended):
 
 
 def test_vllm_gives_the_answers_of_the_run(ended):
-    check_vllm_answers(ended.model, *([row[name] for row in ended.answers] for name in ("prompt_ids", "response_ids")))
+    prompts, answers = ([row[name] for row in ended.answers] for name in ("prompt_ids", "response_ids"))
+    longest, most = max(map(len, prompts)), max(map(len, answers))
+    settings = schema.Rollout(
+        name="vllm", prompt_length=longest, response_length=most, dtype="fp32", enforce_eager=True, kv_cache_memory_gb=0.05,
+        load_format="auto", seed=1,
+    )  # fmt: skip
+    engine = build_engine(settings, place_at(ended.model))
+    try:
+        greedy = sampling(do_sample=False, max_tokens=most, ignore_eos=False)
+        assert engine.generate(prompts, [0] * len(prompts), greedy).response_ids == answers
+    finally:
+        engine.shutdown()
+
+
+def test_a_checkpoint_that_holds_a_model_has_that_of_its_step(ended):
+    kept, last = (load_file(folder / FILE) for folder in (ended.checkpoint / "actor" / "huggingface", ended.model))
+    assert kept.keys() == last.keys()
+    assert all(torch.equal(kept[name], tensor) for name, tensor in last.items())
+
+
+@torch.no_grad()
+def test_logits_of_transformers_are_those_of_the_policy_in_the_checkpoint(ended, toy, tmp_path):
+    """The policy computes its log-probs of a dump from the checkpoint itself, transformers from the model."""
+    rows = (ended.rollouts / "2.jsonl").read_text()
+    (tmp_path / "next").mkdir()  # the step after the checkpoint has the responses of the last step
+    (tmp_path / "next" / "3.jsonl").write_text(rows)
+    at = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={ended.checkpoint}", "trainer.total_training_steps=3"]
+    again = [*SHORT, "data.train_batch_size=8", f"{AR}.actor.ppo_mini_batch_size=8", "debug.mode=score_only", *at]
+    assert train_here(toy, tmp_path / "scored", *again, f"{AR}.rollout.skip_dump_dir={tmp_path}/next") == 0
+    model, log_probs = AutoModelForCausalLM.from_pretrained(ended.model, dtype=torch.float32).eval(), []
+    for row in lines_of(tmp_path / "next" / "3.jsonl"):
+        ids, start = row["prompt_ids"] + row["response_ids"], len(row["prompt_ids"])
+        logits = model(torch.tensor([ids])).logits[0, start - 1 : -1].float()
+        log_probs.append(logits.log_softmax(-1).gather(-1, torch.tensor(ids[start:])[:, None])[:, 0])
+    expected, scored = torch.cat(log_probs).double(), metrics(tmp_path / "scored" / "score_only")[3]
+    for name, value in (("mean", expected.mean()), ("min", expected.min()), ("max", expected.max())):
+        assert scored[f"score/log_prob/{name}"] == pytest.approx(value.item(), abs=1e-5)
+
+
+def test_a_new_run_starts_where_the_model_ended(ended, toy, tmp_path):
+    more = [f"{AR}.model.path={ended.model}", "trainer.val_only=true", f"trainer.validation_data_dir={tmp_path / 'val'}"]
+    assert train_here(toy, tmp_path / "new", *SHORT, *more) == 0
+    first = lines_of(tmp_path / "val" / "0.jsonl")
+    for name in ("response_ids", "score"):
+        assert [row[name] for row in first] == [row[name] for row in ended.answers]
 
 
 def test_the_end_of_a_run_says_where_the_model_is_and_the_last_line_is_still_the_folder(ended):
@@ -127,7 +162,7 @@ def test_a_run_with_nothing_left_writes_its_model_again_and_a_key_leaves_it_out(
     for path in ended.model.iterdir():
         path.unlink()
     (ended.run_dir / "model.partial").mkdir()
-    again = [*SHORT, "trainer.save_freq=1"]
+    again = [*SHORT, "trainer.save_freq=1", "data.train_batch_size=8", f"{AR}.actor.ppo_mini_batch_size=8"]
     assert train_here(toy, ended.run_dir, *again, "trainer.save_final_model=false") == 0
     assert files(ended.model) == {}
     assert train_here(toy, ended.run_dir, *again) == 0
@@ -151,19 +186,6 @@ def check(ended, within=0.0):
 
 
 @pytest.mark.slow
-def test_with_lora_the_adapters_are_merged_and_lie_beside(toy, tmp_path):
-    ended = Ended(
-        toy, tmp_path, f"{AR}.model.lora_rank=8", f"{AR}.actor.optim.lr=2e-3", f"{AR}.actor.fsdp_config.param_offload=true"
-    )
-    check(ended)
-    told = json.loads((ended.model / "adapter" / "adapter_config.json").read_text())
-    assert (told["r"], told["base_model_name_or_path"]) == (8, str(toy / "model"))
-    before, after = (load_file(folder / "model.safetensors") for folder in (toy / "model", ended.model))
-    assert before.keys() == after.keys()
-    assert any(not torch.equal(before[name], after[name]) for name in before)
-
-
-@pytest.mark.slow
 def test_two_workers_under_ray_with_vllm_write_one_model(toy, tmp_path):
     more = ["trainer.worker_group=ray", "trainer.n_gpus_per_node=2", f"{AR}.rollout.name=vllm"]
     check(Ended(toy, tmp_path, *more))
@@ -183,69 +205,9 @@ def test_a_bfloat16_model_stays_one(toy, tmp_path):
 
 
 @pytest.mark.slow
-def test_ppo_leaves_the_policy_and_its_critic_is_exported(toy, tmp_path):
-    command = ["train", "--config-dir", str(ROOT / "recipe" / "ppo"), "--config-name", "toy", *settings_of(toy, tmp_path / "run")]
-    assert main([*command, *SHORT, "trainer.save_freq=1", f"trainer.validation_data_dir={tmp_path / 'val'}"]) == 0
-    answers, score = lines_of(tmp_path / "val" / "2.jsonl"), metrics(tmp_path / "run")[2][SCORE]
-    assert share_right(answers_of_transformers(tmp_path / "run" / "model", answers), answers) == pytest.approx(score)
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "critic"), "--critic"]) == 0
-    assert AutoModelForTokenClassification.from_pretrained(tmp_path / "critic").config.num_labels == 1
-
-
-@pytest.mark.slow
-def test_a_killed_run_that_is_started_again_ends_with_the_model_of_an_uninterrupted_one(toy, tmp_path):
-    command = [*SHORT, "trainer.total_training_steps=4", "trainer.save_freq=1"]
-    process = start(toy, tmp_path / "killed", *command)
-    wait_for_step(process, tmp_path / "killed", 2)
-    process.kill()
-    process.wait(60)
-    assert not (tmp_path / "killed" / "model").exists()
-    for name in ("killed", "whole"):
-        assert train_here(toy, tmp_path / name, *command) == 0
-    assert files(tmp_path / "killed" / "model") == files(tmp_path / "whole" / "model")
-
-
-@pytest.mark.slow
-def test_supervised_fine_tuning_and_rlt_leave_a_model_too(toy, tmp_path):
-    sft = [
-        *(f"data.{name}_files={toy}/{name}.parquet" for name in ("train", "val")), f"{AR}.model.path={toy}/model",
-        "data.response_key=extra_info.answer", "data.train_batch_size=32", f"trainer.default_local_dir={tmp_path}/sft", *LOCAL,
-        "trainer.total_training_steps=2", "trainer.test_freq=1", "trainer.keep_best_checkpoint=min:val/loss",
-        f"{AR}.actor.fsdp_config.dtype=fp32", "data.max_prompt_length=16", "data.max_response_length=4",
-    ]  # fmt: skip
-    assert main(["sft", *sft]) == 0
-    assert record(tmp_path / "sft" / "model")["step"] == 2
-    assert files(tmp_path / "sft" / "model_best").keys() == files(tmp_path / "sft" / "model").keys()
-    task = brief_toy(tmp_path / "toy")
-    values = values_of(task, tmp_path / "rlt", {"trainer.total_training_steps": 1})
-    assert run_settings(settings_from_mapping(values)) == 0
-    AutoModelForCausalLM.from_pretrained(tmp_path / "rlt" / "model")
-    assert record(tmp_path / "rlt" / "model")["step"] == 1
-
-
-QLORA = [f"{AR}.model.lora_rank=8", f"{AR}.actor.optim.lr=2e-3", f"{AR}.model.quantization=int8"]
-
-
-@pytest.mark.slow
-def test_with_a_quantised_base_the_adapters_are_merged_into_the_unquantised_weights_and_chat_answers(toy, tmp_path, capsys):
-    ended = Ended(toy, tmp_path, *QLORA, f"{AR}.rollout.name=vllm")
-    check(ended, within=0.1)  # the base that answered in the run was rounded
-    before, after, adapter = (
-        load_file(path)
-        for path in (toy / "model" / FILE, ended.model / FILE, ended.model / "adapter" / "adapter_model.safetensors")
-    )
-    name = "model.layers.0.mlp.up_proj"
-    down, up = (adapter[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
-    merged = before[f"{name}.weight"] + 2 * up @ down  # alpha 16 over rank 8
-    assert (after[f"{name}.weight"] - merged).abs().max() <= 1e-6
-    assert torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
-    assert main(["chat", str(ended.model), "--prompt", "27+5=", "--temperature", "0"]) == 0
-    assert capsys.readouterr().out.strip()
-
-
-@pytest.mark.slow
 def test_in_twenty_steps_a_quantised_base_learns_as_an_unquantised_one(toy, tmp_path):
-    more = ["trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.total_training_steps=20", *QLORA[:2]]
+    more = ["trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.total_training_steps=20"]
+    more += [f"{AR}.model.lora_rank=8", f"{AR}.actor.optim.lr=2e-3"]
     engine, learned = [f"{AR}.rollout.name=vllm", f"{AR}.rollout.enforce_eager=true"], {}
     for kind in ("none", "int8", "nf4"):
         found = steps_here(toy, tmp_path / kind, *more, *engine, f"{AR}.model.quantization={kind}")

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from recipe.rlt.make_toy import make_rlt_toy
 from tests.end_to_end.runs import learned, lines_of, metrics
@@ -59,6 +60,7 @@ def test_a_run_trains_validates_and_reports_the_parts_of_the_reward(toy, tmp_pat
             [sample["r_ss"] - sample["r_kl"] + sample["match"] for sample in samples], abs=1e-4
         )
     assert math.isfinite(rows[2]["val-core/rlt/reward/mean@1"])
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
 
 
 def test_a_row_without_room_for_its_solution_leaves_its_group(toy, tmp_path):

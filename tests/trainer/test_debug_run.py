@@ -10,7 +10,8 @@ from verl_memopt.config.debug_modes import MODES
 from verl_memopt.config.keys import leaf_values, shown
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Settings
-from verl_memopt.errors import ConfigError, DataError, DeviceMemoryError
+from verl_memopt.errors import ConfigError, DataError, DeviceMemoryError, RolloutError
+from verl_memopt.rollout.hf_engine import HfEngine
 from verl_memopt.trainer.main_ppo import train
 from verl_memopt.trainer.replay import debug_settings
 
@@ -149,6 +150,23 @@ def test_two_deterministic_runs_without_a_seed_agree_in_every_bit(trains, tmp_pa
     for name in ("one", "two"):
         trains(mode("deterministic", data__seed=None) | {"trainer.default_local_dir": str(tmp_path / name)})
     assert learned(tmp_path / "one") == learned(tmp_path / "two")
+
+
+def test_a_checked_run_learns_what_an_unchecked_one_does(trains, run_dir, whole):
+    trains(mode("sync_check"))
+    assert learned(run_dir) == learned(whole[0])
+
+
+def test_a_sync_to_the_wrong_place_ends_a_checked_run(trains, monkeypatch):
+    load = HfEngine.load_weights
+
+    def load_and_spoil(engine, weights):
+        load(engine, weights)
+        dict(engine._model.named_parameters())["model.layers.0.self_attn.q_proj.weight"][0, 0] += 1
+
+    monkeypatch.setattr(HfEngine, "load_weights", load_and_spoil)
+    with pytest.raises(RolloutError, match=r"1 of the engine's weights differ .* such as model\.layers\.0\.self_attn\.q_proj"):
+        trains(mode("sync_check"))
 
 
 def test_the_memory_of_each_phase_is_shown_after_every_step(trains, run_dir, capsys):

@@ -95,7 +95,7 @@ class OwnWorker(Worker):
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "delay":
-            time.sleep(2)
+            time.sleep(1.2)
         return phase, self.placement.world_size, os.environ["MASTER_PORT"]
 
 
@@ -190,7 +190,7 @@ def test_a_member_that_a_signal_has_stopped_is_named_and_goes_on_when_it_may(gro
 def test_a_member_that_stays_stopped_ends_the_group_and_is_named_with_what_it_did(doomed, monkeypatch):
     """Only in collectives would its peers give up by themselves."""
     monkeypatch.setattr("verl_memopt.worker.ray_cluster.LOOK_SECONDS", 0.2)
-    monkeypatch.setattr(doomed._connection, "_patience_seconds", 1)
+    monkeypatch.setattr(doomed._connection, "_patience_seconds", 0.1)
     pid = doomed.all("process")[1]
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(WorkerError, match=rf"worker 1 \(pid {pid} on .*\) was stopped by a signal in tell, .*nccl_timeout"):
@@ -202,6 +202,7 @@ def test_a_stopped_member_is_named_and_not_the_peer_that_gave_up_on_it(doomed):
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(WorkerError, match=rf"worker 0 \(pid {pid} on .*\) was stopped by a signal in rank_1_raises"):
         doomed.all("rank_1_raises", RolloutError("the checkpoint could not be written: timed out"))
+    os.kill(pid, signal.SIGKILL)  # Ray would take seconds to see that it does not end by itself
 
 
 def test_shared_memory_that_members_could_not_remove_goes_with_their_group(monkeypatch, tmp_path):
@@ -239,13 +240,6 @@ def test_a_member_that_raises_ends_the_group_with_its_rank_and_its_own_traceback
         doomed.all("process")
 
 
-def test_an_error_meant_for_the_user_comes_back_as_it_was_raised(doomed):
-    with pytest.raises(RolloutError) as error:
-        doomed.all("rank_1_raises", RolloutError("max_logprob_diff=0.5: it is 3.1. Check the sync."))
-    assert type(error.value) is RolloutError
-    assert str(error.value) == "max_logprob_diff=0.5: it is 3.1. Check the sync."
-
-
 @pytest.mark.parametrize(
     "method", ["rank_0_blames_its_peer_when_rank_1_is_killed", pytest.param("rank_1_is_killed", marks=pytest.mark.slow)]
 )
@@ -256,7 +250,7 @@ def test_a_death_is_named_by_rank_and_pid_before_the_broken_connection_or_the_en
 
 
 def test_a_factory_that_raises_for_the_user_comes_back_as_it_was_raised_and_frees_its_room():
-    with pytest.raises(RolloutError, match="rank 0 of 1 has no engine"):
+    with pytest.raises(RolloutError, match=r"^rank 0 of 1 has no engine$"):
         start(refuses, devices=1)
 
 
@@ -323,7 +317,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [pytest.param("death", marks=pytest.mark.slow), "memory"])
 def test_a_fault_in_a_pool_is_named_by_role_and_rank_while_the_driver_waits_for_other_workers(pooled, fault):
     critic, (error, text) = pooled.pools["critic"], FAULTS[fault]
     pid = critic.homes[1].pid
