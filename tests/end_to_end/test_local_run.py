@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from tests.end_to_end.runs import LOCAL, lines_of, metrics, steps_here, succeeded, train
+from tests.end_to_end.runs import LOCAL, lines_of, metrics, succeeded, train
 
 
 @pytest.fixture(scope="module")
@@ -80,21 +80,3 @@ def test_plain_output_has_a_line_a_step_a_summary_of_80_columns_and_the_run_fold
         assert ("peak_mib=" in line) == line.endswith("(bytes counted)")
     assert "\x1b" not in run[0].stdout
     assert max(len(line) for line in lines if "│" in line or "──" in line) <= 80
-
-
-def test_a_run_without_the_old_log_prob_pass_learns_the_same(toy, tmp_path):
-    """Three steps, on one worker and with groups in an order of their own; the seconds differ, and the pass is not there."""
-    actor = "actor_rollout_ref.actor"
-    same = ["trainer.total_training_steps=3", "trainer.val_before_train=false", f"{actor}.shuffle=true"]
-    same += ["data.train_batch_size=8", f"{actor}.ppo_mini_batch_size=8"]
-    found = {
-        choice: steps_here(toy, tmp_path / choice, *LOCAL, *same, f"{actor}.old_log_prob_pass={choice}")
-        for choice in ("always", "auto")
-    }
-    compared = ("actor/loss", "actor/grad_norm", "actor/ppo_kl", "critic/score/mean", "rollout/logprob_diff_mean")
-    for step, row in found["always"].items():
-        assert {name: found["auto"][step][name] for name in compared} == pytest.approx(
-            {name: row[name] for name in compared}, rel=1e-4, abs=1e-6
-        )
-    assert "timing_s/old_log_prob" in found["always"][2]
-    assert not [name for row in found["auto"].values() for name in row if "old_log_prob" in name]

@@ -129,6 +129,21 @@ def test_a_preset_and_another_profile_take_the_place_of_the_scripts_own(name, tm
         assert settings[f"{AR}.actor.optim.lr"] == 1e-5
 
 
+def test_the_script_of_memory_optimized_ppo_turns_each_of_its_features_on_and_an_argument_is_for_one_model_alone(toy, tmp_path):
+    off = {f"{AR}.model.enable_activation_offload": False, "critic.ppo_max_token_len_per_gpu": 64}
+    arguments = [f"{key}={str(value).lower()}" for key, value in off.items()]
+    settings = printed(FOLDER / QUICK[0], tmp_path, *arguments, TOY_DIR=str(toy), DEVICE="cpu", LOGPROB_CHUNK_TOKENS="7")
+    features = [
+        f"{role}.model.enable_{name}" for role in (AR, "critic") for name in ("gradient_checkpointing", "activation_offload")
+    ]
+    fsdp = [f"{AR}.actor.fsdp_config", "critic.model.fsdp_config"]
+    features += [f"{section}.{name}_offload" for section in fsdp for name in ("param", "optimizer")]
+    on = dict.fromkeys([*features, f"{AR}.ref.fsdp_config.param_offload", f"{AR}.actor.use_dynamic_bsz"], True)
+    numbers = {f"{AR}.actor.ppo_max_token_len_per_gpu": 8192, f"{AR}.rollout.gpu_memory_utilization": 0.5}
+    expected = on | numbers | off | {f"{AR}.model.logprob_chunk_tokens": 7}
+    assert {key: settings[key] for key in expected} == expected
+
+
 QUICK = ("run_memory_optimized_ppo.sh",)
 """The script whose two steps are in every run of the tests. The others differ from it in settings alone."""
 
