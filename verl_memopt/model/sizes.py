@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class ModelSize:
         # The shorter side is `hidden`.
         return max(self.mlp, self.heads * self.head_dim)
 
-    @property
+    @cached_property
     def block_params(self) -> int:
         if self.counted is not None:
             return self.counted[1]
@@ -54,7 +55,7 @@ class ModelSize:
         attention = 2 * self.hidden * (query + key) + self.qkv_bias * (query + 2 * key) + self.qk_norm * 2 * self.head_dim
         return attention + 3 * self.hidden * self.mlp + 2 * self.hidden
 
-    @property
+    @cached_property
     def params(self) -> int:
         if self.counted is not None:
             return self.counted[0]

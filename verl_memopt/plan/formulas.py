@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from verl_memopt.config.schema import ActorRolloutRef
 from verl_memopt.memory.fused import NARROW_TILE_ELEMENTS, TILE_ELEMENTS
@@ -93,7 +94,7 @@ class Shapes:
         # Bytes of rotary tables for the other devices' tokens: attention rotates all of them here.
         return (self.sequence_ranks - 1) * self.tokens * 2 * self.head_dim * self.compute_bytes
 
-    @property
+    @cached_property
     def compute_bytes(self) -> int:
         """b, of an activation's element."""
         return width(self.settings.actor.fsdp_config.dtype)

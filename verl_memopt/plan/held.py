@@ -5,7 +5,6 @@ What decoder blocks and logits hold comes from the knobs' own formulas. Every fi
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -63,7 +62,7 @@ class Held:
     replicas: int = 1
     """Groups of ``ranks`` devices, each of which holds the whole model (HSDP)."""
 
-    @property
+    @cached_property
     def fsdp(self) -> TrainedFsdp:
         return self.roles.actor.fsdp_config
 
@@ -77,15 +76,15 @@ class Held:
     def at_rest(self) -> Shapes:
         return Shapes.of(self.size, self.roles, Pass(1, 1, 1, 1), self.device)
 
-    @property
+    @cached_property
     def adapters(self) -> int:
         return adapter_params(self.at_rest) if self.roles.model.lora_rank else 0
 
-    @property
+    @cached_property
     def params(self) -> float:
         return self.base + self.adapters * self.at_rest.master_bytes / (1 if self.whole else self.ranks)
 
-    @property
+    @cached_property
     def base(self) -> float:
         shapes = self.at_rest
         per_param = shapes.compute_bytes if self._base_rests_as_computed else shapes.master_bytes
@@ -114,7 +113,7 @@ class Held:
     def learning(self) -> float:
         return (self.adapters or self.params_count) / self.ranks if self.trained else 0
 
-    @property
+    @cached_property
     def moments(self) -> float:
         if not self.trained:
             return 0
@@ -138,7 +137,7 @@ class Held:
     def leaves(self) -> bool:
         return bool(self.fsdp.param_offload) or self.fsdp.offload_policy
 
-    @property
+    @cached_property
     def resting(self) -> dict[str, float]:
         off = self.fsdp.optimizer_offload or self.fsdp.offload_policy
         return {"params": 0 if self.leaves else self.params, "optimizer": 0 if off else self.moments}
@@ -150,13 +149,13 @@ class Held:
         grads = self.at_rest.gradient_bytes * self.learning if off_grads else 0
         return {"params": self.params if self.leaves else 0, "optimizer": self.moments if off else 0, "grads": grads}
 
-    @property
+    @cached_property
     def is_cast(self) -> bool:
         """Whether FSDP2 gathers each unit to compute: with several ranks, two dtypes, or weights on the host."""
         two_dtypes = self.at_rest.master_bytes != self.at_rest.compute_bytes and not self._base_rests_as_computed
         return not self.whole and (not self._alone or two_dtypes or self.fsdp.offload_policy)
 
-    @property
+    @cached_property
     def _matrices(self) -> tuple[int, int]:
         """Elements of the vocabulary's matrices that the root unit gathers, and of the largest that is a unit of its own."""
         matrix, has_value_head = self.size.vocab * self.size.hidden, not self.has_logits
@@ -242,7 +241,7 @@ class Held:
         per_param = self.at_rest.compute_bytes + self.at_rest.master_bytes
         return per_param * self.size.vocab * self.size.hidden if self.fsdp.offload_policy else 0
 
-    @property
+    @cached_property
     def _unit(self) -> float:
         return self.at_rest.compute_bytes * (self.size.block_params + self.adapters / self.size.layers)
 
@@ -482,11 +481,11 @@ def _packed(work: Pass) -> float:
 
 
 def sum_kinds(*parts: Kinds) -> dict[str, float]:
-    total: Counter[str] = Counter()
+    total: dict[str, float] = {}
     for part in parts:
         for kind, num_bytes in part.items():
-            total[kind] += num_bytes  # type: ignore[assignment]
-    return dict(total)
+            total[kind] = total.get(kind, 0) + num_bytes
+    return total
 
 
 def largest(windows: Sequence[Kinds]) -> Kinds:

@@ -72,7 +72,7 @@ class Peaks:
     pool_hosts: Mapping[str, int] = field(default_factory=dict)
     """Role with devices of its own -> all that rests on the host of one of its processes. Its phases are among ``phases``."""
 
-    @property
+    @cached_property
     def totals(self) -> dict[str, int]:
         return {phase: sum(kinds.values()) for phase, kinds in self.phases.items()}
 
@@ -183,11 +183,11 @@ class _Prediction:
 
     # The models.
 
-    @property
+    @cached_property
     def roles(self) -> ActorRolloutRef:
         return self.settings.actor_rollout_ref
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         return devices_of(self.settings, self.pool or "actor")
 
@@ -241,7 +241,7 @@ class _Prediction:
         roles = replace(self.roles, model=model, actor=replace(self.roles.actor, fsdp_config=sharding))
         return self._held(part, roles, size, quantization=quantization)
 
-    @property
+    @cached_property
     def models(self) -> list[Held]:
         own = {"critic": [self.critic], "reward_model": [self.student, *self._further]}
         if self.pool is not None:
@@ -255,12 +255,12 @@ class _Prediction:
 
     # The rollout engine.
 
-    @property
+    @cached_property
     def sleeps(self) -> bool:
         setting = self.roles.rollout.free_cache_engine
         return self.device != "cpu" if setting is None else setting
 
-    @property
+    @cached_property
     def engine_weights(self) -> float:
         if self.pool is not None:
             return 0
@@ -275,7 +275,7 @@ class _Prediction:
         # The sampler sleeps and wakes with the weights.
         return weights + (sampler_bytes(rollout.max_num_seqs, size.vocab) if vllm else 4096)
 
-    @property
+    @cached_property
     def shares(self) -> bool:
         return self.pool is None and why_not(self.roles, self.ranks, self.sleeps) is None
 
@@ -283,7 +283,7 @@ class _Prediction:
     def engine_copy(self) -> float:
         return self.engine_weights - self.shared_weights
 
-    @property
+    @cached_property
     def shared_weights(self) -> float:
         whole = width(self.roles.rollout.dtype) * self.sizes.policy.params
         return (self.policy.base if self._packed else whole) if self.shares else 0
@@ -310,7 +310,7 @@ class _Prediction:
     def _share(self) -> float:
         return self.roles.rollout.gpu_memory_utilization * (self.card_bytes or 0)
 
-    @property
+    @cached_property
     def kv_bytes(self) -> float:
         rollout = self.roles.rollout
         if rollout.name == "hf":

@@ -7,6 +7,7 @@ import logging
 import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from verl_memopt.algorithms.records import SFT
@@ -142,7 +143,7 @@ class FitVerdict:
     needs_cache: bool
     cache_takes_the_rest: bool = False
 
-    @property
+    @cached_property
     def too_much(self) -> dict[str, int]:
         # What is too large -> bytes beyond its limit. For a KV cache that is too small: its missing tokens.
         over = {phase: total - self.card.num_bytes for phase, total in self.peaks.totals.items() if total > self.card.num_bytes}
