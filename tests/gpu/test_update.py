@@ -113,7 +113,7 @@ LOOPS = {
 )
 def test_the_host_waits_for_nothing_between_micro_batches(device, one_rank, folder, name):
     policy, (mini,) = policy_on(device, folder, one_rank, **LOOPS[name]), shares(batch(), 1, SMALL)
-    policy.trained.step(lambda: policy.accumulate(micro_batches(mini), mini.counts, 0.9))  # what is made once may wait
+    policy.trained.take_step(policy.accumulate(micro_batches(mini), mini.counts, 0.9))  # what is made once may wait
     micros = micro_batches(mini)
     with machine.nothing_waits():
         policy.trained.accumulate(micros, mini.counts, policy.loss_at(0.9))

@@ -191,7 +191,7 @@ def kept(policy):
     mini = mini_batch()
     micro = micros(mini)
     with tracking(policy, *micro) as tracker:
-        policy.trained.backward(micro_batch(mini.batch, [0]), mini.counts, policy.loss_at(0.9))  # makes what lasts
+        policy.accumulate([micro_batch(mini.batch, [0])], mini.counts, 0.9)  # makes what lasts
         before = activations(tracker)
         with nullcontext() if policy.trained.offload is None else policy.trained.offload.forward():
             loss, metrics = policy.loss_at(0.9)(micro[1], mini.counts, None)

@@ -12,7 +12,6 @@ from verl_memopt.data.batch import token_index
 from verl_memopt.memory import activation_offload_torch, optimizer_offload_torch, residency
 from verl_memopt.memory.residency import OffloadedParams
 from verl_memopt.worker import policy
-from verl_memopt.worker.trained_model import TrainedModel
 
 
 def _scatter_on_the_host(parts, lengths):
@@ -28,14 +27,14 @@ def host_and_device_mixed(folder):
 
 
 def read_back_between_micro_batches(folder):
-    backward = TrainedModel.backward
+    loss = policy.Objective.loss
 
     def reads(self, *args):
-        metrics = backward(self, *args)
+        value, metrics = loss(self, *args)
         metrics["actor/loss"].item()
-        return metrics
+        return value, metrics
 
-    with mock.patch.object(TrainedModel, "backward", reads):
+    with mock.patch.object(policy.Objective, "loss", reads):
         live(all_off(), folder, whole=False)
 
 

@@ -349,5 +349,5 @@ def test_the_host_waits_for_nothing_between_the_micro_batches_of_a_step(folder, 
     critic, (mini,) = critic_for(folder, one_rank), shares(critic_batch(), 1, SMALL)
     micro = micros(mini)
     with NothingWaits():
-        metrics = critic.trained.step(lambda: critic.trained.accumulate(micro, mini.counts, critic.loss))
+        metrics = critic.trained.take_step(critic.trained.accumulate(micro, mini.counts, critic.loss))
     assert float(metrics["critic/grad_norm"]) > 0

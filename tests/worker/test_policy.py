@@ -225,7 +225,7 @@ def test_the_host_waits_for_nothing_between_the_micro_batches_of_a_step(tiny_fol
     (mini,) = shares(batch(), 1, SMALL)
     micros = [micro_batch(mini.batch, rows) for rows in mini.micro_batches]
     with NothingWaits():
-        metrics = policy.trained.step(lambda: policy.accumulate(micros, mini.counts, 0.9))
+        metrics = policy.trained.take_step(policy.accumulate(micros, mini.counts, 0.9))
     assert float(metrics["actor/grad_norm"]) > 0
     with NothingWaits(), pytest.raises(AssertionError, match="_local_scalar_dense"):
         torch.ones(1).item()
@@ -233,24 +233,17 @@ def test_the_host_waits_for_nothing_between_the_micro_batches_of_a_step(tiny_fol
 
 def test_no_tensor_of_a_micro_batch_outlives_it(tiny_folder, one_rank):
     policy = policy_for(tiny_folder, one_rank, 1)
-    references = []
+    references, alive = [], []
     forward = policy.model.forward
 
     def watched(*args, **kwargs):
+        gc.collect()
+        alive.append(sum(reference() is not None for reference in references))
         output = forward(*args, **kwargs)
         references.append(weakref.ref(output[0]))
         return output
 
     policy.model.forward = watched
-    alive = []
-    original = policy.trained.backward
-
-    def counting(*args):
-        gc.collect()
-        alive.append(sum(reference() is not None for reference in references))
-        return original(*args)
-
-    policy.trained.backward = counting
     accumulated(policy, shares(batch(), 1, SMALL)[0])
     assert len(references) >= 8
     assert alive == [0] * len(references)

@@ -28,12 +28,12 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -46,6 +46,18 @@ from verl_memopt.memory.optimizer_offload_torch import GRADIENT, StateLanes, loc
 from verl_memopt.observe.byte_tracker import mark, scope
 
 ACTOR = "actor_rollout_ref.actor"
+
+CLIP_EPSILON = 1e-6
+"""What ``torch.nn.utils.clip_grad_norm_`` adds to a norm before it divides by it."""
+
+
+def clip_divisor(norm: Tensor, limit: float) -> Tensor:
+    return ((norm.float() + CLIP_EPSILON) / limit).clamp_(min=1.0)  # the fused kernel takes fp32 alone
+
+
+def is_finite(norm: Tensor) -> bool:
+    # A fake tensor, which plans an update, has no value and counts as finite.
+    return isinstance(norm, FakeTensor) or math.isfinite(norm.item())
 
 
 class StepInBackward:
@@ -63,7 +75,7 @@ class StepInBackward:
         self._copied_from = None if backward_on is None or backward_on.type == device.type else backward_on
         # All three stay on the device: reading one in backward would make the host wait at each parameter.
         self._sum, self._stopped, self._moved = (torch.zeros((), device=device) for _ in range(3))
-        self.measured: Tensor | None = None
+        self._measured: Tensor | None = None
         self._measures = False
         self._divisor: Tensor | None = None
         # The garbage collector does not see the hook of a parameter, so the hook must not refer to the optimizer.
@@ -80,29 +92,35 @@ class StepInBackward:
                 f"until one holds a whole mini-batch, lower ppo_mini_batch_size, or set {self._key}.optim.in_backward=false."
             )
 
-    @contextmanager
-    def measuring(self) -> Iterator[None]:
-        # Backward takes the norm of each gradient and drops it; nothing is updated.
+    def passes(self, num_micro_batches: int, limit: float | None) -> Iterator[None]:
+        """Yield once for each pass of a step over its micro-batches, whose backward updates the parameters.
+
+        With a ``limit`` of the norm there are two passes. The first takes the norm of each gradient and drops it. The second
+        divides and updates. If the norm is not finite there is no second one, so nothing has changed when the step is skipped.
+        """
+        self.check(num_micro_batches)
+        if limit is None:
+            yield
+            return
         self._measures = True
         try:
             yield
         finally:
             self._measures = False
-
-    @contextmanager
-    def dividing(self, divisor: Tensor) -> Iterator[None]:
-        # All gradients must be finite.
-        self._divisor = divisor
-        try:
-            yield
-        finally:
-            self._norms.clear()
-            self._divisor = None
+        norm = self.norm()
+        self._measured = norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if is_finite(norm):
+            self._divisor = clip_divisor(norm, limit)
+            try:
+                yield
+            finally:
+                self._norms.clear()
+                self._divisor = None
 
     def norm(self) -> Tensor:
         """Norm of the whole gradient since the last call; a sharded scalar if parameters are sharded."""
-        if self.measured is not None:
-            measured, self.measured = self.measured, None
+        if self._measured is not None:
+            measured, self._measured = self._measured, None
             return measured
         # In the order of the parameters, as the norm of gradients that are all there.
         parameters = (parameter for group in self._optimizer.param_groups for parameter in group["params"])

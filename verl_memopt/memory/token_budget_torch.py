@@ -15,10 +15,10 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,6 @@ from verl_memopt.memory.token_packing import Cut, RowTokens, alike, pack_groups_
 from verl_memopt.observe.byte_tracker import HOST, scope
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 _active: list[OomRetry] = []
 
@@ -69,74 +67,93 @@ def oom_retry(device: torch.device, allowed: bool) -> Iterator[OomRetry]:
         _active.pop()
 
 
-def may_go_on(model: nn.Module) -> bool:
-    return bool(_active) and can_abandon(model)
-
-
 class OtherRankError(RuntimeError):
     """Another rank is out of memory, and cannot go on."""
 
 
-def attempt(
+MicroBatches: TypeAlias = Sequence[Sequence[int]]
+"""The rows of each micro-batch."""
+
+
+class _Attempt:
+    def __init__(self, micro_batches: MicroBatches) -> None:
+        self.micro_batches = micro_batches
+        self.error: RuntimeError | None = None
+
+    def __enter__(self) -> MicroBatches:
+        return self.micro_batches
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        self.error = error if isinstance(error, RuntimeError) and is_out_of_memory(error) else None
+        return self.error is not None
+
+
+def attempts(
     model: nn.Module,
-    tokens: RowTokens,
-    micro_batches: Sequence[Sequence[int]],
-    run: Callable[[Sequence[Sequence[int]]], Result],
+    tokens_of: Callable[[], RowTokens],
+    micro_batches: MicroBatches,
+    allowed: bool = True,
     kept: Callable[[], int] | None = None,
-) -> tuple[Result | None, list[list[int]] | None]:
-    """Run micro-batches and return (result, None), or (None, smaller micro-batches) if memory ran out on a rank.
+) -> Iterator[AbstractContextManager[MicroBatches]]:
+    """Yield attempts to run micro-batches, until one of them ends without an out-of-memory error on any rank.
 
-    Call it only if :func:`may_go_on`. All ranks call it in step, with equally many micro-batches.
+    Each is the context of its body: ``for attempt in attempts(...): with attempt as rows: run(rows)``. The body must hold its
+    tensors in a function of its own, as here, because its own variables are not freed after an error.
 
-    The smaller micro-batches hold the rows that are left; every rank gets the same number. The cap is half the tokens of the
-    micro-batch that failed (or of the fullest one), on the rank where that is most, but at least the longest row of any rank.
-    Memory that the failed pass held is freed, and unused blocks of the allocator go back to the device. A model sharded by FSDP2
-    can continue from torch 2.13 on.
+    The first attempt has the micro-batches as they are. After an out-of-memory error the next one has smaller micro-batches, of
+    the rows that are left; every rank gets the same number. The cap is half the tokens of the micro-batch that failed (or of the
+    fullest one), on the rank where that is most, but at least the longest row of any rank. Memory that the failed attempt held is
+    freed, and unused blocks of the allocator go back to the device. On several ranks one that failed gets an attempt of empty
+    micro-batches before, which only take part in the collectives.
+
+    All ranks call it in step, with equally many micro-batches. Without leave (:func:`oom_retry`) an error ends the only attempt.
+    A model sharded by FSDP2 can continue from torch 2.13 on.
 
     Args:
         model: What runs.
-        tokens: Tokens of all rows.
+        tokens_of: Returns the tokens of all rows.
         micro_batches: The rows of each micro-batch.
-        run: Runs micro-batches of these rows. It may get empty ones, which only take part in the collectives.
-        kept: Returns how many micro-batches have results that stay after an error. None = an error makes them all void.
+        allowed: False = there may be no second attempt.
+        kept: Returns how many micro-batches so far have results that stay after an error. None = an error makes them all void.
 
     Raises:
         RuntimeError: The error itself, where nothing can be cut.
         OtherRankError: The same on the ranks that had none.
     """
-    record, ranks = _active[-1], dist.get_world_size() if dist.is_initialized() else 1
-    if ranks > 1:
-        # Which parameters FSDP2 gathers ahead depends on earlier passes. From here on it is the same in each attempt.
-        abandon_pass(model)
-    result, error = None, None
-    with _counted_collectives() as calls:
-        try:
-            result = run(micro_batches)
-        except RuntimeError as caught:
-            if not is_out_of_memory(caught):
-                raise
-            error = caught
-        left = micro_batches[kept() if kept is not None else 0 :]
-        if ranks > 1 and error is not None:
+    if not (allowed and _active and can_abandon(model)):
+        yield nullcontext(micro_batches)
+        return
+    record, ranks, tokens = _active[-1], dist.get_world_size() if dist.is_initialized() else 1, tokens_of()
+    while True:
+        if ranks > 1:
+            # Which parameters FSDP2 gathers ahead depends on earlier passes. From here on it is the same in each attempt.
+            abandon_pass(model)
+        before = 0 if kept is None else kept()
+        with _counted_collectives() as calls:
+            yield (attempt := _Attempt(micro_batches))
+            error, attempt.error = attempt.error, None
+            left = micro_batches[0 if kept is None else kept() - before :]
+            if ranks > 1 and error is not None:
+                _free(error, model, record.device)
+                # The others have taken part in these already; this rank must join the remaining ones.
+                calls.leave_out, calls.issued = calls.issued, 0
+                spans = micro_batches.spans if isinstance(micro_batches, Cut) else ()
+                yield nullcontext(Cut(([] for _ in micro_batches), spans))
+                assert not calls.leave_out, f"{calls.leave_out} collectives less than before the error"
+        if not _on_any_rank(error is not None, ranks):
+            return
+        failed = None
+        if error is not None:
+            failed = max(map(tokens.cost, left)) if kept is None else tokens.cost(left[0])
+        # All ranks exchange what they have left, so each computes the same cut for all.
+        again = _cut_again(failed, tokens, [row for rows in left for row in rows], record)
+        if again is None:
+            assert error is not None
+            raise error
+        if ranks == 1 and error is not None:
             _free(error, model, record.device)
-            # The others have taken part in these already; this rank must join the remaining ones.
-            calls.leave_out, calls.issued = calls.issued, 0
-            run(Cut(([] for _ in micro_batches), micro_batches.spans if isinstance(micro_batches, Cut) else ()))
-            assert not calls.leave_out, f"{calls.leave_out} collectives less than before the error"
-    if not _on_any_rank(error is not None, ranks):
-        return result, None
-    failed = None
-    if error is not None:
-        failed = max(map(tokens.cost, left)) if kept is None else tokens.cost(left[0])
-    # All ranks exchange what they have left, so each computes the same cut for all.
-    again = _cut_again(failed, tokens, [row for rows in left for row in rows], record)
-    if again is None:
-        assert error is not None
-        raise error
-    if ranks == 1 and error is not None:
-        _free(error, model, record.device)
-    abandon_pass(model)
-    return None, again
+        abandon_pass(model)
+        micro_batches = again
 
 
 def _free(error: RuntimeError, model: nn.Module, device: torch.device) -> None:

@@ -37,7 +37,7 @@ from verl_memopt.memory.logit_tiles import TokenStatistics
 from verl_memopt.memory.lora_torch import StartingAdapter, adapters_off, starting_adapter
 from verl_memopt.memory.residency import POLICY, REFERENCE
 from verl_memopt.memory.split_masters import KEY as SPLIT_KEY
-from verl_memopt.memory.token_budget_torch import attempt, may_go_on
+from verl_memopt.memory.token_budget_torch import attempts
 from verl_memopt.model.assembly import build_critic, build_trained_policy, materialize, materialize_critic
 from verl_memopt.model.decoder import PrefixKV
 from verl_memopt.model.families import POLICY_KEY
@@ -93,7 +93,6 @@ class Policy:
         """The adapters that training started from; None = it started from the base."""
         self.actor = actor
         self.trained = TrainedModel(ACTOR, model, actor, schedule_steps, world_size, device, offload)
-        self._log_probs: list[Tensor] | None = None
 
     @classmethod
     def built(cls, roles: RoleBuilder) -> Policy:
@@ -134,39 +133,38 @@ class Policy:
 
     def update_on_policy(self, mini: MiniBatch, temperature: float, ends_rollout: bool = True) -> Updated:
         """Take one optimizer step whose forward also yields the log-probs. Without old log-probs it is strictly on-policy."""
-        trained = self.trained
-        return self._with_log_probs(mini, lambda loss: trained.queue([mini], loss), temperature, ends_rollout)
+        log_probs: list[Tensor] = []
+        metrics = self.trained.step(mini, self.loss_at(temperature, log_probs))
+        return self._updated(mini, metrics, log_probs, ends_rollout)
 
     def add_gradient(self, mini: MiniBatch, temperature: float) -> Updated:
-        return self._with_log_probs(mini, lambda loss: [self.trained.add_gradient(mini, loss)], temperature)
+        assert self.trained.in_backward is None, "optim.in_backward has no step of its own"
+        log_probs: list[Tensor] = []
+        loss = self.loss_at(temperature, log_probs)
+        metrics = self.trained.forward_backward(mini, loss, adds=self.trained.has_gradient)
+        return self._updated(mini, metrics, log_probs, ends_rollout=False)
 
-    def _with_log_probs(
-        self,
-        mini: MiniBatch,
-        passes: Callable[[LossOf], Sequence[dict[str, Tensor]]],
-        temperature: float,
-        ends_rollout: bool = False,
-    ) -> Updated:
-        self._log_probs = []
-        steps = passes(self.loss_at(temperature))
-        # An out-of-memory error may have repeated forwards. Only the last ones count.
-        parts, self._log_probs = self._log_probs[-len(mini.micro_batches) :], None
-        metrics, parts = self.trained.conclude(steps, ends_rollout, parts)
-        return Updated(metrics, scatter_tokens(list(zip(mini.micro_batches, parts, strict=True)), mini.batch.responses.sizes()))
+    def _updated(self, mini: MiniBatch, metrics: dict[str, Tensor], log_probs: list[Tensor], ends_rollout: bool) -> Updated:
+        # An out-of-memory error may have repeated forwards, and clipping in backward repeats them. Only the last ones count.
+        parts = log_probs[-len(mini.micro_batches) :]
+        found, parts = self.trained.conclude([metrics], ends_rollout, parts)
+        return Updated(found, scatter_tokens(list(zip(mini.micro_batches, parts, strict=True)), mini.batch.responses.sizes()))
 
     def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
         return self.trained.accumulate(micro_batches, counts, self.loss_at(temperature))
 
-    def loss_at(self, temperature: float) -> LossOf:
+    def loss_at(self, temperature: float, kept: list[Tensor] | None = None) -> LossOf:
+        """Return the loss of a micro-batch: the forward and the objective. The log-probs are appended to ``kept``, if given."""
+
         def loss(micro: MicroBatch, counts: GlobalCounts, prefix_kv: PrefixKV | None) -> tuple[Tensor, dict[str, Tensor]]:
             objective = Objective(micro, counts, self.actor, self.bypass)
             token_gradient = objective.token_gradient(self.trained.world_size)
             # With a token_gradient the head computes its gradient in this forward. The backward() of the loss, which
             # TrainedModel runs, then only hands it on to the blocks.
             log_probs, entropy = self.model(micro.pack, temperature, objective.with_entropy, token_gradient, prefix_kv)
-            if self._log_probs is not None:
+            if kept is not None:
                 # Detached, because the list outlives the graph of the micro-batch.
-                self._log_probs.append(log_probs.detach())
+                kept.append(log_probs.detach())
             return objective.loss(log_probs, entropy)
 
         return loss
@@ -351,7 +349,7 @@ def forward_pass(
     """Return (rows, output) of each micro-batch, without gradients, and free what the pass has gathered.
 
     ``micro_batches`` holds the rows of each forward: every row once, and equally many micro-batches on all ranks. After an
-    out-of-memory error the remaining rows are cut into smaller micro-batches, as :func:`attempt` does it. The prefix KV of a
+    out-of-memory error the remaining rows are cut into smaller micro-batches, as :func:`attempts` does it. The prefix KV of a
     prompt is computed once, where its responses lie in several micro-batches.
     """
     outputs: list[tuple[Sequence[int], Output]] = []
@@ -366,14 +364,9 @@ def forward_pass(
                 outputs.append((rows, forward(micro.pack, prefix_kv if micro.reads else None, rows)))
                 prefix_kv = None if micro.ends else prefix_kv
 
-    remaining: Sequence[Sequence[int]] | None = micro_batches
-    if not may_go_on(model):
-        append_each(micro_batches)
-        remaining = None
-    tokens = batch.row_tokens()
-    while remaining is not None:
-        done = len(outputs)
-        _, remaining = attempt(model, tokens, remaining, append_each, lambda done=done: len(outputs) - done)  # type: ignore[misc]
+    for attempt in attempts(model, batch.row_tokens, micro_batches, kept=lambda: len(outputs)):
+        with attempt as rows:
+            append_each(rows)
     model.end_pass()
     return outputs
 

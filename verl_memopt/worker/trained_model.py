@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -21,11 +20,11 @@ from verl_memopt.config.schema import Actor, Critic
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.distributed.device import fetched_together, is_gpu, sent_together
 from verl_memopt.memory.bucketed_adamw_torch import Bucketed
-from verl_memopt.memory.grad_offload_torch import OffloadedGradients, StepInBackward
+from verl_memopt.memory.grad_offload_torch import OffloadedGradients, StepInBackward, clip_divisor, is_finite
 from verl_memopt.memory.resharding_torch import synced
 from verl_memopt.memory.residency import OffloadedParams
 from verl_memopt.memory.sequence_parallel_torch import largest_of_ranks
-from verl_memopt.memory.token_budget_torch import attempt, may_go_on
+from verl_memopt.memory.token_budget_torch import attempts
 from verl_memopt.memory.token_packing import Cut, spans
 from verl_memopt.model.decoder import PrefixKV
 from verl_memopt.model.packed_model import PackedModel, dtype_of
@@ -147,9 +146,9 @@ class MiniBatch:
     micro_batches: list[list[int]]
     counts: GlobalCounts
 
-    def cut_again(self, micro_batches: list[list[int]]) -> None:
+    def cut_again(self, micro_batches: Sequence[Sequence[int]]) -> None:
         # In place: the caller matches the outputs of a step with the micro-batches that really ran.
-        self.micro_batches[:] = micro_batches
+        self.micro_batches[:] = map(list, micro_batches)
         if isinstance(micro_batches, Cut):
             assert isinstance(self.micro_batches, Cut), "ranks carry prompts in the same micro-batches"
             self.micro_batches.spans = micro_batches.spans
@@ -193,10 +192,6 @@ class Role:
 
 ACTOR = Role("actor", "actor_rollout_ref.actor")
 CRITIC = Role("critic", "critic")
-
-
-CLIP_EPSILON = 1e-6
-"""What ``torch.nn.utils.clip_grad_norm_`` adds to a norm before it divides by it."""
 
 
 @dataclass(eq=False)
@@ -283,14 +278,95 @@ class TrainedModel:
             ends_rollout: No further mini-batches of the same rollout follow. A schedule that counts rollouts then advances,
                 unless every step of the rollout was skipped.
         """
-        return self.conclude(self.queue(mini_batches, loss_of), ends_rollout)[0]
-
-    def queue(self, mini_batches: Sequence[MiniBatch], loss_of: LossOf) -> list[dict[str, Tensor]]:
         if self.in_backward is not None:
+            # Of all mini-batches, before the step of the first one changes a weight.
             self.in_backward.check(max(len(mini.micro_batches) for mini in mini_batches))
-        # Weights that have been updated in backward cannot start again.
-        may_restart = self.in_backward is None
-        return [self.step(partial(self._accumulate_whole, mini, loss_of, may_restart)) for mini in mini_batches]
+        return self.conclude([self.step(mini, loss_of) for mini in mini_batches], ends_rollout)[0]
+
+    def step(self, mini: MiniBatch, loss_of: LossOf) -> dict[str, Tensor]:
+        """Take one optimizer step on a mini-batch, and return its metrics as scalars on their devices.
+
+        The host waits for the device only with an optimizer that cannot decide there whether to skip the step.
+        """
+        # Where the host decides nothing, it learns during this step whether earlier ones of the update were skipped.
+        learn = self._outcomes()
+        metrics = self.forward_backward(mini, loss_of)
+        learn()
+        return self.take_step(metrics)
+
+    def forward_backward(self, mini: MiniBatch, loss_of: LossOf, adds: bool = False) -> dict[str, Tensor]:
+        """Compute the gradient of a mini-batch and return its metrics. ``adds``: to the gradient of earlier calls."""
+        # Starting again would lose the gradient of earlier calls, and weights that were updated in backward cannot go back.
+        restarts = not adds and self.in_backward is None
+        passes: Iterable[None] = [None]
+        if self.in_backward is not None:
+            # An update in backward that clips needs a pass before it, for the norm.
+            passes = self.in_backward.passes(len(mini.micro_batches), self.optim.clip_grad)
+        for _ in passes:
+            # After an out-of-memory error on any rank all starts again, with smaller micro-batches.
+            for attempt in attempts(self.model, mini.batch.row_tokens, mini.micro_batches, restarts):
+                with attempt as rows:
+                    if restarts:
+                        self.optimizer.zero_grad(set_to_none=True)  # what a failed attempt or call has left
+                    micro_batches = micro_batches_of(mini.batch, rows, self.model.supports_prefix_kv)
+                    metrics = self.accumulate(micro_batches, mini.counts, loss_of)
+        mini.cut_again(rows)
+        return metrics
+
+    def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, loss_of: LossOf) -> dict[str, Tensor]:
+        """Add the gradient of each micro-batch, one after another, and return the sums of their metrics.
+
+        No tensor of a micro-batch outlives its turn. Hooks of the parameters take gradients away as soon as backward has them:
+        FSDP2 reduces them, and then they leave for the host or update their parameters, where the settings say so.
+        """
+        total: dict[str, Tensor] = {}
+        prefix_kv: PrefixKV | None = None
+        plain = (parameter for block in self.model.blocks() for parameter in block.parameters())
+        with self.model.computing(), gradient_kinds(plain):
+            for micro in synced(micro_batches, self.model, self.fsdp.gradient_sync, self.model.rows):
+                micro = micro.to(self.device)
+                if micro.prompt is not None and prefix_kv is None:
+                    with self._offloaded_activations():
+                        prefix_kv = self.model.compute_prefix(micro.prompt)
+                with self._offloaded_activations():
+                    loss, metrics = loss_of(micro, counts, prefix_kv if micro.reads else None)
+                # FSDP averages gradients over ranks, but the loss is this rank's share of a global mean, so it is scaled up
+                # again. The head may have computed its gradients in its forward above, with the same factor (see
+                # _PrecomputedGradient in memory/chunked_logprob_torch.py). Its backward then only hands them on to the blocks.
+                (loss * self.world_size).backward()
+                self.model.end_backward()
+                del loss
+                for name, value in metrics.items():
+                    total[name] = total[name] + value if name in total else value
+                if micro.ends and prefix_kv is not None:
+                    # All its responses have added to the gradient of the prompt's keys and values, so the prompt's own backward
+                    # runs once.
+                    prefix_kv.backward()
+                    self.model.end_backward()
+                    prefix_kv = None
+        return total
+
+    def take_step(self, metrics: dict[str, Tensor], learning_rate: float | None = None) -> dict[str, Tensor]:
+        """Clip the gradient, take the step, drop the gradient, and add the step's metrics to ``metrics``.
+
+        A step whose gradient norm is not finite is skipped: weights, optimizer state and schedule stay as they are. The norm is
+        the same on all ranks, so they all decide alike. ``learning_rate`` is for this step alone; None = the schedule's.
+        """
+        role = self.role
+        with self._learning_rate(learning_rate) as rate:
+            metrics[role.lr] = torch.tensor(rate)
+            if self.in_backward is None and getattr(self.optimizer, "_step_supports_amp_scaling", False):
+                metrics = self._clip_and_step_on_device(metrics)
+            else:
+                metrics = self._clip_and_step(metrics)
+            self.changed()
+            if self.bucketed is not None and self.bucketed.computes_in is not None:
+                metrics[role.changed] = self.bucketed.changed_share()
+        self._undecided.append(metrics[role.skipped])
+        if not is_gpu(self.device):
+            self._outcomes()()
+        self.optimizer.zero_grad(set_to_none=True)
+        return metrics
 
     def conclude(
         self, steps: Sequence[Mapping[str, Tensor]], ends_rollout: bool = False, also: Sequence[Tensor] = ()
@@ -312,90 +388,32 @@ class TrainedModel:
         metrics = over_steps(metrics_by_step, self.role.counts)
         return metrics if self.offload is None else metrics | self.offload.metrics(), list(fetched)
 
-    def add_gradient(self, mini: MiniBatch, loss_of: LossOf) -> dict[str, Tensor]:
-        assert self.in_backward is None, "optim.in_backward has no step of its own"
-        # Cutting again begins with an empty gradient, which would lose that of earlier calls.
-        return self._accumulate_whole(mini, loss_of, may_restart=not self.has_gradient)
+    # How a step is taken.
 
-    def step(self, accumulate: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Take one optimizer step unless the gradient norm is not finite, and return its metrics as scalars on their devices.
-
-        ``accumulate`` adds the gradient of the mini-batch and returns its metrics. A skipped step drops the gradient and leaves
-        weights, optimizer state and schedule unchanged. The norm is the same on all ranks, so they all decide alike. The host
-        waits for the device only with an optimizer that cannot decide there.
-        """
-        # Where the host decides nothing, it learns during this step whether earlier ones of the update were skipped.
-        learn = self._outcomes()
-        if self.in_backward is not None and self.optim.clip_grad is not None:
-            metrics = self._clipped_in_backward(self.in_backward, accumulate)
-        else:
-            metrics = accumulate()
-        learn()
-        return self.finish(metrics)
-
-    def _clipped_in_backward(self, stepping: StepInBackward, accumulate: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Measure the gradient norm in a first pass, and update every parameter in the backward of a second one, with clipping.
-
-        If the norm is not finite there is no second pass, so nothing has changed when the step is skipped.
-        """
-        with stepping.measuring():
-            metrics = accumulate()
-        assert self.optim.clip_grad is not None
-        stepping.measured = norm = self._norm()
-        if _is_finite(norm):
-            with stepping.dividing(clip_divisor(norm, self.optim.clip_grad)):
-                metrics = accumulate()
-        return metrics
-
-    def finish(self, metrics: dict[str, Tensor], learning_rate: float | None = None) -> dict[str, Tensor]:
-        """Take the step of the accumulated gradient, drop the gradient, and add the step's metrics to ``metrics``.
-
-        ``learning_rate`` is for this step alone; None = the schedule's.
-        """
-        # The learning rate is read first, because a step advances the schedule.
-        role, scheduled = self.role, self.schedule.get_last_lr()
-        if learning_rate is not None:
-            self._set_learning_rates([learning_rate] * len(scheduled))
-        metrics[role.lr] = torch.tensor(scheduled[0] if learning_rate is None else learning_rate)
-        if self.in_backward is None and getattr(self.optimizer, "_step_supports_amp_scaling", False):
-            metrics[role.grad_norm] = norm = self._norm()
-            metrics[role.skipped] = self._step_if_finite(norm)
-        else:
-            metrics = self._step_if_found_finite(metrics)
-        self.changed()
-        if self.bucketed is not None and self.bucketed.computes_in is not None:
-            metrics[role.changed] = self.bucketed.changed_share()
-        if learning_rate is not None:
-            self._set_learning_rates(scheduled)
-        self._undecided.append(metrics[role.skipped])
-        if not is_gpu(self.device):
-            self._outcomes()()
-        self.optimizer.zero_grad(set_to_none=True)
-        return metrics
-
-    def _step_if_finite(self, norm: Tensor) -> Tensor:
-        """Queue clipping and update, which the device skips if the norm is not finite. Return 1 if skipped, else 0."""
-        limit, skipped = self.optim.clip_grad, norm.isfinite().logical_not_().float()
+    def _clip_and_step_on_device(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+        # Queues clipping and update, which the device skips if the norm is not finite.
+        metrics[self.role.grad_norm] = norm = self._norm()
+        metrics[self.role.skipped] = skipped = norm.isfinite().logical_not_().float()
         # Torch's protocol for gradient scalers: the kernel of the update divides the gradient, or does nothing.
         optimizer: Any = self.optimizer
         optimizer.found_inf = skipped
-        optimizer.grad_scale = None if limit is None else clip_divisor(norm, limit)
+        optimizer.grad_scale = None if self.optim.clip_grad is None else clip_divisor(norm, self.optim.clip_grad)
         try:
             self._step_optimizer()
         finally:
             del optimizer.found_inf, optimizer.grad_scale
-        return skipped
+        return metrics
 
-    def _step_if_found_finite(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-        role = self.role
+    def _clip_and_step(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
         # The host must read the norm here: this optimizer cannot skip a step on the device.
+        role = self.role
         metrics[role.grad_norm] = self.clip()
         if self.in_backward is not None:
             moved, sequence = self.in_backward.take_moved(), self.model.sequence
             # The driver reads the metrics of one rank of those that share micro-batches.
             metrics[role.partial] = moved if sequence is None else largest_of_ranks(moved, sequence)
         metrics = on_host(metrics)
-        finite = _is_finite(metrics[role.grad_norm])
+        finite = is_finite(metrics[role.grad_norm])
         metrics[role.skipped] = torch.tensor(0.0 if finite else 1.0)
         if finite:
             metrics.pop(role.partial, None)
@@ -406,6 +424,17 @@ class TrainedModel:
         fetched, self._undecided = fetched_together(self._undecided, self.device), []
         # The copy starts now and is read later, so the host does not wait in between.
         return lambda: self._note_steps(fetched())
+
+    @contextmanager
+    def _learning_rate(self, own: float | None) -> Iterator[float | Tensor]:
+        # The schedule's, read before the step, which advances the schedule; or another one for the body alone.
+        scheduled = self.schedule.get_last_lr()
+        if own is None:
+            yield scheduled[0]
+            return
+        self._set_learning_rates([own] * len(scheduled))
+        yield own
+        self._set_learning_rates(scheduled)
 
     def _set_learning_rates(self, rates: Sequence[float | Tensor]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
@@ -457,78 +486,12 @@ class TrainedModel:
             norm = get_total_norm(self._gradients())
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def _accumulate_whole(self, mini: MiniBatch, loss_of: LossOf, may_restart: bool) -> dict[str, Tensor]:
-        def accumulate(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-            return self.accumulate(micro_batches_of(mini.batch, rows, self.model.supports_prefix_kv), mini.counts, loss_of)
-
-        def run(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-            self.optimizer.zero_grad(set_to_none=True)  # what a failed attempt has left
-            return accumulate(rows)
-
-        if not may_restart:
-            return accumulate(mini.micro_batches)
-        if not may_go_on(self.model):
-            return run(mini.micro_batches)
-        tokens = mini.batch.row_tokens()
-        while True:
-            # After an out-of-memory error the gradient is dropped, and all starts again with smaller micro-batches.
-            metrics, smaller = attempt(self.model, tokens, mini.micro_batches, run)
-            if metrics is not None:
-                return metrics
-            assert smaller is not None
-            mini.cut_again(smaller)
-
-    def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, loss_of: LossOf) -> dict[str, Tensor]:
-        total: dict[str, Tensor] = {}
-        prefix_kv: PrefixKV | None = None
-        plain = (parameter for block in self.model.blocks() for parameter in block.parameters())
-        with self.model.computing(), gradient_kinds(plain):
-            for micro in synced(micro_batches, self.model, self.fsdp.gradient_sync, self.model.rows):
-                micro = micro.to(self.device)
-                if micro.prompt is not None and prefix_kv is None:
-                    with self._offloaded():
-                        prefix_kv = self.model.compute_prefix(micro.prompt)
-                for name, value in self.backward(micro, counts, loss_of, prefix_kv if micro.reads else None).items():
-                    total[name] = total[name] + value if name in total else value
-                # All its responses have added to the gradient of the prompt's keys and values, so the prompt's own backward runs
-                # once.
-                if micro.ends and prefix_kv is not None:
-                    prefix_kv.backward()
-                    self.model.end_backward()
-                    prefix_kv = None
-        return total
-
-    def backward(
-        self, micro: MicroBatch, counts: GlobalCounts, loss_of: LossOf, prefix_kv: PrefixKV | None = None
-    ) -> dict[str, Tensor]:
-        """Add the gradient of one micro-batch and return its metrics. None of its tensors outlives the call.
-
-        ``prefix_kv`` holds the keys and values of the prompt. Its own backward follows after the last of its micro-batches.
-        """
-        with self._offloaded():
-            loss, metrics = loss_of(micro, counts, prefix_kv)
-        # FSDP averages gradients over ranks, but the loss is this rank's share of a global mean, so it is scaled up again.
-        # The head may have computed its gradients in its forward above, with the same factor (see _PrecomputedGradient in
-        # memory/chunked_logprob_torch.py). Its backward then only hands them on to the blocks.
-        (loss * self.world_size).backward()
-        self.model.end_backward()
-        return metrics
-
-    def _offloaded(self) -> AbstractContextManager[None]:
+    def _offloaded_activations(self) -> AbstractContextManager[None]:
         return nullcontext() if self.offload is None else self.offload.forward()
 
 
 def readable(home: OffloadedParams | None) -> AbstractContextManager[None]:
     return nullcontext() if home is None else home.readable()
-
-
-def _is_finite(norm: Tensor) -> bool:
-    # A fake tensor, which plans an update, has no value and counts as finite.
-    return isinstance(norm, FakeTensor) or math.isfinite(norm.item())
-
-
-def clip_divisor(norm: Tensor, limit: float) -> Tensor:
-    return ((norm.float() + CLIP_EPSILON) / limit).clamp_(min=1.0)  # the fused kernel takes fp32 alone
 
 
 def over_steps(steps: Sequence[Mapping[str, Tensor]], counts: Sequence[str]) -> dict[str, float]:

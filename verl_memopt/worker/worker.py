@@ -267,7 +267,7 @@ class Worker:
     def take_step(self, learning_rate: float | None) -> dict[str, float]:
         trained = _built(self.policy).trained
         # It is the only step of its rollout, so a schedule that counts rollouts advances too.
-        return trained.conclude([trained.finish({}, learning_rate)], ends_rollout=True)[0]
+        return trained.conclude([trained.take_step({}, learning_rate)], ends_rollout=True)[0]
 
     def values(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
         return _built(self.critic).values(batch, micro_batches)
