@@ -291,10 +291,17 @@ def tiled_linears(
     return [TiledLinear(tensors[four], trait, needed[four]) for four, trait in zip(fours, traits, strict=True)]
 
 
-class GateAndUp:
+class TiledMlp:
+    """down(silu(gate(y)) * up(y)) inside an autograd function, for one tile after another of normed rows y [t, h].
+
+    ``tensors`` are those of gate, up and down, as :func:`tensors_and_traits` gives them. Gate and up are one product where their
+    weights lie one after another.
+    """
+
     def __init__(self, tensors: Sequence[Tensor | None], traits: Sequence[Traits], needed: Sequence[bool] | None = None) -> None:
+        needed = (False,) * 12 if needed is None else needed
+        (self._down,) = tiled_linears(tensors[8:], traits[2:], needed[8:])
         gate, up = tensors[:4], tensors[4:8]
-        needed = (False,) * 8 if needed is None else needed
         both = [None if one is None or other is None else joined((one, other), 0) for one, other in zip(gate, up, strict=True)]
         # An adapter's factors are of their own layer, and packed weights are decoded one by one.
         apart = (
@@ -305,22 +312,53 @@ class GateAndUp:
         )
         lost = any(one is None and (a is not None or b is not None) for one, a, b in zip(both, gate, up, strict=True))
         if apart or lost:
-            self.layers = tiled_linears(tensors[:8], traits[:2], needed[:8])
+            self._gate_and_up = tiled_linears(tensors[:8], traits[:2], needed[:8])
         else:
-            self.layers = [TiledLinear(both, Traits(0.0, None), needed[:4])]
+            self._gate_and_up = [TiledLinear(both, Traits(0.0, None), needed[:4])]
 
-    def outputs(self, x: Tensor) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+    def _products(self, normal: Tensor) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
         # The products, which backward overwrites with their gradients, and views of gate's and up's outputs in them.
-        outs = [layer.output(x) for layer in self.layers]
+        outs = [layer.output(normal) for layer in self._gate_and_up]
         gate, up = outs if len(outs) > 1 else outs[0].chunk(2, 1)
         return outs, (gate, up)
 
+    def add_output(self, normal: Tensor, out: Tensor) -> None:
+        _, sources = self._products(normal)
+        # Written over the gate's output, so that a tile holds two wide tensors and not three.
+        self._down.add_output(SWIGLU.compute(sources, (), sources[0]), out)
+
+    def backward(self, grad: Tensor, normal: Tensor, alone: bool, through: bool = True) -> None:
+        """Add the gradients of the parameters, given that of a tile's output, and turn ``normal`` into its own gradient.
+
+        ``alone``: there is no other tile. ``through=False``: the input needs no gradient.
+        """
+        outs, sources = self._products(normal)
+        if runs_compiled(sources[0]):
+            # The value's gradient is computed first, and becomes the value in the call that turns gate and up into theirs.
+            value = torch.empty(sources[0].shape, dtype=grad.dtype, device=grad.device)
+            self._down.through(grad, value, add=False)
+            SWIGLU.differentiate_to_value(value, sources)
+            self._down.add(grad, value, alone)
+        else:
+            value = SWIGLU.compute(sources, ())
+            self._down.add(grad, value, alone)
+            # The value is not read any more, so its memory takes its gradient. The next line turns gate and up into theirs.
+            self._down.through(grad, value, add=False)
+            SWIGLU.differentiate(value, sources, (), sources, ())
+        del value
+        for layer, above in zip(self._gate_and_up, outs, strict=True):
+            layer.add(above, normal, alone)
+        for layer, above in zip(self._gate_and_up, outs, strict=True) if through else ():
+            # A loop of its own: it overwrites `normal`, which the sums of both weights have read above.
+            layer.through(above, normal, add=layer is not self._gate_and_up[0])
+
     def gradients(self) -> list[Tensor | None]:
-        found = [layer.gradients() for layer in self.layers]
-        if len(found) > 1:
-            return [gradient for layer in found for gradient in layer]
-        halves = [(None, None) if gradient is None else gradient.chunk(2) for gradient in found[0]]
-        return [*(first for first, _ in halves), *(second for _, second in halves)]
+        # Of all tensors, in their order.
+        found = [layer.gradients() for layer in self._gate_and_up]
+        if len(found) == 1:
+            halves = [(None, None) if gradient is None else gradient.chunk(2) for gradient in found[0]]
+            found = [tuple(first for first, _ in halves), tuple(second for _, second in halves)]
+        return [gradient for layer in (*found, self._down.gradients()) for gradient in layer]
 
 
 class _RecomputedMlp(torch.autograd.Function):
@@ -337,18 +375,10 @@ class _RecomputedMlp(torch.autograd.Function):
         *tensors: Any,
     ) -> Tensor:
         ctx.norm, ctx.tiles, ctx.traits, ctx.kept = norm, tiles, traits, node
-        gate_and_up, (down,) = GateAndUp(tensors, traits), tiled_linears(tensors[8:], traits[2:])
-        whole = torch.empty_like(x[None])
-
-        def run_tile(rows: slice) -> None:
-            out = whole[0, rows]
-            normal = norm.compute_sum(residual[rows], x[rows], out, weight)
-            _, sources = gate_and_up.outputs(normal)
-            # Written over the gate's output, so that a tile holds two wide tensors and not three.
-            down.add_output(SWIGLU.compute(sources, (), sources[0]), out)
-
+        mlp, whole = TiledMlp(tensors, traits), torch.empty_like(x[None])
         for rows in product_tiles(x, tiles):
-            run_tile(rows)
+            out = whole[0, rows]
+            mlp.add_output(norm.compute_sum(residual[rows], x[rows], out, weight), out)
         return whole
 
     @staticmethod
@@ -356,38 +386,14 @@ class _RecomputedMlp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         residual, x, weight, *tensors = kept(ctx)
         grad, needed = grad[0], ctx.needs_input_grad[4:]
-        gate_and_up, (down,) = GateAndUp(tensors, ctx.traits, needed[3:]), tiled_linears(tensors[8:], ctx.traits[2:], needed[11:])
-        cuts = product_tiles(x, ctx.tiles)
+        mlp, cuts = TiledMlp(tensors, ctx.traits, needed[3:]), product_tiles(x, ctx.tiles)
         grad_x = torch.empty_like(x) if any(needed[:3]) else None
         norm_sum = sum_of(weight, cuts, x) if needed[2] else None
-        alone = len(cuts) == 1
-
-        def run_tile(rows: slice) -> None:
-            normal = ctx.norm.compute_sum(residual[rows], x[rows], x[rows], weight)
-            outs, sources = gate_and_up.outputs(normal)
-            if runs_compiled(sources[0]):
-                # The value's gradient is computed first, and becomes the value in the call that turns gate and up into theirs.
-                value = torch.empty(sources[0].shape, dtype=x.dtype, device=x.device)
-                down.through(grad[rows], value, add=False)
-                SWIGLU.differentiate_to_value(value, sources)
-                down.add(grad[rows], value, alone)
-            else:
-                value = SWIGLU.compute(sources, ())
-                down.add(grad[rows], value, alone)
-                # The value is not read any more, so its memory takes its gradient. The next line turns gate and up into theirs.
-                down.through(grad[rows], value, add=False)
-                SWIGLU.differentiate(value, sources, (), sources, ())
-            del value
-            for layer, above in zip(gate_and_up.layers, outs, strict=True):
-                layer.add(above, normal, alone)
-            if grad_x is None:
-                return
-            for layer, above in zip(gate_and_up.layers, outs, strict=True):
-                # A loop of its own: it overwrites `normal`, which the sums of both weights have read above.
-                layer.through(above, normal, add=layer is not gate_and_up.layers[0])
-            ctx.norm.differentiate(normal, (x[rows],), (weight,), (grad_x[rows],), (norm_sum,), grad[rows])
-
         for rows in cuts:
-            run_tile(rows)
-        gradients = [*gate_and_up.gradients(), *down.gradients()]
-        return *(None,) * 4, grad_x, grad_x, None if norm_sum is None else norm_sum.to(weight.dtype), *gradients
+            normal = ctx.norm.compute_sum(residual[rows], x[rows], x[rows], weight)
+            mlp.backward(grad[rows], normal, len(cuts) == 1, grad_x is not None)
+            if grad_x is not None:
+                ctx.norm.differentiate(normal, (x[rows],), (weight,), (grad_x[rows],), (norm_sum,), grad[rows])
+            del normal  # freed before that of the next tile is allocated
+        norm_grad = None if norm_sum is None else norm_sum.to(weight.dtype)
+        return *(None,) * 4, grad_x, grad_x, norm_grad, *mlp.gradients()

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from verl_memopt.distributed.device import is_gpu, supports_flash
 from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU, keep, kept, zeros_to_sum
-from verl_memopt.memory.tiled_mlp_torch import TiledLinear, Traits, tensors_and_traits, tiled_linears
+from verl_memopt.memory.tiled_mlp_torch import TiledLinear, TiledMlp, Traits, tensors_and_traits, tiled_linears
 from verl_memopt.model.attention_fused import CPU_FLASH, EFFICIENT, FLASH, Kernel, key_heads, merge
 from verl_memopt.model.packing import PrefixLayout
 from verl_memopt.model.rotary import apply_rotary, rotary_backward
@@ -176,13 +176,15 @@ class _TiledBlock(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors, needed = kept(ctx), ctx.needs_input_grad[4:]
-        layers = tiled_linears(tensors[7:], ctx.traits, needed[7:])
+        layers = tiled_linears(tensors[7:23], ctx.traits[:4], needed[7:23])  # four tensors each
+        mlp = TiledMlp(tensors[23:], ctx.traits[4:], needed[23:])
         weights = tensors[3:7]
         sums = [zeros_to_sum(weight) if wanted else None for weight, wanted in zip(weights, needed[3:7], strict=True)]
         block = _Block(ctx.shape, ctx.layout, tensors[:7], [layer.output for layer in layers])
-        grad_x = _Backward(block, layers, sums).input_gradient(grad[0].contiguous())
+        grad_x = _Backward(block, layers, mlp, sums).input_gradient(grad[0].contiguous())
         norm_grads = (None if total is None else total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True))
-        return *(None,) * 4, grad_x, None, None, *norm_grads, *(grad for layer in layers for grad in layer.gradients())
+        layer_grads = (grad for layer in layers for grad in layer.gradients())
+        return *(None,) * 4, grad_x, None, None, *norm_grads, *layer_grads, *mlp.gradients()
 
 
 class _Block:
@@ -210,10 +212,11 @@ class _Block:
             del query
             for rows in self.mlp_rows(tile.queries):
                 tile_hidden = hidden[rows.start - tile.queries.start : rows.stop - tile.queries.start]
-                _, sources = self.gate_and_up(tile_hidden)
+                normal = self.shape.norms[1].compute((tile_hidden,), (self.mlp_norm,))
+                sources = self.project(4, normal), self.project(5, normal)
                 value = SWIGLU.compute(sources, (), sources[0])
                 torch.add(tile_hidden, self.project(6, value), out=out[rows])
-                del sources, value
+                del normal, sources, value
         return whole
 
     def project(self, place: int, x: Tensor) -> Tensor:
@@ -254,10 +257,6 @@ class _Block:
     def after_attention(self, queries: slice, attended: Tensor) -> Tensor:
         # State [t, h] between attention and MLP, from the heads' output [t, heads, D].
         return self.project(3, attended.flatten(1)).add_(self.at(self.x, queries))
-
-    def gate_and_up(self, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        normal = self.shape.norms[1].compute((hidden,), (self.mlp_norm,))
-        return normal, (self.project(4, normal), self.project(5, normal))
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, calls: Sequence[TileCall]) -> tuple[Tensor, Tensor]:
         """Attention [t, heads, D] of a tile's queries, and the log-sum-exps of its scores, fp32 [t, heads]."""
@@ -332,8 +331,8 @@ def _view(tensor: Tensor) -> Tensor:
 
 
 class _Backward:
-    def __init__(self, block: _Block, layers: Sequence[TiledLinear], sums: Sequence[Tensor | None]) -> None:
-        self.block, self.layers, self.sums = block, layers, sums
+    def __init__(self, block: _Block, layers: Sequence[TiledLinear], mlp: TiledMlp, sums: Sequence[Tensor | None]) -> None:
+        self.block, self.layers, self.mlp, self.sums = block, layers, mlp, sums
         self.keys, self.values = block.keys_and_values()
         # In fp32: every later tile adds to them.
         self.key_sums = [zeros_to_sum(states) for states in (self.keys, self.values)]
@@ -407,16 +406,10 @@ class _Backward:
         block = self.block
         for rows in block.mlp_rows(queries):
             tile_rows = slice(rows.start - queries.start, rows.stop - queries.start)
-            normal, sources = block.gate_and_up(hidden[tile_rows])
-            value = SWIGLU.compute(sources, ())
-            self.layers[6].add(grad[tile_rows], value, self.mlp_alone)
-            # The value's memory takes its own gradient, and gate and up become theirs.
-            self.layers[6].through(grad[tile_rows], value, add=False)
-            SWIGLU.differentiate(value, sources, (), sources, ())
-            del value
-            for layer, above in zip(self.layers[4:6], sources, strict=True):
-                layer.add(above, normal, self.mlp_alone)
-            self._add_norm(1, self._through((4, 5), sources, normal), hidden[tile_rows], block.mlp_norm, grad[tile_rows])
+            normal = block.shape.norms[1].compute((hidden[tile_rows],), (block.mlp_norm,))
+            self.mlp.backward(grad[tile_rows], normal, self.mlp_alone)
+            self._add_norm(1, normal, hidden[tile_rows], block.mlp_norm, grad[tile_rows])
+            del normal
 
     def _through(self, places: Sequence[int], grads: Sequence[Tensor], out: Tensor) -> Tensor:
         # Write the gradient of some layers' common input into `out`, given those of their outputs.
