@@ -88,9 +88,10 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.rehearsed
 @pytest.mark.parametrize("way", ["to a CPU", "from a CPU"])
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.rehearsed] * (name == "offloaded")) for name in CHECKPOINTS]
+)
 def test_a_checkpoint_of_one_device_goes_on_on_the_other(folder, tmp_path, name, way):
     kinds = [machine.kind(), "cpu"] if way == "to a CPU" else ["cpu", machine.kind()]
     writer = worker_on(kinds[0], folder, CHECKPOINTS[name])

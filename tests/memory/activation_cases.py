@@ -111,18 +111,6 @@ def micros(mini):
     return [micro_batch(mini.batch, rows) for rows in mini.micro_batches]
 
 
-def three_steps(policy, mini):
-    """Return the log-probs before, the metrics and the gradients of each of three steps, and the weights after them."""
-    found = []
-    for _ in range(3):
-        log_probs = policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False).log_probs
-        policy.accumulate(micros(mini), mini.counts, 0.9)
-        gradients = [whole(parameter.grad) for parameter in policy.model.parameters() if parameter.grad is not None]
-        policy.trained.optimizer.zero_grad()
-        found.append([log_probs, *gradients, *map(torch.tensor, policy.update([mini], 0.9).values())])
-    return [tensor for step in found for tensor in step] + [whole(parameter) for parameter in policy.model.parameters()]
-
-
 def first_gradients(policy, mini):
     """Return the whole gradients of a mini-batch, for all trained parameters."""
     policy.accumulate(micros(mini), mini.counts, 0.9)
@@ -149,12 +137,6 @@ def without_traffic(policy):
 
     policy.update = quiet
     return policy
-
-
-def assert_same_numbers(found, expected):
-    """Assert that two results of :func:`three_steps` are equal in every bit."""
-    assert len(found) == len(expected)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @contextmanager

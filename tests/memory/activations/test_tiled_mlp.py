@@ -49,6 +49,14 @@ def run(block, x):
 # Numbers.
 
 
+@pytest.mark.parametrize(("tokens", "num_shards"), [(1, 4), (3, 100), (37, 1), (37, 4)])
+def test_outputs_and_gradients_are_those_of_the_whole_mlp(tokens, num_shards):
+    x = torch.randn(tokens, 16, dtype=torch.float64)
+    expected, found = (run(block(tiles).double(), x) for tiles in (None, num_shards))
+    for one, other in zip((*found[:2], *found[2]), (*expected[:2], *expected[2]), strict=True):
+        assert (one - other).norm() <= 1e-14 * other.norm()
+
+
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, SELECTIVE])
 def test_the_first_gradients_of_a_policy_differ_by_rounding_only(untied_folder, one_rank, options):
     mini = act.mini_batch()

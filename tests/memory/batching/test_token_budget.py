@@ -142,14 +142,6 @@ def test_the_refinement_finds_a_perfect_packing_that_best_fit_decreasing_misses(
     assert pack([4, 4, 3, 3, 3, 3], 10) == [[0, 2, 3], [1, 4, 5]]
 
 
-def test_ten_thousand_rows_pack_under_the_cap_within_one_percent_of_the_lower_bound():
-    draw = random.Random(0)
-    lengths = [draw.randint(1, 8192) for _ in range(10_000)]
-    bins = pack(lengths, 16_384)
-    assert max(sum(lengths[row] for row in rows) for rows in bins) <= 16_384
-    assert len(bins) <= lower_bound(lengths, 16_384) * 1.01
-
-
 def test_a_row_longer_than_the_cap_is_refused_with_the_key_the_row_its_length_and_the_smallest_budget():
     with pytest.raises(ConfigError) as refusal:
         pack([10, 700, 30], 512, names=["a", "train.jsonl:2", "c"], key="critic.ppo_max_token_len_per_gpu")

@@ -22,7 +22,6 @@ from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import DeviceMemoryError
 from verl_memopt.memory.host_buffers import GIB
 from verl_memopt.memory.token_budget_torch import OtherRankError, oom_retry
-from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.worker.trained_model import MiniBatch
 from verl_memopt.worker.worker import Worker
 
@@ -265,44 +264,6 @@ def test_a_row_that_has_no_room_alone_ends_the_pass_on_all_ranks(untied_folder):
     assert own == "OutOfMemoryError"
     assert other == OtherRankError.__name__
     assert "worker 1 is out of device memory" in text
-
-
-def limited(rank, folder, shares_of_peak, recompute):
-    """Gives what an update leaves where rank 1 has room for a share of the bytes that its micro-batches need."""
-    whole, found, peaks = grouped(8, [40] * 64), [], []
-    for part in (None, 0, *shares_of_peak):
-        policy = act.build(folder, training_mesh("cpu", 2, -1), 2, recompute=recompute, **OWN)
-        trained = policy.trained
-        trained.optimizer = torch.optim.SGD(policy.model.parameters(), lr=1.0)
-        trained.schedule = torch.optim.lr_scheduler.LambdaLR(trained.optimizer, lambda step: 1.0)
-        mini = shares(whole, 2, 800)[rank]
-        if part == 0:  # what nothing but the placeholders of empty micro-batches needs
-            mini = MiniBatch(mini.batch.select([]), [[]], mini.counts)
-        limit = None if not part or rank == 0 else int(peaks[1] + (peaks[0] - peaks[1]) * part)
-        with oom_retry(CPU, True) as record, ByteTracker(limit_bytes=limit) as tracker:
-            tracker.mark("params", policy.model.parameters())
-            metrics = policy.update([mini], 0.9)
-        peaks.append(tracker.peaks["device"].bytes)
-        weights = {name: whole_of(parameter).detach().numpy() for name, parameter in policy.model.named_parameters()}
-        found.append((metrics, weights, record.retries, record.cap))
-    return found[:1] + found[2:], peaks
-
-
-PARTS = (0.9, 0.4)
-
-
-@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_rank_with_less_memory_trains_as_one_with_enough(untied_folder, recompute):
-    """The limit is real: the tracker refuses the allocation that passes it, wherever that is."""
-    answers = run_ranks(limited, 2, untied_folder, PARTS, recompute, timeout=280)
-    assert answers[1][1][1] < answers[1][1][0] / 2, answers[1][1]
-    for index, part in enumerate(PARTS, 1):
-        for found, _ in answers:
-            assert found[index][0] == {key: pytest.approx(value, abs=ATOL, rel=ATOL) for key, value in found[0][0].items()}, part
-            for name, weight in found[0][1].items():
-                torch.testing.assert_close(*map(torch.from_numpy, (found[index][1][name], weight)), rtol=0, atol=ATOL)
-            assert found[index][3] is not None, part
-        assert answers[0][0][index][2] == 0 < answers[1][0][index][2]
 
 
 def worked(rank, folder, limits, adaptive):

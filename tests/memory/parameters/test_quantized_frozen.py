@@ -41,18 +41,6 @@ def test_the_error_of_a_weight_is_within_half_a_step_of_its_group(kind):
     assert ((back - base.weight).abs() <= scale * step * 1.0001).all()
 
 
-def test_eight_bits_are_much_closer_than_four():
-    errors = {}
-    for kind in KINDS:
-        base, quantized = layer(kind)
-        errors[kind] = float(
-            (quantized.packing.dequantize(quantized.qweight, torch.float32) - base.weight).norm() / base.weight.norm()
-        )
-    assert errors["int8"] < 0.008
-    assert errors["nf4"] < 0.1
-    assert errors["int8"] < errors["nf4"] / 8
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_quantised_apart_give_the_same_bytes(kind):
     base, quantized = layer(kind)
@@ -83,15 +71,6 @@ def test_exact_weights_are_used_inside_and_codes_outside():
         assert torch.equal(block(x), x @ weights["0.weight"].T)
     assert name == "0"
     assert not torch.equal(block(x), x @ weights["0.weight"].T)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_runs_on_fake_tensors(kind):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        quantized = QuantizedLinear(nn.Linear(100, 8), kind)
-        assert quantized(torch.empty(2, 100)).shape == (2, 8)
 
 
 @pytest.mark.parametrize("kind", KINDS)

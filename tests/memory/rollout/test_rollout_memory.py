@@ -1,5 +1,3 @@
-import logging
-
 import pytest
 import torch
 
@@ -88,15 +86,6 @@ def test_sleeping_changes_no_answer(folder):
 
 def test_a_sleeping_engine_keeps_nothing_unless_told_to():
     assert [sleep_level(Rollout(name="vllm", sleep_level=level)) for level in (None, 1, 2)] == [2, 1, 2]
-
-
-@pytest.mark.parametrize("key", VLLM_ONLY)
-def test_a_key_of_vllm_given_with_hf_is_warned_of_and_none_else(key, caplog):
-    for name, warned in (("hf", True), ("vllm", False)):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            settings_from_mapping(LEAST | {f"{ROLLOUT}.name": name, f"{ROLLOUT}.{key}": VLLM_ONLY[key]})
-        assert any(f"{ROLLOUT}.{key}=" in message and "no effect" in message for message in caplog.messages) is warned
 
 
 def test_every_key_of_the_knob_reaches_an_engine_or_is_spoken_of():
