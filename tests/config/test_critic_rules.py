@@ -4,52 +4,38 @@ from verl_memopt.config.algorithm_rules import WITHOUT_CRITIC
 from verl_memopt.config.keys import leaf_types
 
 GAE = {"algorithm.adv_estimator": "gae", "trainer.total_training_steps": 10}
+FSDP, POOL, PER_NODE = "critic.model.fsdp_config", "critic.enable_resource_pool", "critic.n_gpus_per_node"
 CASES = {
     "a critic that is switched off": ({"critic.enable": False}, {"critic.enable": True}),
     "a mini-batch that does not divide the step": ({"critic.ppo_mini_batch_size": 100}, {"critic.ppo_mini_batch_size": 128}),
-    "shards over a number of devices that does not divide": (
-        {"critic.model.fsdp_config.fsdp_size": 3, "trainer.n_gpus_per_node": 4},
-        {"critic.model.fsdp_config.fsdp_size": 2, "trainer.n_gpus_per_node": 4},
+    "shards over devices that they do not divide": (
+        {f"{FSDP}.fsdp_size": 3, "trainer.n_gpus_per_node": 4}, {f"{FSDP}.fsdp_size": 2},
     ),
-    "a pool without devices": (
-        {"critic.enable_resource_pool": True, "critic.n_gpus_per_node": 0},
-        {"critic.enable_resource_pool": True, "critic.n_gpus_per_node": 2},
-    ),
-    "a pool beside a local group": (
-        {"critic.enable_resource_pool": True, "trainer.worker_group": "local"},
-        {"critic.enable_resource_pool": True, "trainer.worker_group": "ray"},
-    ),
-    "shards over the devices of the pool": (
-        {"critic.model.fsdp_config.fsdp_size": 2, "critic.enable_resource_pool": True, "critic.n_gpus_per_node": 3},
-        {"critic.model.fsdp_config.fsdp_size": 2, "critic.enable_resource_pool": True, "critic.n_gpus_per_node": 4},
-    ),
-    "split masters over the devices of the pool": (
-        {"critic.model.fsdp_config.split_master_weights": True, "critic.enable_resource_pool": True, "critic.n_gpus_per_node": 2},
-        {"critic.model.fsdp_config.split_master_weights": True, "critic.enable_resource_pool": True, "critic.n_gpus_per_node": 1},
-    ),
+    "a pool without devices": ({POOL: True, PER_NODE: 0}, {PER_NODE: 2}),
+    "a pool beside a local group": ({POOL: True, "trainer.worker_group": "local"}, {"trainer.worker_group": "ray"}),
+    "shards over the devices of the pool": ({f"{FSDP}.fsdp_size": 2, POOL: True, PER_NODE: 3}, {PER_NODE: 4}),
+    "split masters over the pool's devices": ({f"{FSDP}.split_master_weights": True, POOL: True, PER_NODE: 2}, {PER_NODE: 1}),
     "another number of checkpoints than the policy's": (
-        {"trainer.max_critic_ckpt_to_keep": 3},
-        {"trainer.max_critic_ckpt_to_keep": 3, "trainer.max_actor_ckpt_to_keep": 3},
+        {"trainer.max_critic_ckpt_to_keep": 3}, {"trainer.max_actor_ckpt_to_keep": 3},
     ),
     "a warm-up longer than the run": ({"trainer.critic_warmup": 11}, {"trainer.critic_warmup": 10}),
     "an optimizer in backward that accumulates": (
         {"critic.optim.in_backward": True, "critic.use_dynamic_bsz": False, "critic.ppo_micro_batch_size_per_gpu": 1},
-        {"critic.optim.in_backward": True, "critic.optim.clip_grad": None},
+        {"critic.use_dynamic_bsz": True, "critic.optim.clip_grad": None},
     ),
     "two kinds of offload": (
-        {"critic.fsdp.offload_policy": True, "critic.fsdp.param_offload": True},
-        {"critic.fsdp.param_offload": True},
+        {"critic.fsdp.offload_policy": True, "critic.fsdp.param_offload": True}, {"critic.fsdp.offload_policy": False},
     ),
     "a budget below the longest sample": ({"critic.forward_max_token_len_per_gpu": 1000}, {"data.max_prompt_length": 400}),
-}
+}  # fmt: skip
+"""What a run with a critic refuses -> settings that are wrong, and those of them that make it right."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_with_a_critic_refuses(complaint, settled, name):
     wrong, right = CASES[name]
-    key = next(iter(wrong)).replace("critic.fsdp.", "critic.model.fsdp_config.")
-    assert f"{key}=" in complaint(GAE | wrong)
-    settled(GAE | wrong | right if name.startswith("a budget") else GAE | right)
+    assert f"{next(iter(wrong)).replace('critic.fsdp.', f'{FSDP}.')}=" in complaint(GAE | wrong)
+    settled(GAE | wrong | right)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "switched off" not in name])

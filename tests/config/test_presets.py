@@ -161,7 +161,7 @@ SMALL = UpdateSize(rows=2, prompt=128, response=64, group=2)
 @pytest.mark.parametrize(
     ("work", "shape", "more"),
     [
-        pytest.param(WORK if name != "vocabulary" else SMALL, *case, id=name, marks=[pytest.mark.slow] * (name != "vocabulary"))
+        pytest.param(WORK if name != "vocabulary" else SMALL, *case, id=name, marks=pytest.mark.slow)
         for name, case in {
             "vocabulary": ({"vocab_size": 8192, "num_layers": 2, "tie_embeddings": False}, HALF_BUDGETS),
             "blocks": ({"vocab_size": 512, "num_layers": 8}, (f"{AR}.model.enable_activation_offload=true",)),

@@ -102,16 +102,6 @@ def test_the_tokenizer_of_the_responses_is_the_policys(settled, tokenizer):
             "reward_model.forward_max_token_len_per_gpu=1023: a sample may have more tokens",
             "Raise it to at least 1024",
         ),
-        (
-            {f"{MODEL}.fsdp_config.param_offload": True, f"{MODEL}.fsdp_config.offload_policy": True},
-            f"{MODEL}.fsdp_config.offload_policy=true, {MODEL}.fsdp_config.param_offload=true: ",
-            "param_offload is the faster one.",
-        ),
-        (
-            {f"{MODEL}.fsdp_config.param_offload": "stream", "trainer.n_gpus_per_node": 2},
-            f"{MODEL}.fsdp_config.param_offload=stream, trainer.nnodes=1, trainer.n_gpus_per_node=2: each device has a shard",
-            f"Or set {MODEL}.fsdp_config.param_offload=true.",
-        ),
         ({f"{MODEL}.fsdp_config.dtype": "fp16"}, f"{MODEL}.fsdp_config.dtype=fp16: half precision", "Set fp32 or"),
         ({f"{MODEL}.fsdp_config.ulysses_sequence_parallel_size": 2}, f"{MODEL}.fsdp_config.ulysses", "_size=1, or"),
         (

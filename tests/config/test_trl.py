@@ -1,6 +1,5 @@
 """TRL's names where a user writes them: each becomes our key with one notice, and no two spellings meet."""
 
-import dataclasses
 import logging
 from functools import cache
 from pathlib import Path
@@ -281,15 +280,6 @@ def test_a_name_without_an_equal_is_refused_with_the_way_out_or_asks_for_nothing
         assert load({name: 3}) == plain()
     else:
         assert refused({name: 3}) == f"{name}=3: {refusal.reason}."
-
-
-def test_the_weight_of_the_bonus_adapts_where_trl_adapts_it():
-    given = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 1.5, "entropy_coef_max": 0.3}
-    actor = load(given, entry="grpo_trainer").actor_rollout_ref.actor
-    assert (actor.entropy_coeff, actor.entropy_agg_mode) == (0.1, "token-mean")
-    assert dataclasses.astuple(actor.entropy_ctrl) == (1.5, 0.005, 0.0, 0.3)
-    off = load({"use_adaptive_entropy": False, "entropy_target": 1.5}, entry="grpo_trainer").actor_rollout_ref.actor
-    assert off.entropy_ctrl.target is None
 
 
 @pytest.mark.parametrize("word", [True, "true", None, False, ""])

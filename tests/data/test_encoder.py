@@ -5,7 +5,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from verl_memopt.data.encoder import PromptEncoder, SpecialTokens, decode, special_tokens_of, tokenize
+from verl_memopt.data.encoder import PromptEncoder, SpecialTokens, special_tokens_of, tokenize
 from verl_memopt.errors import DataError
 from verl_memopt.model.tiny import SPECIALS, build_tokenizer
 
@@ -57,11 +57,6 @@ def test_ids_fit_as_texts_do():
     assert encoder.fit([99], "a:2") == [99]
     with pytest.raises(DataError, match=r"^a:2: the prompt has the token id 100, but the model's embedding has 100 rows"):
         encoder.fit([100], "a:2")
-
-
-def test_decoded_text_keeps_special_tokens_and_spaces():
-    text = "<|im_start|>user\n1 , 2 ! it 's<|im_end|>"
-    assert decode(TOKENIZER, TOKENIZER(text, add_special_tokens=False)["input_ids"]) == text
 
 
 def test_error_refuses_a_prompt_over_the_limit_with_its_row_and_length():

@@ -169,7 +169,7 @@ def test_draws_without_a_seed_go_on_and_change_nothing(caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("text", ["import sys\nsys.exit(0)", "import os\nos._exit(0)", "raise GeneratorExit"])
+@pytest.mark.parametrize("text", ["import os\nos._exit(0)", "raise GeneratorExit"])
 def test_a_file_that_ends_the_process_is_named(plugin, text):
     with pytest.raises(DataError, match=rf"^{KEY}=.*plugin.py: the file does not run"):
         plugin(text)

@@ -280,20 +280,16 @@ def test_lazy_keeps_the_ids_of_a_prompt_once():
     assert len({id(row) for row in rows}) == 3
 
 
-class CountingTokenizer:
-    def __init__(self):
-        self.calls = []
-
-    def __call__(self, texts, **settings):
-        self.calls.append(len(texts))
-        return TOKENIZER(texts, **settings)
-
-
 @pytest.mark.parametrize(("method", "texts_tokenized"), [("string", 6), ("repeat_sampler", 6), ("token", 2), ("lazy", 2)])
 def test_a_method_tokenizes_each_copy_or_each_prompt_in_one_call(method, texts_tokenized):
-    counting = CountingTokenizer()
+    calls = []
+
+    def counting(texts, **settings):
+        calls.append(len(texts))
+        return TOKENIZER(texts, **settings)
+
     expand(prompts(["12", "3"]), [0, 1], 3, method, PromptEncoder(counting, 10, "error"))
-    assert counting.calls == [texts_tokenized]
+    assert calls == [texts_tokenized]
 
 
 class ReadRows:

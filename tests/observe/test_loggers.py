@@ -52,37 +52,37 @@ class WandbError(Exception):
     """What wandb raises, for example without an API key."""
 
 
-class WandbRun:
-    """Records what a wandb run is told. wandb itself is not among the packages of the tests."""
+class TrackedRun:
+    """Records what a run of wandb or SwanLab is told. Neither is among the packages of the tests."""
 
     def __init__(self, **arguments):
         self.arguments = arguments
-        self.logged: list[dict[str, Any]] = []
+        self.logged: list[Any] = []
         self.axes: dict[str, Any] = {}
-        self.exit_code: int | None = None
+        self.end: Any = None
 
     def define_metric(self, name, step_metric=None):
         self.axes[name] = step_metric
 
-    def log(self, values):
-        assert self.exit_code is None, "the run is finished"
-        self.logged.append(values)
+    def log(self, values, step=None):
+        assert self.end is None, "the run is finished"
+        self.logged.append(values if step is None else (step, values))
 
-    def finish(self, exit_code):
-        self.exit_code = exit_code
+    def finish(self, exit_code=None, state="success", error=None):
+        self.end = state if exit_code is None else exit_code
+
+
+def starting(runs):
+    """Return what starts a run, and adds it to ``runs``."""
+    return lambda **arguments: runs.append(TrackedRun(**arguments)) or runs[-1]
 
 
 @pytest.fixture
 def wandb_runs(monkeypatch, place):
     """The wandb runs that were started."""
-    started: list[WandbRun] = []
-
-    def init(**arguments):
-        started.append(WandbRun(**arguments))
-        return started[-1]
-
+    started: list[TrackedRun] = []
     table = lambda columns, data: [dict(zip(columns, row, strict=True)) for row in data]  # noqa: E731
-    stand_in = SimpleNamespace(init=init, Table=table, errors=SimpleNamespace(Error=WandbError))
+    stand_in = SimpleNamespace(init=starting(started), Table=table, errors=SimpleNamespace(Error=WandbError))
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     place.folder.begin("trainer: {device: cpu}\nactor_rollout_ref: {actor: {optim: {lr: 1.0e-06}}}\n", None)
     return started
@@ -138,23 +138,7 @@ def test_a_wandb_run_says_whether_the_run_failed_even_where_another_logger_canno
     build_loggers("wandb", place).close(True)
     with pytest.raises(OSError, match="the disk is full"):
         StepLoggers([Broken(), WandbLogger(place)]).close()
-    assert [run.exit_code for run in wandb_runs] == [1, 0]
-
-
-class SwanlabRun:
-    """Records what a SwanLab run is told. SwanLab itself is not among the packages of the tests."""
-
-    def __init__(self, **arguments):
-        self.arguments = arguments
-        self.logged: list[tuple[int, dict[str, Any]]] = []
-        self.end: dict[str, Any] | None = None
-
-    def log(self, data, step):
-        assert self.end is None, "the run is finished"
-        self.logged.append((step, data))
-
-    def finish(self, state="success", error=None):
-        self.end = {"state": state, "error": error}
+    assert [run.end for run in wandb_runs] == [1, 0]
 
 
 class SwanlabTable:
@@ -165,14 +149,9 @@ class SwanlabTable:
 @pytest.fixture
 def swanlab_runs(monkeypatch, place):
     """The SwanLab runs that were started."""
-    started: list[SwanlabRun] = []
-
-    def init(**arguments):
-        started.append(SwanlabRun(**arguments))
-        return started[-1]
-
+    started: list[TrackedRun] = []
     errors = SimpleNamespace(AuthenticationError=WandbError)
-    stand_in = SimpleNamespace(init=init, echarts=SimpleNamespace(Table=SwanlabTable), exceptions=errors)
+    stand_in = SimpleNamespace(init=starting(started), echarts=SimpleNamespace(Table=SwanlabTable), exceptions=errors)
     monkeypatch.setitem(sys.modules, "swanlab", stand_in)
     monkeypatch.delenv("SWANLAB_LOG_DIR", raising=False)
     place.folder.begin("trainer: {device: cpu}\n", None)
@@ -199,7 +178,7 @@ def test_swanlab_gets_settings_steps_and_samples_and_how_the_run_ended(place, sw
     assert first.logged[0] == (3, {"critic/score/mean": 0.5})
     (step, table), sample = first.logged[1], {"step": 3, "data_source": "toy", "input": "1+1=", "output": "3"}
     assert (step, table["val/generations"].rows) == (3, [{**sample, "ground_truth": "2", "score": 0.0}])
-    assert [first.end["state"], second.end["state"]] == ["success", "crashed"]
+    assert [first.end, second.end] == ["success", "crashed"]
     monkeypatch.setenv("SWANLAB_LOG_DIR", str(place.folder.path / "elsewhere"))
     build_loggers("swanlab", place)
     assert swanlab_runs[-1].arguments["logdir"] == str(place.folder.path / "elsewhere")

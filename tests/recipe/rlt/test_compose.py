@@ -89,17 +89,6 @@ def test_hydra_composes_the_same(model, memory, debug) -> None:
     assert composed("teacher_rlt_mono", model, memory, debug) == of_hydra("teacher_rlt_mono", model, memory, debug)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_profile_composes_with_each_recipe(recipe) -> None:
-    logging.disable(logging.WARNING)
-    try:
-        for place, memory in enumerate(MEMORY):
-            debug = DEBUG[(place + RECIPES.index(recipe)) % len(DEBUG)]
-            assert composed(recipe, "qwen2_5_1_5b", memory, debug).reward_model.recipe
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 def test_the_recipe_for_one_gpu_has_the_published_values() -> None:
     settings = load_settings("teacher_rlt_mono", [], RECIPE)
     roles, rollout = settings.actor_rollout_ref, settings.actor_rollout_ref.rollout

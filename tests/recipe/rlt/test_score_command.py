@@ -119,8 +119,6 @@ def test_a_row_that_cannot_be_scored_is_named(tmp_path, capsys, row, says):
     ("words", "says"),
     [
         (["clip=3"], r"reward_model\.rlt\.clip: no such key"),
-        (["clip_kl=much"], r"reward_model\.rlt\.clip_kl"),
-        (["answer_log_prob_coeff=[1]"], "there are 1 weights for 2 reductions"),
         (["include_teacher_think_entropy=true"], "there is no teacher. Add --teacher"),
         (["unbias_student_log_probs_temp=0.5"], "both sides of the KL would belong to different distributions"),
     ],

@@ -275,7 +275,6 @@ def test_models_of_one_shape_take_turns_and_overrides_count(roles, tiny_folder, 
     ("entries", "text"),
     [
         ({"intermediate_size": 64}, r"intermediate_size \(64 and 128\)"),
-        ({"rms_norm_eps": 1e-3}, r"rms_norm_eps \(0\.001 and"),
         ({"tie_word_embeddings": False}, r"tie_word_embeddings \(False and True\)"),
     ],
 )
