@@ -1,11 +1,9 @@
 import dataclasses
 
-import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from tests.memory.activation_cases import FP32, LAYERS, SHAPE, WIDTH
 from tests.tensors import whole_of
 from tests.worker.test_policy import ACTOR, policy_for
 from verl_memopt.algorithms.rows import GlobalCounts
@@ -13,8 +11,7 @@ from verl_memopt.config.schema import Actor
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.memory.shared_prompt import prompt_groups
 from verl_memopt.model.weights import named_weights
-from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
-from verl_memopt.worker.trained_model import MiniBatch, micro_batch
+from verl_memopt.worker.trained_model import micro_batch
 
 
 def test_rows_of_a_group_compute_their_prompt_together_only_where_the_settings_say_so():
@@ -88,26 +85,3 @@ def test_scores_of_split_groups_are_those_of_whole_ones(tiny_folder, one_rank):
     split = policy.compute_log_probs(batch, [[0, 5], [1, 4, 6], [2, 3, 7]], 0.9, True)
     torch.testing.assert_close(whole.log_probs, split.log_probs, rtol=0, atol=3e-6)
     torch.testing.assert_close(whole.entropy, split.entropy, rtol=0, atol=3e-6)
-
-
-def test_activations_fall_by_those_of_the_repeated_prompts(deep_folder, one_rank):
-    prompt, answers = 256, [33] * 4
-    batch = grouped(prompt, answers)
-    policy, bins, peaks = policy_for(deep_folder, one_rank, 1, prune=False), [[0, 1, 2, 3]], {}
-    for shared in (False, True):
-        mini = MiniBatch(batch, bins, counts_of(batch))
-        with ByteTracker() as tracker:
-            tracker.mark("params", policy.model.parameters())
-            for name in ("first", "second"):
-                tracker.enter(name)
-                policy.accumulate([micro_batch(sharing(batch, shared), rows) for rows in mini.micro_batches], mini.counts, 0.9)
-            peaks[shared] = tracker.peaks[DEVICE].bytes
-        policy.trained.optimizer.zero_grad()
-    heads, kv = SHAPE.num_heads * SHAPE.head_dim, SHAPE.num_kv_heads * SHAPE.head_dim
-    # What a block keeps of a token: two inputs of norms, queries and keys before and after theirs, values and attention, and
-    # the MLP's gate and up.
-    kept = FP32 * (2 * WIDTH + 3 * heads + 3 * kv + 2 * SHAPE.intermediate_size)
-    # Beside it the backward of the last block's MLP has the gradient of the hidden state, and a value of one tile of tokens.
-    passing = FP32 * (SHAPE.intermediate_size + WIDTH)
-    saved = 3 * prompt * (LAYERS * kept + passing)
-    assert peaks[False] - peaks[True] == pytest.approx(saved, rel=0.05)

@@ -4,10 +4,9 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from tests.critics import critic_batch, critic_for
 from tests.memory.sharded import policy_of, share
 from tests.tensors import whole_of
-from tests.worker.test_policy import CPU, WHOLE, batch, policy_for, shares
+from tests.worker.test_policy import CPU, batch, policy_for, shares
 from tests.worker.test_worker import AR
 from verl_memopt.config.schema import Memory
 from verl_memopt.errors import DeviceMemoryError
@@ -76,16 +75,6 @@ def test_what_was_computed_before_the_error_is_kept(untied_folder, one_rank):
     assert count[0] == num_bins + 2  # the last one failed, and its rows were computed in two
 
 
-def test_values_of_prompts_that_are_computed_once_survive_an_error(untied_folder, one_rank):
-    critic, whole = critic_for(untied_folder, one_rank), critic_batch(shared=True)
-    cut = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
-    expected = critic.values(whole, cut)
-    with oom_retry(CPU, True) as record, out_of_memory(critic.model, 2):
-        values = critic.values(whole, cut)
-    assert record.retries == 1
-    torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
-
-
 PLACES = [(0, False), (2, False), (0, True), (2, True)]
 FSDP = [{"grad_offload": True}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "gradient_sync": "last"}, {"offload_policy": True}]
 
@@ -143,16 +132,6 @@ def test_the_log_probs_of_a_restarted_update_are_those_of_its_second_forward(unt
     torch.testing.assert_close(updated.log_probs, expected, rtol=0, atol=1e-5)
 
 
-def test_an_update_may_fail_more_than_once(untied_folder, one_rank):
-    policy, mini = policy_of(untied_folder, one_rank), share(budget=WHOLE)
-    tokens = mini.batch.row_tokens().cost(range(mini.batch.num_rows))
-    with oom_retry(CPU, True) as record, out_of_memory(policy.model, 0, in_backward=True), out_of_memory(policy.model, 1):
-        metrics = policy.update([mini], 0.9)
-    assert record.retries == 2
-    assert record.cap <= tokens // 4
-    assert metrics["actor/skipped_updates"] == 0
-
-
 def raising(text):
     class RaisedError(RuntimeError):
         def __init__(self, _):
@@ -175,12 +154,6 @@ def test_an_update_goes_on_with_leave_after_errors_about_memory_alone(untied_fol
     with oom_retry(CPU, allowed) as record, out_of_memory(policy.model, 0, error=error), ends:
         policy.update([mini], 0.9)
     assert record.retries == int(goes_on)
-
-
-def test_a_row_that_is_too_long_alone_is_raised(untied_folder, one_rank):
-    policy, whole = policy_of(untied_folder, one_rank), batch()
-    with oom_retry(CPU, True), out_of_memory(policy.model, 3), pytest.raises(torch.OutOfMemoryError):
-        policy.compute_log_probs(whole, [[row] for row in range(16)], 0.9, False)
 
 
 def test_each_error_is_logged_with_the_new_cap(untied_folder, one_rank, caplog):

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.memory.recomputed import relative
 from verl_memopt.algorithms.estimators import SUM_PI_SQUARED
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Model, PolicyLoss, TrainedFsdp
-from verl_memopt.memory.chunked_logprob import FREE_TILE, KNOB, _saved, logit_bytes
+from verl_memopt.memory.chunked_logprob import FREE_TILE, logit_bytes
 from verl_memopt.memory.chunked_logprob_torch import _assert_as_precomputed, head_log_probs
 from verl_memopt.memory.logit_tiles import Head, Statistic, TokenStatistics
 from verl_memopt.observe.byte_tracker import ByteTracker
@@ -268,17 +268,6 @@ def test_a_gradient_that_is_not_finite_is_let_through_and_any_other_that_was_not
         _assert_as_precomputed(precomputed, actual)
     with pytest.raises(RuntimeError, match="is not the precomputed one"):
         _assert_as_precomputed(precomputed, torch.tensor([math.nan, math.inf, 1.0, 2.1]))
-
-
-def test_a_chunk_is_claimed_to_save_the_logits_of_the_tokens_beside_it():
-    before, after = (shapes(Cut(chunk, precomputed=True), 4 * CHUNK, torch.float32) for chunk in (0, CHUNK))
-    # An update keeps whole rows, a log-prob pass takes FREE_TILE of their columns.
-    in_update, in_pass = 3 * CHUNK * LARGE * 4, (4 * CHUNK * LARGE - CHUNK * FREE_TILE) * 4
-    saved = {claim.phase: claim.num_bytes(before, after) for claim in KNOB.claims}
-    assert saved == {"update_actor": in_update, "old_log_prob": in_pass}
-    assert (_saved(True)(before, after), _saved(False)(before, after)) == (in_update, in_pass)
-    twice = shapes(Cut(2 * CHUNK, precomputed=True), 4 * CHUNK, torch.float32)
-    assert (_saved(True)(twice, after), _saved(False)(twice, after)) == (CHUNK * LARGE * 4, CHUNK * FREE_TILE * 4)
 
 
 @pytest.mark.parametrize("precomputed", [False, True])
