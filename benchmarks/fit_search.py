@@ -21,9 +21,10 @@ from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.cards import CARDS
 from verl_memopt.model.sizes import PUBLISHED
+from verl_memopt.observe.log_setup import silent
 from verl_memopt.observe.phase import GIB
 from verl_memopt.plan.levers import Lever, levers_of
-from verl_memopt.plan.search import Search, State, silent
+from verl_memopt.plan.search import Search, State
 from verl_memopt.plan.verdict import Card, judge, sizes_of_models
 
 MOST_STATES = 3000

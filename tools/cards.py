@@ -17,8 +17,9 @@ from verl_memopt.config.keys import shown
 from verl_memopt.config.loader import PACKAGED, load_settings
 from verl_memopt.memory.cards import CARDS, gigabytes
 from verl_memopt.model.sizes import PUBLISHED
+from verl_memopt.observe.log_setup import silent
 from verl_memopt.observe.phase import GIB
-from verl_memopt.plan.search import PLANS, Change, Search, silent
+from verl_memopt.plan.search import PLANS, Change, Search
 from verl_memopt.plan.verdict import Card
 
 ROOT = Path(__file__).parents[1]

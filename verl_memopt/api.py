@@ -260,7 +260,7 @@ class Run:
         from verl_memopt.config.keys import flatten, replaced
         from verl_memopt.config.loader import settings_from_mapping
         from verl_memopt.data.python_rows import held_out_files
-        from verl_memopt.plan.search import silent
+        from verl_memopt.observe.log_setup import silent
         from verl_memopt.trainer import main_ppo
         from verl_memopt.trainer.replay import record_folder
 

@@ -5,7 +5,6 @@ import pytest
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import ActorRolloutRef
 from verl_memopt.memory.chunked_logprob import logit_bytes
-from verl_memopt.memory.precision import width
 from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model.attention_dense import ATTENTION_ELEMENTS, key_heads_at_once
 from verl_memopt.plan.formulas import Shapes
@@ -16,16 +15,15 @@ SHAPES = Shapes(
 )  # fmt: skip
 
 
+def with_keys(shapes, **keys):
+    """Gives shapes under other settings; ``__`` in a name stands for a point."""
+    keys = {key.replace("__", "."): value for key, value in keys.items()}
+    return dataclasses.replace(shapes, settings=replaced(shapes.settings, keys))
+
+
 def having(**model):
-    actor = replaced(SHAPES.settings.actor, {"fsdp_config": replaced(SHAPES.settings.actor.fsdp_config, {"dtype": "fp32"})})
     base = {"enable_gradient_checkpointing": False, "recompute_elementwise": False, **model}
-    settings = replaced(SHAPES.settings, {"actor": actor, "model": replaced(SHAPES.settings.model, base)})
-    return dataclasses.replace(SHAPES, settings=settings)
-
-
-@pytest.mark.parametrize(("dtype", "expected"), [("fp32", 4), ("float32", 4), ("bf16", 2), ("bfloat16", 2), ("fp16", 2)])
-def test_the_width_of_every_spelling(dtype, expected):
-    assert width(dtype) == expected
+    return with_keys(SHAPES, actor__fsdp_config__dtype="fp32", **{f"model__{key}": value for key, value in base.items()})
 
 
 def test_a_block_keeps_three_numbers_a_norm_and_one_a_product():
@@ -39,35 +37,18 @@ def test_activations_with_and_without_checkpointing_and_offload():
     assert having().activation_bytes == 4 * block + passing
     on = {"enable_gradient_checkpointing": True}
     assert having(**on).activation_bytes == 3 * given + block + passing
-    moved = having(**on, enable_activation_offload=True, activation_offload_in_flight=1)
-    assert moved.activation_bytes == given + block + passing
-    one_more = having(
-        **on, enable_activation_offload=True, activation_offload_in_flight=1, activation_offload_device_gb=given / 2**30
-    )
-    assert one_more.activation_bytes == 2 * given + block + passing
+    moves = {**on, "enable_activation_offload": True, "activation_offload_in_flight": 1}
+    for kept in (0, 1):
+        moved = having(**moves, activation_offload_device_gb=kept * given / 2**30)
+        assert moved.activation_bytes == (1 + kept) * given + block + passing
 
 
 def test_moments_follow_the_masters_unless_they_have_a_dtype_of_their_own():
-    def state(model_dtype, state_dtype):
-        actor = SHAPES.settings.actor
-        fsdp = replaced(actor.fsdp_config, {"model_dtype": model_dtype})
-        optim = replaced(actor.optim, {"state_dtype": state_dtype})
-        actor = replaced(actor, {"fsdp_config": fsdp, "optim": optim})
-        return dataclasses.replace(SHAPES, settings=replaced(SHAPES.settings, {"actor": actor})).state_bytes
+    def state(masters, moments):
+        return with_keys(SHAPES, actor__fsdp_config__model_dtype=masters, actor__optim__state_dtype=moments).state_bytes
 
-    assert state("fp32", None) == 8
-    assert state("bfloat16", None) == 4
-    assert state("bfloat16", "fp32") == 8
-    assert state("fp32", "int8") == 2 * 260 / 256
-
-
-def test_linear_layers_of_a_block_are_four_of_attention_and_three_of_the_mlp():
-    assert SHAPES.linear_params == 4 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16)
-
-
-def test_the_reference_is_the_policy_with_lora():
-    assert having().reference_bytes == 5000 * 4
-    assert having(lora_rank=4).reference_bytes == 0
+    pairs = (("fp32", None), ("bfloat16", None), ("bfloat16", "fp32"), ("fp32", "int8"))
+    assert [state(*pair) for pair in pairs] == [8, 4, 8, 2 * 260 / 256]
 
 
 def test_tiles_take_the_peak_down_to_that_of_attention_and_no_further():
@@ -97,8 +78,9 @@ def test_recomputed_norms_leave_the_last_block_four_moments_to_peak_at():
     attention = 10 * (2 * 8 + 3 * 8 + 2 * 4 + 2 * 2) + 10 * (2 * 4 + 3 * 2) + 10 * (3 * 4 + 2)
     assert few.attention_backward_bytes == 4 * attention
     # Answers that share a prompt have a call of their own: of 6 tokens, and the prompt's is of 4.
-    assert dataclasses.replace(few, suffix_tokens=6).attention_backward_bytes == 4 * (attention - 4 * (3 * 4 + 2))
-    assert dataclasses.replace(few, suffix_tokens=4).attention_backward_bytes == 4 * (attention - 4 * (3 * 4 + 2))
+    for answers in (4, 6):
+        shared = dataclasses.replace(few, suffix_tokens=answers)
+        assert shared.attention_backward_bytes == 4 * (attention - 4 * (3 * 4 + 2))
     many = dataclasses.replace(few, heads=40000, kv_heads=40000)
     assert many.activation_bytes == 3 * many.block_bytes + many.attention_backward_bytes
     # With one query head to a key head nothing is summed.
@@ -108,10 +90,9 @@ def test_recomputed_norms_leave_the_last_block_four_moments_to_peak_at():
     narrow = dataclasses.replace(few, mlp=2)
     assert narrow.activation_bytes == 4 * narrow.block_bytes + 4 * (3 * 10 * 8 + 2 * 8 * 2) + 12 * 10 * 8
     # At the gate: one gradient, a tile's value and the gradient of down. 5,000 tokens are three tiles, of 1,667.
-    long = dataclasses.replace(few, tokens=5000, mlp=64)
-    assert long.activation_bytes == 4 * long.block_bytes + 4 * (5000 * 8 + 1667 * 64 + 8 * 64) + 12 * 1667 * 64
-    wide = dataclasses.replace(few, tokens=5000, mlp=640)
-    assert wide.activation_bytes == 4 * wide.block_bytes + 4 * (5000 * 8 + 1667 * 640 + 8 * 640) + 12 * 2**17
+    for mlp, elements in ((64, 1667 * 64), (640, 2**17)):
+        long = dataclasses.replace(few, tokens=5000, mlp=mlp)
+        assert long.activation_bytes == 4 * long.block_bytes + 4 * (5000 * 8 + 1667 * mlp + 8 * mlp) + 12 * elements
     # At the final norm: three tensors of the rows that are read.
     read = dataclasses.replace(few, responses=100)
     assert read.activation_bytes == 4 * read.block_bytes + 3 * 100 * 8 * 4 + 12 * 100 * 8
@@ -133,24 +114,8 @@ def test_a_block_that_is_computed_again_never_holds_its_gate_and_up(tiled):
 
 def test_in_half_precision_gradients_that_are_summed_over_tiles_are_wide():
     tiled = having(recompute_elementwise=True, tiled_mlp=TiledMlp(enabled=True, num_shards=2))
-    half = replaced(tiled.settings.actor.fsdp_config, {"dtype": "bfloat16"})
-    actor = replaced(tiled.settings.actor, {"fsdp_config": half})
-    tiled = dataclasses.replace(tiled, settings=replaced(tiled.settings, {"actor": actor}))
+    tiled = with_keys(tiled, actor__fsdp_config__dtype="bfloat16")
     assert tiled.mlp_bytes(tiled.tokens) == 10 * 2 * 40 + 2 * 10 * 8 * 2 + 5 * 2 * (8 + 3 * 16) + 3 * 8 * 16 * 4 + 12 * 5 * 16
-
-
-@pytest.mark.parametrize(
-    ("model", "again"),
-    [
-        ({}, False),
-        ({"enable_gradient_checkpointing": True}, True),
-        ({"enable_gradient_checkpointing": True, "gradient_checkpointing_mode": "selective"}, False),
-        ({"tiled_mlp": TiledMlp(enabled=True)}, True),
-        ({"enable_gradient_checkpointing": True, "recompute_elementwise": False}, False),
-    ],
-)
-def test_which_mlps_are_computed_again(model, again):
-    assert having(**{"recompute_elementwise": True, **model}).recomputes_mlp is again
 
 
 # On a GPU.
@@ -163,23 +128,16 @@ QWEN = dataclasses.replace(
 
 
 def on_gpu(compiled=False, dtype="fp32", shapes=QWEN, **model):
-    given = having(**{"recompute_elementwise": True, **model}).settings
-    actor = replaced(
-        given.actor, {"use_torch_compile": compiled, "fsdp_config": replaced(given.actor.fsdp_config, {"dtype": dtype})}
-    )
-    return dataclasses.replace(shapes, settings=replaced(given, {"actor": actor}))
+    shapes = dataclasses.replace(shapes, settings=having(**{"recompute_elementwise": True, **model}).settings)
+    return with_keys(shapes, actor__use_torch_compile=compiled, actor__fsdp_config__dtype=dtype)
 
 
 def test_uncompiled_on_a_gpu_the_tiles_of_elementwise_statements_are_those_that_an_h100_measured(monkeypatch):
     # It ran attention key head by key head then.
     monkeypatch.setitem(ATTENTION_ELEMENTS, "cuda", 0)
-    kept, pruned, tiled = (
-        on_gpu(prune_last_block=False),
-        on_gpu(),
-        on_gpu(tiled_mlp=TiledMlp(enabled=True, num_shards=4)),
-    )
     measured = 4_225_345_236, 4_137_285_396, 2_405_050_132
-    formula = [shapes.activation_bytes for shapes in (kept, pruned, tiled)]
+    tiles = TiledMlp(enabled=True, num_shards=4)
+    formula = [on_gpu(**knobs).activation_bytes for knobs in ({"prune_last_block": False}, {}, {"tiled_mlp": tiles})]
     assert formula[0] - formula[1] == pytest.approx(measured[0] - measured[1], rel=0.005)
     assert formula[1] - formula[2] == pytest.approx(measured[1] - measured[2], rel=0.005)
     assert formula == pytest.approx(measured, rel=0.005)
@@ -216,9 +174,7 @@ def test_compiled_statements_hold_no_tiles():
 def test_under_full_determinism_nothing_is_compiled_and_tiles_are_held():
     few = dataclasses.replace(QWEN, responses=1000)
     compiled = on_gpu(True, "bf16", few)
-    fsdp = replaced(compiled.settings.actor.fsdp_config, {"full_determinism": True})
-    settings = replaced(compiled.settings, {"actor": replaced(compiled.settings.actor, {"fsdp_config": fsdp})})
-    exact, plain = dataclasses.replace(compiled, settings=settings), on_gpu(False, "bf16", few)
+    exact, plain = with_keys(compiled, actor__fsdp_config__full_determinism=True), on_gpu(False, "bf16", few)
     assert exact.mlp_bytes(2554) == plain.mlp_bytes(2554) > compiled.mlp_bytes(2554)
     assert logit_bytes(exact, update=True) == logit_bytes(plain, update=True) != logit_bytes(compiled, update=True)
 

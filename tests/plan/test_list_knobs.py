@@ -38,18 +38,8 @@ def test_a_default_is_that_of_the_settings(knob):
 
 def test_the_index_is_json():
     first = json.loads(json.dumps(as_json()))[0]
-    assert first.keys() == {
-        "name",
-        "does",
-        "use_it_when",
-        "saves",
-        "costs",
-        "works_with",
-        "keys",
-        "defaults",
-        "besides",
-        "refuses",
-    }
+    parts = {"does", "use_it_when", "saves", "costs", "works_with"}
+    assert first.keys() == {"name", *parts, "keys", "defaults", "besides", "refuses"}
 
 
 def test_every_profile_that_can_be_chosen_is_in_the_index():
@@ -69,31 +59,17 @@ def printed(write, width=100):
     return text.getvalue()
 
 
-@pytest.mark.parametrize("width", [80, 100, 200])
-def test_the_table_has_a_line_for_every_knob_and_fits_the_terminal(width):
+@pytest.mark.parametrize("width", [40, 80, 119, 120, 200])
+def test_the_table_has_a_line_for_every_knob_and_breaks_no_key(width):
     lines = printed(print_knobs, width).splitlines()
-    assert max(map(len, lines)) <= width
-    starts = {line.split()[0] for line in lines if line.strip()}
-    assert {knob.name for knob in knobs()} <= starts
-
-
-@pytest.mark.parametrize("width", [40, 80, 119, 120])
-def test_no_terminal_breaks_a_key(width):
-    words = printed(print_knobs, width).split()
-    assert {knob.first_key.removeprefix("actor_rollout_ref.") for knob in knobs()} <= set(words)
+    assert {knob.name for knob in knobs()} <= {line.split()[0] for line in lines if line.strip()}
+    assert {knob.first_key.removeprefix("actor_rollout_ref.") for knob in knobs()} <= set(" ".join(lines).split())
+    assert width < 80 or max(map(len, lines)) <= width
 
 
 def test_a_line_names_the_key_its_default_the_measured_saving_and_the_cost():
     (line,) = [line for line in printed(print_knobs, 200).splitlines() if line.strip().startswith("token_budget")]
-    assert line.split() == [
-        "token_budget",
-        "actor.ppo_max_token_len_per_gpu",
-        "16384",
-        "254",
-        "more,",
-        "smaller",
-        "micro-batches",
-    ]
+    assert " ".join(line.split()) == "token_budget actor.ppo_max_token_len_per_gpu 16384 254 more, smaller micro-batches"
 
 
 @EACH

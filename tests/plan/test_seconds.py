@@ -9,12 +9,11 @@ from benchmarks.gpu.reach_cases import SHAPES
 from benchmarks.gpu.reach_cases import size_of as shape_size
 from benchmarks.update_pass.flops import floor
 from benchmarks.update_pass.work import Batch
-from verl_memopt.config.loader import load_settings
+from tests.plan.runs import AR, DYNAMIC, settings_of
 from verl_memopt.memory.cards import DATASHEETS
 from verl_memopt.plan.calibrate import lines, measure, rates_of_machine, store
 from verl_memopt.plan.seconds import Rates, rates_of, seconds_of
 
-AR = "actor_rollout_ref"
 FREE = 1e30
 """Bytes a second of a memory that costs no time."""
 ONLY_PRODUCTS = Rates(
@@ -24,20 +23,10 @@ SIZE = shape_size(SHAPES["0.6b"])
 STEP = ("gen", "old_log_prob", "update_actor", "update_weights")
 
 
-def settings(*more):
-    batch = (
-        "data.train_batch_size=2",
-        f"{AR}.actor.ppo_mini_batch_size=2",
-        f"{AR}.rollout.n=3",
-        f"{AR}.actor.use_dynamic_bsz=true",
-    )
-    lengths = ("data.max_prompt_length=20", "data.max_response_length=8")
-    files = ("data.train_files=none", "data.val_files=null", "model=qwen3_0_6b", f"{AR}.actor.use_dynamic_bsz=true")
-    return load_settings("rloo_trainer", [*files, *batch, *lengths, *more])
-
-
 def seconds(*more, rates=ONLY_PRODUCTS, kv_tokens=10_000):
-    return seconds_of(settings(*more), SIZE, STEP, rates, kv_tokens)
+    batch = ("data.train_batch_size=2", f"{AR}.actor.ppo_mini_batch_size=2", f"{AR}.rollout.n=3", DYNAMIC)
+    lengths = ("data.max_prompt_length=20", "data.max_response_length=8")
+    return seconds_of(settings_of("model=qwen3_0_6b", *batch, *lengths, *more), SIZE, STEP, rates, kv_tokens)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -324,7 +324,7 @@ def followed(line, message):
     return [*kept, *(f"{key}={value}" for key, value in keys.items())], said
 
 
-@pytest.mark.parametrize("gigabytes", [0.0008, 0.0016])
+@pytest.mark.parametrize("gigabytes", [pytest.param(0.0008, marks=pytest.mark.slow), 0.0016])
 def test_what_the_error_prints_pasted_behind_the_command_ends_in_a_run(values, tmp_path, capsys, gigabytes):
     """Of what the error says the first thing counts, and of settings that make room together all."""
     line = list(overrides(limited(values, gigabytes) | {"trainer.default_local_dir": str(tmp_path / "run")}))
@@ -367,25 +367,28 @@ def test_settings_that_are_refused_beside_the_runs_own_are_left_out(values, comm
     assert line.settings().actor_rollout_ref.actor.fsdp_config.param_offload
 
 
+def sets(line):
+    """Gives all settings that make room: those that change no number, those that do, and a GPU's last resort."""
+    return [keys for keys, _ in everything(line.settings(), 0)]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="auto is the CPU where there is no GPU")
 def test_a_device_that_is_a_cpu_by_itself_gets_no_setting_of_a_gpu(values, command):
     """vLLM on a CPU refuses to sleep when it starts, so the run would end there."""
-    line = command(values("rloo") | {"trainer.device": "auto", f"{ROLLOUT}.name": "vllm"})
-    same, lossy, last = (keys for keys, _ in everything(line.settings(), 0))
+    same, lossy, last = sets(command(values("rloo") | {"trainer.device": "auto", f"{ROLLOUT}.name": "vllm"}))
     assert (same[f"{ROLLOUT}.free_cache_engine"], lossy[f"{ROLLOUT}.free_cache_engine"], last) == (None, None, {})
 
 
-def test_several_devices_learn_their_budgets_unless_they_share_the_tokens_of_a_micro_batch(values, command):
-    for sharing in (1, 2):
-        several = {"trainer.worker_group": "ray", "trainer.n_gpus_per_node": 2}
-        several[f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"] = sharing
-        same, *_ = (keys for keys, _ in everything(command(values("rloo") | several).settings(), 0))
-        assert (f"{ACTOR}.adaptive_token_budget" in same) == (sharing == 1)
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_several_devices_learn_their_budgets_unless_they_share_the_tokens_of_a_micro_batch(values, command, sharing):
+    several = {"trainer.worker_group": "ray", "trainer.n_gpus_per_node": 2}
+    shared = {f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": sharing}
+    assert (f"{ACTOR}.adaptive_token_budget" in sets(command(values("rloo") | several | shared))[0]) == (sharing == 1)
 
 
-def test_the_parts_that_a_run_does_not_have_are_not_set(values, command):
-    for kind, has_critic, has_reference in (("rloo", False, False), ("kl", False, True), ("ppo", True, True)):
-        said = str(changed(command(values(kind))))
-        assert ("critic.model.fsdp_config.param_offload=true" in said) == has_critic
-        assert (f"{AR}.ref.fsdp_config.param_offload=stream" in said) == has_reference
-        assert "reward_model.model" not in said
+@pytest.mark.parametrize(("kind", "has_critic", "has_reference"), [("rloo", 0, 0), ("kl", 0, 1), ("ppo", 1, 1)])
+def test_the_parts_that_a_run_does_not_have_are_not_set(values, command, kind, has_critic, has_reference):
+    said = str(changed(command(values(kind))))
+    assert ("critic.model.fsdp_config.param_offload=true" in said) == has_critic
+    assert (f"{AR}.ref.fsdp_config.param_offload=stream" in said) == has_reference
+    assert "reward_model.model" not in said

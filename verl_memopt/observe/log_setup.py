@@ -57,6 +57,17 @@ def setup_logging(rank: int | None = None, level: int = logging.INFO) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
+@contextmanager
+def silent() -> Iterator[None]:
+    # Settings that are only tried need no warnings.
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
 MOST_WAITING = 10_000
 """Lines that are kept until the run has a folder."""
 CONTROL = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|[@-Z\\-_])")

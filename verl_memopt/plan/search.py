@@ -8,9 +8,8 @@ back, the most time first, all that it does not need.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -21,6 +20,7 @@ from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.critic_rules import has_critic
 from verl_memopt.memory.knob import knob_named, longest_sample, needs_reference
+from verl_memopt.observe.log_setup import silent
 from verl_memopt.observe.phase import GIB
 from verl_memopt.plan.levers import BUDGET, BUDGETS, SHARE, Level, Lever, levers_of
 from verl_memopt.plan.peaks import CERTAIN
@@ -103,6 +103,48 @@ class Findings:
         return self.verdict.fits or (self.after is not None and self.after.fits)
 
 
+def find_out(settings: Settings, card: Card) -> Findings:
+    search = Search(settings, card)
+    verdict = judge(settings, card)
+    changes, after = ((), None) if verdict.fits else search.changes()
+    found = Findings(verdict, changes, after)
+    if not found.fits:
+        return found
+    keys = found.keys
+    most_tokens, budget = search.most_tokens, search.largest_budget(keys)
+    step = search.largest_step(keys)
+    return dataclasses.replace(found, response=search.longest_response(keys), most=most_tokens, budget=budget, step=step)
+
+
+def refuse_what_cannot_fit(settings: Settings) -> None:
+    """Refuse a run whose weights, gradients and optimizer state alone are too large for ``memory.card_gb``.
+
+    A model that is not on this machine yet is not checked.
+
+    Raises:
+        ConfigError: It cannot fit. The message says what would make it fit.
+    """
+    gigabytes = settings.memory.card_gb
+    if gigabytes is None or not is_here(settings):
+        return
+    card = Card.of(gigabytes)
+    peaks = judge(settings, card).peaks
+    phase = max(peaks.least, key=peaks.least.__getitem__)
+    if peaks.least[phase] <= card.num_bytes:
+        return
+    changes, after = Search(settings, card).changes()
+    way = " ".join(f"{key}={shown(value)}" for change in changes for key, value in change.keys.items())
+    out = "No setting makes it fit: take a smaller model, or more or larger cards."
+    if after.fits:
+        out = f"It fits with {way}."
+    parts = ", ".join(f"{kind} {size / GIB:.1f}" for kind in CERTAIN if (size := peaks.phases[phase].get(kind, 0)))
+    raise ConfigError(
+        f"memory.card_gb={gigabytes:g}, {_AR}.model.path={settings.actor_rollout_ref.model.path}: {phase} needs at least "
+        f"{peaks.least[phase] / GIB:.1f} GiB of {card.num_bytes / GIB:.1f} ({parts}). {out} Set memory.card_gb=null to start it "
+        "all the same."
+    )
+
+
 class Search:
     def __init__(self, settings: Settings, card: Card, levers: Sequence[Lever] | None = None) -> None:
         self._card = card
@@ -176,10 +218,10 @@ class Search:
     def _found(self, may: Callable[[Level], bool], closest: State) -> tuple[list[State], State]:
         # The first states that fit, with the levels that may be used, and the state that comes closest.
         found: list[State] = []
-        levels = [[at for at, level in enumerate(lever.levels) if may(level)] for lever in self.levers]
+        allowed = [[number for number, level in enumerate(lever.levels) if may(level)] for lever in self.levers]
         tried = [
-            ([0] if at == self._share else of if lever.is_choice else of[-1:])
-            for at, (lever, of) in enumerate(zip(self.levers, levels, strict=True))
+            ([0] if at == self._share else numbers if lever.is_choice else numbers[-1:])
+            for at, (lever, numbers) in enumerate(zip(self.levers, allowed, strict=True))
         ]
         for state in sorted(product(*tried), key=self._choices_cost):
             if _missing(self.verdict(state)) < _missing(self.verdict(closest)):
@@ -358,56 +400,3 @@ def _largest(fits: Callable[[int], bool], largest: int, smallest: int = 1) -> in
         middle = (low + high) // 2 if high < 4 * low else min(2 * low, high - 1)
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-@contextmanager
-def silent() -> Iterator[None]:
-    # Settings that are only tried need no warnings.
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
-def find_out(settings: Settings, card: Card) -> Findings:
-    search = Search(settings, card)
-    verdict = judge(settings, card)
-    changes, after = ((), None) if verdict.fits else search.changes()
-    found = Findings(verdict, changes, after)
-    if not found.fits:
-        return found
-    keys = found.keys
-    most_tokens, budget = search.most_tokens, search.largest_budget(keys)
-    step = search.largest_step(keys)
-    return dataclasses.replace(found, response=search.longest_response(keys), most=most_tokens, budget=budget, step=step)
-
-
-def refuse_what_cannot_fit(settings: Settings) -> None:
-    """Refuse a run whose weights, gradients and optimizer state alone are too large for ``memory.card_gb``.
-
-    A model that is not on this machine yet is not checked.
-
-    Raises:
-        ConfigError: It cannot fit. The message says what would make it fit.
-    """
-    gigabytes = settings.memory.card_gb
-    if gigabytes is None or not is_here(settings):
-        return
-    card = Card.of(gigabytes)
-    peaks = judge(settings, card).peaks
-    phase = max(peaks.least, key=peaks.least.__getitem__)
-    if peaks.least[phase] <= card.num_bytes:
-        return
-    changes, after = Search(settings, card).changes()
-    way = " ".join(f"{key}={shown(value)}" for change in changes for key, value in change.keys.items())
-    out = "No setting makes it fit: take a smaller model, or more or larger cards."
-    if after.fits:
-        out = f"It fits with {way}."
-    parts = ", ".join(f"{kind} {size / GIB:.1f}" for kind in CERTAIN if (size := peaks.phases[phase].get(kind, 0)))
-    raise ConfigError(
-        f"memory.card_gb={gigabytes:g}, {_AR}.model.path={settings.actor_rollout_ref.model.path}: {phase} needs at least "
-        f"{peaks.least[phase] / GIB:.1f} GiB of {card.num_bytes / GIB:.1f} ({parts}). {out} Set memory.card_gb=null to start it "
-        "all the same."
-    )

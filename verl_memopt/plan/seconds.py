@@ -125,36 +125,36 @@ class _Step:
         groups = rows / roles.rollout.n if roles.actor.use_prefix_grouper else rows
         return Lengths(rows, data.max_prompt_length, data.max_response_length, groups)
 
-    def _flops(self, of: Lengths) -> tuple[float, float]:
+    def _flops(self, work: Lengths) -> tuple[float, float]:
         size = self.size
         linear = Shapes.of(size, self.settings.actor_rollout_ref, Pass(1, 1, 1, 1), self.device).linear_params
-        attention = 4 * size.layers * size.heads * size.head_dim * of.pairs
-        return 2 * linear * of.tokens + attention, 2 * size.hidden * size.vocab * of.rows * of.response
+        attention = 4 * size.layers * size.heads * size.head_dim * work.pairs
+        return 2 * linear * work.tokens + attention, 2 * size.hidden * size.vocab * work.rows * work.response
 
-    def _touched(self, of: Lengths, dtype: str) -> float:
+    def _touched(self, work: Lengths, dtype: str) -> float:
         # Bytes that the elementwise kernels of a forward read and write in all blocks.
         size = self.size
         key = (size.heads + size.kv_heads) * size.head_dim
-        return of.tokens * width(dtype) * size.layers * (12 * size.hidden + 4 * key + 4 * size.mlp)
+        return work.tokens * width(dtype) * size.layers * (12 * size.hidden + 4 * key + 4 * size.mlp)
 
-    def _micro_batches(self, of: Lengths, cap: int | None, rows: int | None) -> float:
+    def _micro_batches(self, work: Lengths, cap: int | None, rows: int | None) -> float:
         # Number of micro-batches, by a cap on tokens or, without one, by rows.
         if self.settings.actor_rollout_ref.actor.use_dynamic_bsz:
             rows, cap = None, cap or self.settings.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
         else:
             cap = None
-        return max(1.0, of.rows / rows if rows else of.tokens / cap if cap else 1.0)
+        return max(1.0, work.rows / rows if rows else work.tokens / cap if cap else 1.0)
 
     def scoring(self, role: str) -> float:
         roles = self.settings.actor_rollout_ref
         critic, section = role == "critic", roles.ref if role == "ref" else roles.rollout
         fsdp = self.settings.critic.model.fsdp_config if critic else (roles.ref if role == "ref" else roles.actor).fsdp_config
-        of, dtype = self._lengths(role), fsdp.dtype
-        blocks, head = self._flops(of)
-        micro = self._micro_batches(of, section.log_prob_max_token_len_per_gpu, section.log_prob_micro_batch_size_per_gpu)
+        work, dtype = self._lengths(role), fsdp.dtype
+        blocks, head = self._flops(work)
+        micro = self._micro_batches(work, section.log_prob_max_token_len_per_gpu, section.log_prob_micro_batch_size_per_gpu)
         compute = (blocks + (0 if critic else head)) / self.rates.products(dtype)
-        logits = 0 if critic else 2 * LOGIT_BYTES * self.size.vocab * of.rows * of.response
-        touched = (self._touched(of, dtype) + micro * self._weights(dtype) + logits) / self.rates.memory_bytes
+        logits = 0 if critic else 2 * LOGIT_BYTES * self.size.vocab * work.rows * work.response
+        touched = (self._touched(work, dtype) + micro * self._weights(dtype) + logits) / self.rates.memory_bytes
         calls = micro * self.size.layers * FORWARD_CALLS * self.rates.call_seconds
         once = self._weights(dtype) / self.rates.bus_bytes
         streams, moves = fsdp.param_offload == STREAM, fsdp.param_offload is True
@@ -165,18 +165,18 @@ class _Step:
         own: Actor | Critic = critic if role == "critic" else roles.actor
         model: Model | CriticModel = critic.model if role == "critic" else roles.model
         fsdp = critic.model.fsdp_config if role == "critic" else roles.actor.fsdp_config
-        of, dtype = self._lengths(role), fsdp.dtype
-        blocks, head = self._flops(of)
+        work, dtype = self._lengths(role), fsdp.dtype
+        blocks, head = self._flops(work)
         again = bool(model.enable_gradient_checkpointing)
         # Of a frozen weight a backward makes no gradient, of its input it does. The last product of a block is not made again.
         passes = (2 if roles.model.lora_rank else 3) + again
-        again_less = again * 2 * self.size.layers * self.size.hidden * self.size.mlp * of.tokens
-        micro = self._micro_batches(of, own.ppo_max_token_len_per_gpu, own.ppo_micro_batch_size_per_gpu)
+        again_less = again * 2 * self.size.layers * self.size.hidden * self.size.mlp * work.tokens
+        micro = self._micro_batches(work, own.ppo_max_token_len_per_gpu, own.ppo_micro_batch_size_per_gpu)
         compute = (passes * blocks - again_less + (0 if role == "critic" else 3 * head)) / self.rates.products(dtype)
-        logits = 0 if role == "critic" else 4 * LOGIT_BYTES * self.size.vocab * of.rows * of.response
-        touched = (passes * (self._touched(of, dtype) + micro * self._weights(dtype)) + logits) / self.rates.memory_bytes
+        logits = 0 if role == "critic" else 4 * LOGIT_BYTES * self.size.vocab * work.rows * work.response
+        touched = (passes * (self._touched(work, dtype) + micro * self._weights(dtype)) + logits) / self.rates.memory_bytes
         calls = micro * self.size.layers * (FORWARD_CALLS * (1 + again) + BACKWARD_CALLS) * self.rates.call_seconds
-        kept = of.tokens * self.size.hidden * width(dtype) * self.size.layers
+        kept = work.tokens * self.size.hidden * width(dtype) * self.size.layers
         offload = 2 * kept if model.enable_activation_offload else 0
         moved = 2 * micro * self._gradients if fsdp.grad_offload else 0
         busy = max(compute + touched, calls, (offload + moved) / self.rates.bus_bytes)

@@ -29,10 +29,11 @@ from verl_memopt.memory.knob import longest_sample, needs_reference, sequence_ra
 from verl_memopt.memory.param_offload import REFERENCE_KEY, SCORER_KEY, STREAM
 from verl_memopt.memory.streamed_params import may_stream
 from verl_memopt.model.sizes import size_of
+from verl_memopt.observe.log_setup import silent
 from verl_memopt.observe.phase import MIB
 from verl_memopt.observe.secrets import argument_without_secrets
 from verl_memopt.plan.formulas import Pass, Shapes
-from verl_memopt.plan.search import Search, silent
+from verl_memopt.plan.search import Search
 from verl_memopt.plan.verdict import Card
 from verl_memopt.run.interrupts import process_interrupts
 
