@@ -6,7 +6,6 @@ import tarfile
 
 import pytest
 
-from benchmarks.gpu.missing_wheels import missing
 from tests.end_to_end.runs import ROOT, script_environment
 from tests.forked import CHILDREN
 
@@ -63,12 +62,6 @@ def test_updates_of_one_copy_of_the_weights_are_measured_beside_what_was_foresee
     assert 0 < record["phases"]["update_actor"]["peak"] <= record["foreseen"]["update_actor"]
     assert record["phases"]["update_actor"]["grad_norm"] > 0
     assert len((tmp_path / "one_copy" / "8b-1gb.jsonl").read_text().splitlines()) == 3 * 4  # steps and phases
-
-
-def test_only_wheels_of_packages_that_are_not_there_are_installed(tmp_path):
-    for name in ("torch-9.9-py3-none-any.whl", "no_such_package-1.0-py3-none-any.whl"):
-        (tmp_path / name).touch()
-    assert [wheel.name for wheel in missing(tmp_path)] == ["no_such_package-1.0-py3-none-any.whl"]
 
 
 @pytest.mark.slow

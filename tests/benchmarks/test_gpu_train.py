@@ -30,14 +30,10 @@ def test_the_run_of_the_larger_shape_leaves_figures_for_every_phase(tmp_path):
     assert "memory.device_limit_gb=32" in (tmp_path / "shape" / "summary.json").read_text()
 
 
-def test_figures_that_are_not_finite_or_without_a_gradient_are_problems():
-    assert problems("shape", GOOD) == []
+def test_figures_that_are_not_finite_and_runs_without_a_gradient_or_an_effect_are_problems():
+    assert problems("shape", GOOD) == problems("toy", GOOD) == []
     assert "loss is not finite" in problems("shape", {**GOOD, "loss": [float("nan")]})[0]
     assert problems("shape", {**GOOD, "grad_norm": [0.0]}) == ["no step had a gradient"]
-
-
-def test_a_toy_run_that_does_not_learn_is_a_problem():
-    assert problems("toy", GOOD) == []
     assert "did not learn" in problems("toy", {**GOOD, "validation": [0.4, 0.4]})[0]
 
 

@@ -7,11 +7,9 @@ import torch
 from benchmarks.update_pass import contest
 from benchmarks.update_pass.__main__ import main
 from benchmarks.update_pass.contest import WrongGradientError, difference, in_turns, make_job, run
-from benchmarks.update_pass.naive import reference
-from benchmarks.update_pass.ours import build_ours, cut
 from benchmarks.update_pass.report import render
 from benchmarks.update_pass.sides import plain_model
-from benchmarks.update_pass.work import WORKLOADS, Workload, make_batch, shrunk
+from benchmarks.update_pass.work import Workload
 from tests.benchmarks.conftest import TINY
 
 CPU = torch.device("cpu")
@@ -48,26 +46,6 @@ def test_the_reference_is_the_gradient_of_advantage_times_log_prob(folder):
     assert [float(log_probs.sum()) for log_probs in expected.log_probs] == pytest.approx(sums, 1e-6)
 
 
-def exact_gradients(job):
-    """Gives the gradients of the update in float64."""
-    model, count = plain_model(job).double(), len(job.batch.answers)
-    for row, answer in enumerate(job.batch.answers):
-        prompt = job.batch.prompt_of(row)
-        logits = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-        log_probs = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])
-        (-job.batch.advantages[row] * log_probs.sum() / count).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def test_where_rounding_may_move_the_reference_far_ours_stays_near_the_exact_gradient(tmp_path):
-    # Workload a in small: few channels and a long vocabulary, where plain autograd in fp32 is some 1e-6 away on some processors.
-    job, _ = make_job(dataclasses.replace(shrunk(WORKLOADS["a"], 2, 8), k=4), tmp_path / "model", False, CPU)
-    exact = exact_gradients(job)
-    side = build_ours(job)
-    side.update()
-    assert difference(side.gradients(), exact) <= 1e-6
-
-
 def test_a_wrong_gradient_is_an_error_and_no_row(folder):
     job, expected = make_job(WORK, folder, False, CPU)
     advantages = [advantage * 1.001 for advantage in job.batch.advantages]
@@ -90,11 +68,15 @@ def test_what_does_not_fit_is_not_run_and_says_so(folder):
 
 
 @pytest.mark.parametrize("name", ["naive", "response_logits"])
-def test_a_simulated_peak_is_the_peak(folder, name):
+def test_a_simulated_peak_is_the_peak_and_that_of_a_gpu_is_rounded_up(folder, name):
     work = dataclasses.replace(WORK, groups=1, k=4, prompt=60, answer=20, spread=0.0)
     job, _ = make_job(work, folder, False, CPU)
-    counted = contest.peak(contest.CONTESTANTS[name].build(job), CPU)
-    assert contest.simulated_peak(name, job) == pytest.approx(counted, rel=0.01)
+    here = contest.simulated_peak(name, job)
+    assert here == pytest.approx(contest.peak(contest.CONTESTANTS[name].build(job), CPU), rel=0.01)
+    # The same tensors, each rounded up to the allocator's blocks.
+    there = contest.simulated_peak(name, dataclasses.replace(job, device=torch.device("cuda")))
+    assert here < there < here + 512 * 1000
+    assert there % 512 == 0
 
 
 def test_half_precision_is_reported_and_not_judged(folder):
@@ -104,39 +86,11 @@ def test_half_precision_is_reported_and_not_judged(folder):
     assert rows[0].param_grad_bytes == sum(2 * 2 * tensor.numel() for tensor in expected.gradients.values())
 
 
-def test_a_shared_micro_batch_holds_each_prompt_once(folder):
-    job, _ = make_job(dataclasses.replace(WORK, spread=0.0), folder, False, CPU)
-    budget = 2 * (9 + 3 * (4 - 1))
-    (shared,) = cut(dataclasses.replace(job, work=dataclasses.replace(job.work, token_budget=budget)), shared=True)
-    assert shared.pack.input_ids.shape == (1, budget)
-    assert shared.pack.targets.tolist() == [token for answer in job.batch.answers for token in answer]
-
-
-def test_gradients_are_dropped_between_rounds(folder):
-    job, _ = make_job(WORK, folder, False, CPU)
-    side = build_ours(job, shared=False)
-    side.update()
-    once = {name: tensor.clone() for name, tensor in side.gradients().items()}
-    side.clear()
-    side.update()
-    assert difference(side.gradients(), once) <= 1e-6
-
-
 def test_every_contestant_is_first_as_often_as_the_others():
     turns = []
     found = in_turns({name: lambda name=name: turns.append(name) or float(len(turns)) for name in "abc"}, repeats=3)
     assert turns == list("abcbcacababc")
     assert found["a"] == [6.0, 8.0, 10.0]
-
-
-def test_the_same_seed_gives_the_same_ids_and_advantages_that_cancel():
-    batch = make_batch(WORK)
-    assert batch == make_batch(WORK)
-    assert batch.hash() != make_batch(WORK, seed=1).hash()
-    assert len({len(answer) for answer in batch.answers}) > 1
-    for start in (0, 3):
-        assert sum(batch.advantages[start : start + 3]) == pytest.approx(0.0, abs=1e-12)
-        assert batch.prompt_of(start + 2) is batch.prompts[start // 3]
 
 
 SMALL = ["--layers", "1", "--shrink", "64", "--threads", "1", "--repeats", "1"]
@@ -155,21 +109,11 @@ def test_the_command_prints_a_table_and_writes_its_record(tmp_path, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
-def test_a_gpu_workload_without_a_gpu_says_what_to_do(capsys):
+def test_a_missing_gpu_and_unknown_and_missing_contestants_are_named(capsys, monkeypatch):
     assert main(["--workload", "e"]) == 2
     assert "--workload e: the shape of Qwen3-0.6B needs a CUDA device" in capsys.readouterr().err
-
-
-def test_unknown_and_missing_contestants_are_named(capsys, monkeypatch):
     assert main(["--contestants", "nobody"]) == 2
     assert "--contestants nobody: unknown. Use some of naive, " in capsys.readouterr().err
-    absent = contest.Contestant("no_such_side", "build")
-    monkeypatch.setitem(contest.CONTESTANTS, "absent", absent)
+    monkeypatch.setitem(contest.CONTESTANTS, "absent", contest.Contestant("no_such_side", "build"))
     assert main(["--contestants", "absent"]) == 2
     assert "setup.sh" in capsys.readouterr().err
-
-
-def test_the_reference_does_not_depend_on_dtype_or_checkpointing(folder):
-    job, expected = make_job(WORK, folder, False, CPU)
-    other = reference(dataclasses.replace(job, checkpointing=True, work=dataclasses.replace(WORK, dtype="bfloat16")))
-    assert difference(other.gradients, expected.gradients) == 0.0

@@ -3,7 +3,7 @@ from pathlib import PurePath
 
 import pytest
 
-from benchmarks.verl_scripts.__main__ import COMPOSES, NOT_COUNTED, REFUSED, RecordError, main, outside, record, refusals
+from benchmarks.verl_scripts.__main__ import COMPOSES, NOT_COUNTED, REFUSED, main, outside, record, refusals
 
 AR = "actor_rollout_ref"
 LEAST = (
@@ -33,27 +33,14 @@ def test_every_argument_of_a_call_is_recorded_word_for_word(script):
 @pytest.mark.parametrize(
     "start",
     [
-        "python3 -m verl.trainer.main_ppo",
         "python verl/trainer/main_ppo.py",
         "ray job submit --address=here -- python3 -m verl.trainer.main_ppo",
         "uv run --extra vllm python3 -m verl.trainer.main_ppo",
-        "srun --nodes=2 python3 -m verl.trainer.main_ppo",
         "env A=1 python3 -m verl.trainer.main_ppo",
     ],
 )
 def test_a_call_is_found_behind_each_launcher(script, start):
     assert record(script(f"{start} a=1\n")) == [["a=1"]]
-
-
-def test_a_launcher_that_prints_into_a_pipe_is_recorded_whole(script, tmp_path):
-    printing = "for n in {1..20000}; do echo $n; done; python3 -m verl.trainer.main_ppo a=1"
-    assert record(script(f"{{ {printing}; }} 2>&1 | tee {tmp_path}/log.txt\n")) == [["a=1"]]
-    assert not (tmp_path / "log.txt").exists()
-
-
-def test_a_script_that_asks_for_an_npu_finds_none(script):
-    text = 'if python3 -c "import torch_npu" &>/dev/null; then D=npu; else D=cuda; fi\npython3 -m verl.trainer.main_ppo d=$D\n'
-    assert record(script(text)) == [["d=cuda"]]
 
 
 def test_a_script_that_composes_with_a_model_that_is_refused_later_is_counted_apart(script, capsys, tmp_path):
@@ -66,9 +53,12 @@ def test_a_script_that_composes_with_a_model_that_is_refused_later_is_counted_ap
     assert "Nobody/Knows-1B: not among the models" in said
 
 
-def test_only_calls_of_the_trainer_count_and_all_of_them(script):
+def test_only_calls_of_the_trainer_count_and_all_of_them_on_a_machine_without_an_npu(script):
     text = "python3 -c 'import main_ppo'\npython3 make_data.py\nfor n in 1 2; do python3 -m verl.trainer.main_ppo n=$n; done\n"
-    assert record(script(text + "python3 -m verl.trainer.main_ppo_sync n=3\n")) == [["n=1"], ["n=2"]]
+    text += 'if python3 -c "import torch_npu" &>/dev/null; then D=npu; else D=cuda; fi\n'
+    assert record(script(text + "python3 -m verl.trainer.main_ppo_sync n=3\npython3 -m verl.trainer.main_ppo d=$D\n")) == [
+        *(["n=1"], ["n=2"], ["d=cuda"])
+    ]
 
 
 def test_what_a_machine_lacks_ends_no_script(script, tmp_path):
@@ -79,23 +69,10 @@ def test_what_a_machine_lacks_ends_no_script(script, tmp_path):
     assert not missing.exists()
 
 
-def test_nothing_of_the_caller_reaches_a_script_but_what_is_set(script, monkeypatch):
-    monkeypatch.setenv("SECRET", "1")
-    text = "python3 -m verl.trainer.main_ppo secret=${SECRET:-none} rank=$RANK\n"
-    assert record(script(text), variables={"RANK": "7"}) == [["secret=none", "rank=7"]]
-    assert record(script(text)) == []
-
-
-def test_a_script_that_does_not_end_is_named(script):
-    with pytest.raises(RecordError, match=r"run\.sh: it ran longer than 0\.2 seconds"):
-        record(script("while true; do :; done\n"), seconds=0.2)
-
-
 @pytest.mark.parametrize(
     ("name", "argument", "reason"),
     [
         ("a.sh", f"{AR}.actor.strategy=megatron", "backend megatron"),
-        ("a.sh", f"{AR}.actor.strategy=fsdp_turbo", "backend fsdp_turbo"),
         ("a.sh", "--config-name=ppo_megatron_trainer.yaml", "backend megatron"),
         ("a.sh", "model_engine=veomni", "backend veomni"),
         ("a.sh", f"{AR}.rollout.name=trtllm", "engine trtllm"),
@@ -103,9 +80,7 @@ def test_a_script_that_does_not_end_is_named(script):
         ("a.sh", f"+{AR}.rollout.multi_turn.enable=True", "several turns"),
         ("a.sh", "data.image_key=images", "images or video"),
         ("ascend/a.sh", "a=1", "an NPU"),
-        ("a.sh", "trainer.device=npu", "an NPU"),
         ("a.sh", f"{AR}.actor.strategy=fsdp2", ""),
-        ("a.sh", f"{AR}.rollout.name=hf", ""),
     ],
 )
 def test_what_is_not_counted_is_told_from_the_arguments(name, argument, reason):
@@ -121,6 +96,8 @@ def test_a_call_composes_or_every_key_that_stops_it_is_named():
 
 
 def test_a_folder_becomes_a_table(script, tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert "no script that calls main_ppo" in capsys.readouterr().err
     call = "python3 -m verl.trainer.main_ppo"
     script(f"{call} {LEAST}\n", "a/fits.sh")
     script(f"{call} {LEAST} algorithm.adv_estimator=$ESTIMATOR\n", "a/refused.sh")
@@ -141,8 +118,3 @@ def test_a_folder_becomes_a_table(script, tmp_path, capsys):
     assert text.startswith("a made-up verl: 1 of 2 scripts compose, 0 of them with models that are not refused\n")
     assert f"{1:8}{1:7}  algorithm.adv_estimator=no_such: " in text
     assert str(tmp_path) not in text
-
-
-def test_a_folder_without_scripts_is_an_error(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 2
-    assert "no script that calls main_ppo" in capsys.readouterr().err

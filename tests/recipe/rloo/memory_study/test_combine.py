@@ -16,7 +16,6 @@ from recipe.rloo.memory_study.cells import (
     write_result,
 )
 from recipe.rloo.memory_study.results import check, combine
-from recipe.rloo.memory_study.runner import SAMPLE_COLUMNS
 from tests.recipe.rloo.memory_study.hand_made import GIB, MIB, completed, out_of_memory, published
 from tests.recipe.rloo.memory_study.stand_in import SAVING, STRING, TOKEN, cell, measure_cell
 from verl_memopt.errors import DataError
@@ -54,21 +53,6 @@ def test_each_phase_is_a_row_and_a_run_without_room_one_without_a_peak(results):
     assert failed["allocated_peak"] == failed["reserved_peak"] == ""
 
 
-def test_the_readings_of_a_device_are_rows_with_the_published_units(results):
-    folder = results(completed(published(), 1))
-    (folder / "samples").mkdir()
-    with (folder / "samples" / "token_full_legacy_coupled_k2_r0.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, SAMPLE_COLUMNS, restval="")
-        writer.writeheader()
-        for moment, used in ((10.0, 1024), (12.0, 3072)):
-            writer.writerow({"timestamp": moment, "gpu_memory_allocated_mb": used, "gpu_memory_free_mb": 0})
-    combine(folder)
-    first, second = (row for row in rows_of(folder) if row["source"] == "sample")
-    assert (first["gpu_memory_allocated_gb"], second["gpu_memory_allocated_gb"]) == ("1.0", "3.0")
-    assert (first["time_normalized"], second["time_normalized"]) == ("0.0", "1.0")
-    assert (first["method"], first["gpu_memory_reserved_gb"], first["phase"]) == ("token", "", "")
-
-
 def test_a_summary_counts_outcomes_takes_the_worst_and_leaves_out_what_a_simulation_would_need(results):
     summary = combine(results(completed(published(), 1, 2, limit=GIB), out_of_memory(published(k=8), GIB)))
     assert summary["outcomes"] == {"completed": 1, "oom": 1}
@@ -77,16 +61,6 @@ def test_a_summary_counts_outcomes_takes_the_worst_and_leaves_out_what_a_simulat
     summary = combine(results(completed(published(k=8), 40 * GIB, 50 * GIB)))
     assert summary["outcomes"] == {"completed": 1, "oom": 1}
     assert summary["rows"][-1]["without_limit"]["reserved_peak"]["median"] == 50 * GIB
-
-
-def test_arms_that_differ_are_diverged_in_every_file(results):
-    other = completed(published("string"), 1, 2)
-    other = dataclasses.replace(other, records=tuple(dataclasses.replace(each, loss=9.0) for each in other.records))
-    folder = results(completed(published(), 1, 2), other)
-    summary = combine(folder)
-    assert summary["outcome"] == "diverged"
-    assert list(summary["controls"]["diverged"]) == ["string_full_legacy_coupled_k2_r0"]
-    assert {(row["expansion"], row["outcome"]) for row in rows_of(folder)} == {("token", "completed"), ("string", "diverged")}
 
 
 def test_a_folder_without_results_says_how_to_make_some(tmp_path):
@@ -140,33 +114,12 @@ def test_a_truncated_prompt_and_sampled_answers_are_not_compared_with_the_others
     assert controls["ids_groups"] == controls["values_groups"] == 1
 
 
-def test_values_of_the_same_run_alone_are_compared_in_any_precision():
-    elsewhere = with_records(result(STRING), values_from="a smaller prompt", loss=100.0)
-    assert check([result(), elsewhere])[1]["diverged"] == {}
-    wide, narrow = (f"{dtype}, real tensors, prompt of 48" for dtype in ("float64", "float32"))
-    first = with_records(result(), values_from=wide)
-    assert check([first, with_records(result(STRING), values_from=narrow)])[1]["diverged"] == {}
-    assert check([first, with_records(result(STRING), values_from=narrow, loss=100.0)])[1]["diverged"]
-
-
-def test_a_missing_loss_is_not_an_equal_loss():
-    assert outcomes([result(), with_records(result(STRING), loss=None)])["string_full_legacy_k2_r0"] == "diverged"
-    assert set(outcomes([with_records(each, loss=None, grad_norm=None) for each in (result(), result(STRING))]).values()) == {
-        "completed"
-    }
-
-
 def test_a_repeat_with_other_bytes_diverges_unless_a_device_counted_them():
     first, second = result(), result(TOKEN, 1)
     more = with_records(second, allocated_peak=second.records[0].allocated_peak + 1)
     assert outcomes([first, more])["token_full_legacy_k2_r1"] == "diverged"
     device = [with_records(each, measured_by="device allocator") for each in (first, more)]
     assert set(outcomes(device).values()) == {"completed"}
-
-
-def test_a_cell_that_did_not_complete_is_left_as_it_is():
-    failed = CellResult(cell(name="raises"), "failed", (), Failure("ValueError", "no"))
-    assert check([failed, result()])[0][0] is failed
 
 
 RECORD = UpdateRecord(
@@ -190,8 +143,3 @@ def test_a_result_comes_back_from_its_file_as_it_was(result, tmp_path):
 def test_a_study_ends_with_its_worst_outcome():
     found = [worst(outcomes) for outcomes in ({"completed"}, {"completed", "oom"}, {"oom", "timeout", "diverged"})]
     assert [*found, worst(set(EXIT_CODES))] == ["completed", "oom", "diverged", "failed"]
-
-
-def test_a_cell_with_a_limit_has_a_file_of_its_own():
-    cell = RESULT.cell
-    assert len({cell.name, dataclasses.replace(cell, limit_bytes=1).name, dataclasses.replace(cell, repeat=2).name}) == 3

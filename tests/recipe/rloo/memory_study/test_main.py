@@ -91,15 +91,7 @@ def test_what_cannot_work_is_refused_with_2_before_anything_runs(arguments, word
 
 
 @pytest.mark.parametrize(
-    ("script", "expansion"),
-    [
-        ("run_basic.sh", "token"),
-        ("run_lazy.sh", "lazy"),
-        ("run_repeatsampler.sh", "repeat_sampler"),
-        ("run_string-level.sh", "string"),
-        ("run_baseline-rloo.sh", "token"),
-        ("run_improve-rloo.sh", "string"),
-    ],
+    ("script", "expansion"), [("run_basic.sh", "token"), ("run_baseline-rloo.sh", "token"), ("run_improve-rloo.sh", "string")]
 )
 def test_a_published_script_runs_its_method(script, expansion, tmp_path):
     command = printed(script, tmp_path, "--seed", "7", REPEATS="1", KS="2 4", DEVICE="fake", DEVICE_LIMIT_GB="32")
@@ -125,13 +117,6 @@ def printed(script, out, *options, **variables):
     module, name, *words = ended.stdout.split()
     assert (module, name) == ("-m", "recipe.rloo.memory_study")
     return words
-
-
-def test_a_script_passes_on_the_exit_code_of_a_study(tmp_path):
-    program = tmp_path / "python"
-    program.write_text("#!/bin/sh\nexit 5\n")
-    program.chmod(0o755)
-    assert shell("run_study.sh", tmp_path, PYTHON=str(program)).returncode == 5
 
 
 def shell(script, out, *options, **variables):

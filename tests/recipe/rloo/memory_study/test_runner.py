@@ -5,15 +5,7 @@ import pytest
 import torch
 
 from recipe.rloo.memory_study.cells import EXIT_CODES, Cell, OutOfMemory, main_arms, read_result, saving_arms
-from recipe.rloo.memory_study.runner import (
-    How,
-    failure_of,
-    measured,
-    outcome_of,
-    run_cells,
-    run_study,
-    shuffled,
-)
+from recipe.rloo.memory_study.runner import How, failure_of, measured, outcome_of, run_cells, run_study, shuffled
 from tests.recipe.rloo.memory_study.stand_in import SAVING, STRING, TOKEN, cell, measure_cell
 from verl_memopt import errors
 from verl_memopt.errors import ConfigError, DeviceMemoryError

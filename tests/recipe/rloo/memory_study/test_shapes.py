@@ -1,5 +1,4 @@
 import dataclasses
-import json
 
 import pytest
 
@@ -11,8 +10,6 @@ from recipe.rloo.memory_study.cells import (
     GIB,
     MIB,
     TRUNCATED,
-    WHOLE_RUN,
-    WHOLE_RUN_ARM,
     Arm,
     choose_device,
     coupled_arms,
@@ -36,7 +33,7 @@ def arm(expansion="token", prompt=FULL, k=4):
 
 
 @pytest.mark.parametrize("shapes", [PUBLISHED, SMALL], ids=lambda shapes: shapes.name)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_prompt_is_a_chat_turn_of_exactly_the_tokens_asked_for(shapes, seed, tokenizer):
     text = prompt_text(shapes, tokenizer, seed)
     assert text.startswith("<|im_start|>user\n")
@@ -59,19 +56,6 @@ def test_truncation_keeps_the_first_tokens_and_counts_the_others(tokenizer):
     other = make_batch(arm(), SMALL, tokenizer, 1)
     assert len({batch.ids_sha256() for batch in (whole, cut, other)}) == 3
     assert (whole.prompts == other.prompts, whole.answers == other.answers) == (False, False)
-
-
-def test_an_advantage_is_the_reward_minus_the_mean_of_the_others(tokenizer):
-    batch = make_batch(arm(k=3), SMALL, tokenizer, 0)
-    a, b, c = batch.rewards
-    assert batch.advantages() == pytest.approx([a - (b + c) / 2, b - (a + c) / 2, c - (a + b) / 2])
-    assert len(set(batch.rewards)) > 1
-
-
-def test_documents_come_from_json_lines_and_text_files(tmp_path):
-    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps({"id": i, "input": f"document {i}"}) for i in range(2)) + "\n")
-    (tmp_path / "more.txt").write_text("one more")
-    assert sorted(read_documents(tmp_path)) == ["document 0", "document 1", "one more"]
 
 
 def test_a_document_of_the_user_is_cut_to_the_prompt_and_one_that_is_none_or_too_short_is_refused(tmp_path, tokenizer):
@@ -102,13 +86,6 @@ def test_the_formula_gives_the_figures_of_the_reference_within_a_hundredth_of_ev
     predicted = predicted_bytes(rows, prompt, 100, 151_669) / MIB
     assert round(predicted) == mib
     assert published is None or abs(predicted / published - 1) < 0.01
-
-
-@pytest.mark.parametrize(("asked", "has_gpu"), [("cpu", True), ("fake", True), ("cuda", True), ("cpu", False)])
-def test_a_device_that_is_asked_for_is_taken(asked, has_gpu):
-    assert {choose_device(arm, asked, has_gpu, 0) for arm in ARMS if arm.update != WHOLE_RUN} == {asked}
-    # A worker samples and reads values, which fake tensors have not.
-    assert choose_device(WHOLE_RUN_ARM, asked, has_gpu, 0) == ("cpu" if asked == "fake" else asked)
 
 
 def test_without_a_gpu_the_published_trainer_is_simulated_and_what_saves_is_real_where_it_fits():
