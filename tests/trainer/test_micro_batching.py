@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tests.algorithms.modes import LOSSES, TOKEN_LOCAL
 from tests.trainer.conftest import AR, Member, Updater, batch_of, group_of
 from verl_memopt.algorithms.losses import LossTokens, policy_loss, select_clip_cov, select_kl_cov
-from verl_memopt.algorithms.rollout_correction import update_gives_old_log_probs
 from verl_memopt.algorithms.rows import LOSS_AGG_MODES, GlobalCounts
 from verl_memopt.config.schema import Actor, Critic
 from verl_memopt.data.dataset import PromptRow
@@ -156,35 +155,6 @@ def test_scoring_passes_follow_the_actors_budget_unless_they_have_their_own(sett
 def test_a_row_over_a_budget_is_told_under_the_key_of_its_pass(settled, which, key):
     with pytest.raises(ConfigError, match=f"{key}=40: rows:7 has 41 tokens"):
         budgets(settled().actor_rollout_ref)[which].micro_batches(RowTokens.alone([41]), ["rows:7"])
-
-
-@pytest.mark.parametrize(
-    ("more", "left_out"),
-    [
-        ({}, True),
-        ({f"{AR}.actor.old_log_prob_pass": "always"}, False),
-        ({f"{AR}.actor.ppo_epochs": 2}, False),
-        ({f"{AR}.actor.ppo_mini_batch_size": 1}, False),
-        ({"algorithm.use_kl_in_reward": True}, False),
-        ({f"{AR}.actor.calculate_entropy": True}, False),
-        ({f"{AR}.actor.use_kl_loss": True}, True),
-        ({f"{AR}.actor.policy_loss.loss_mode": "cispo"}, True),
-        ({f"{AR}.actor.policy_loss.loss_mode": "clip_cov"}, False),
-        ({f"{AR}.actor.policy_loss.loss_mode": "kl_cov"}, False),
-        ({"algorithm.rollout_correction.rollout_is": "token"}, False),
-        ({"algorithm.rollout_correction.preset": "decoupled_k3_rs"}, False),
-        ({"algorithm.rollout_correction.preset": "bypass_pg_is"}, True),
-        ({"algorithm.use_pf_ppo": True}, False),
-        ({"algorithm.adv_estimator": "remax"}, True),
-        ({"algorithm.adv_estimator": "optimal_token_baseline", f"{AR}.actor.calculate_sum_pi_squared": True}, False),
-    ],
-)
-def test_the_old_pass_is_left_out_where_one_update_follows_a_rollout_and_nothing_else_reads_it(settled, more, left_out):
-    batch = settled().data.train_batch_size
-    values = {f"{AR}.actor.old_log_prob_pass": "auto", f"{AR}.actor.ppo_mini_batch_size": batch, **more}
-    settings = settled(values)
-    found = update_gives_old_log_probs(settings.actor_rollout_ref.actor, batch, settings.algorithm)
-    assert found is left_out
 
 
 def test_a_mini_batch_knows_its_tokens_and_sequences_over_all_ranks(alike):
