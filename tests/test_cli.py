@@ -1,5 +1,7 @@
 """The command line as a person meets it: what it lists, what it prints, how it ends."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -257,8 +259,9 @@ def test_toy_does_not_replace_what_is_no_toy_task(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def bash_script():
-    command = [sys.executable, "-m", "verl_memopt", "completion", "bash"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    with contextlib.redirect_stdout(io.StringIO()) as script:
+        assert main(["completion", "bash"]) == 0
+    return script.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -99,27 +99,6 @@ def test_a_response_ends_with_a_stop_token_of_the_settings_though_it_ignores_the
     assert [len(row) for row in cut.log_probs] == [len(row) for row in cut.response_ids]
 
 
-@pytest.mark.usefixtures("no_shared_engine")
-@pytest.mark.parametrize("name", ["hf", "vllm"])
-def test_a_response_ends_with_the_token_that_completes_a_stop_text(name, tied_folder):
-    engine = engine_at(name, tied_folder, load_format="auto", stop=["?"])
-    rows, tokenizer = prompts(5), AutoTokenizer.from_pretrained(tied_folder)
-    free = engine.generate(rows, list(range(5)), sampling(max_tokens=24))
-    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in free.response_ids]
-    stop = (texts[0][2:4], texts[1][3:5])  # of two characters, which may lie in two tokens
-    found = engine.generate(rows, list(range(5)), sampling(max_tokens=24, stop=stop))
-    engine.shutdown()
-    expected = []
-    for ids in free.response_ids:
-        decoded = [tokenizer.decode(ids[:n], skip_special_tokens=True) for n in range(1, len(ids) + 1)]
-        ends = [n for n, text in enumerate(decoded, 1) if any(each in text for each in stop)]
-        expected.append(ids[: ends[0]] if ends else ids)
-    assert found.response_ids == expected
-    assert len(expected[0]) < 24
-    assert [reason == "stop" for reason in found.finish_reasons] == [len(ids) < 24 for ids in expected]
-    assert [len(row) for row in found.log_probs] == list(map(len, expected))
-
-
 def test_repetition_penalty_lowers_the_tokens_of_prompt_and_response(engine, tied_folder):
     rows = [[5, 6, 7, 8], [9], [5, 5, 5]]
     answer = engine.generate(rows, [0, 1, 2], sampling(max_tokens=20, repetition_penalty=1.7))
@@ -243,21 +222,6 @@ def test_an_unknown_engine_is_refused_with_the_known_ones(tied_folder):
         build_engine(rollout_settings("sglang"), place_at(tied_folder))
 
 
-@pytest.mark.parametrize("name", ["vllm", "hf"])
-def test_importance_weights_of_filtered_rollouts_have_mean_one_and_unknown_ids_are_not_drawn(tied_folder, no_shared_engine, name):
-    """Weights are trainer / engine. With the same weights each is 1, by token and by sequence, whatever filters have kept."""
-    filters, rows, known = {"top_p": 0.8, "top_k": 12, "temperature": 0.7}, prompts(60), 150
-    place = replace(place_at(tied_folder), known_ids=known)
-    engine = build_engine(rollout_settings(name, load_format="auto", **filters), place)
-    try:
-        answer = engine.generate(rows, list(range(60)), sampling(**filters))
-        greedy = engine.generate(rows, list(range(60)), sampling(do_sample=False, log_probs=False))
-    finally:
-        engine.shutdown()
-    assert max(token for ids in answer.response_ids + greedy.response_ids for token in ids) < known
-    assert difference_from_naive(model_of(tied_folder), rows, answer, 0.7) <= 1e-5
-
-
 @pytest.mark.parametrize("prompt", [1, 5])
 def test_a_row_may_grow_to_the_longest_sequence_and_one_token_more_is_refused(prompt):
     longest = prompt + 12
@@ -290,3 +254,42 @@ def test_workers_that_do_not_divide_into_engines_are_refused(tied_folder, name):
 def test_an_unknown_dtype_is_refused(tied_folder, name):
     with pytest.raises(ConfigError, match=r"rollout\.dtype=int3"):
         build_engine(replace(rollout_settings(name), dtype="int3"), place_at(tied_folder))
+
+
+# Tests that end the shared engine come last, since a start costs seconds.
+
+
+@pytest.mark.usefixtures("no_shared_engine")
+@pytest.mark.parametrize("name", ["hf", "vllm"])
+def test_a_response_ends_with_the_token_that_completes_a_stop_text(name, tied_folder):
+    engine = engine_at(name, tied_folder, load_format="auto", stop=["?"])
+    rows, tokenizer = prompts(5), AutoTokenizer.from_pretrained(tied_folder)
+    free = engine.generate(rows, list(range(5)), sampling(max_tokens=24))
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in free.response_ids]
+    stop = (texts[0][2:4], texts[1][3:5])  # of two characters, which may lie in two tokens
+    found = engine.generate(rows, list(range(5)), sampling(max_tokens=24, stop=stop))
+    engine.shutdown()
+    expected = []
+    for ids in free.response_ids:
+        decoded = [tokenizer.decode(ids[:n], skip_special_tokens=True) for n in range(1, len(ids) + 1)]
+        ends = [n for n, text in enumerate(decoded, 1) if any(each in text for each in stop)]
+        expected.append(ids[: ends[0]] if ends else ids)
+    assert found.response_ids == expected
+    assert len(expected[0]) < 24
+    assert [reason == "stop" for reason in found.finish_reasons] == [len(ids) < 24 for ids in expected]
+    assert [len(row) for row in found.log_probs] == list(map(len, expected))
+
+
+@pytest.mark.parametrize("name", ["vllm", "hf"])
+def test_importance_weights_of_filtered_rollouts_have_mean_one_and_unknown_ids_are_not_drawn(tied_folder, no_shared_engine, name):
+    """Weights are trainer / engine. With the same weights each is 1, by token and by sequence, whatever filters have kept."""
+    filters, rows, known = {"top_p": 0.8, "top_k": 12, "temperature": 0.7}, prompts(60), 150
+    place = replace(place_at(tied_folder), known_ids=known)
+    engine = build_engine(rollout_settings(name, load_format="auto", **filters), place)
+    try:
+        answer = engine.generate(rows, list(range(60)), sampling(**filters))
+        greedy = engine.generate(rows, list(range(60)), sampling(do_sample=False, log_probs=False))
+    finally:
+        engine.shutdown()
+    assert max(token for ids in answer.response_ids + greedy.response_ids for token in ids) < known
+    assert difference_from_naive(model_of(tied_folder), rows, answer, 0.7) <= 1e-5

@@ -367,8 +367,13 @@ def sleeping(tied_folder, shared_vllm, monkeypatch):
     return Sleeping(device, allocator, extension, tied_folder)
 
 
-def test_an_engine_that_is_shut_down_asleep_leaves_room_for_a_second_one(sleeping):
-    """The first sleeps wholly when it goes, the second in part."""
+def test_a_start_that_fails_half_way_and_an_engine_that_is_shut_down_asleep_leave_room_for_the_next(sleeping):
+    """The first that starts sleeps wholly when it goes, the second in part."""
+    with pytest.raises(
+        ConfigError, match=r"refuses these settings on this device: .*KV cache.* Here: raise .*kv_cache_memory_gb"
+    ):
+        sleeping.start(kv_cache_memory_gb=0.0001)
+    sleeping.check_nothing_is_left()
     for parts in ([], ["weights"]):
         engine = sleeping.start()
         held = sleeping.device.held
@@ -433,7 +438,7 @@ def test_what_a_sleeping_engine_keeps_on_the_host_counts_once_and_towards_the_li
     sleeping.check_nothing_is_left()
 
 
-def test_a_cache_that_cannot_wake_is_out_of_memory_and_stays_asleep(sleeping):
+def test_a_cache_that_cannot_wake_is_out_of_memory_stays_asleep_and_is_shut_down_so_with_a_warning(sleeping, caplog):
     engine = sleeping.start()
     try:
         engine.sleep()
@@ -448,32 +453,12 @@ def test_a_cache_that_cannot_wake_is_out_of_memory_and_stays_asleep(sleeping):
         del trainer, caught
         sleeping.device.empty_cache()
         sleeping.check_answers(engine)
+        engine.sleep()
+        trainer = sleeping.device.empty(sleeping.device.driver.free)
     finally:
         engine.shutdown()
-    sleeping.check_nothing_is_left()
-
-
-def test_an_engine_without_room_to_wake_is_shut_down_with_a_warning(sleeping, caplog):
-    engine = sleeping.start()
-    engine.sleep()
-    trainer = sleeping.device.empty(sleeping.device.driver.free)
-    engine.shutdown()
     del trainer
     assert "it is shut down asleep, because the device has no room to wake it" in caplog.text
-
-
-def test_a_start_that_fails_half_way_leaves_room_for_the_next(sleeping):
-    with pytest.raises(
-        ConfigError, match=r"refuses these settings on this device: .*KV cache.* Here: raise .*kv_cache_memory_gb"
-    ):
-        sleeping.start(kv_cache_memory_gb=0.0001)
-    sleeping.check_nothing_is_left()
-    engine = sleeping.start()
-    try:
-        sleeping.check_answers(engine)
-    finally:
-        engine.shutdown()
-    sleeping.check_nothing_is_left()
 
 
 def test_an_engine_whose_settings_did_not_arrive_is_shut_down(sleeping, monkeypatch):

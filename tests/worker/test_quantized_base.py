@@ -17,7 +17,7 @@ KEY = f"{AR}.model.quantization"
 LORA = {f"{AR}.model.lora_rank": 4, f"{AR}.model.lora_alpha": 8, f"{AR}.actor.optim.lr": 1e-2}
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("nf4", "fp32"), ("int8", "default")])
+@pytest.mark.parametrize(("kind", "dtype"), [("nf4", "fp32"), pytest.param("int8", "default", marks=pytest.mark.slow)])
 def test_vllm_computes_with_the_bytes_of_the_trainers_base_and_gets_the_adapters_alone(made, tmp_path, kind, dtype):
     worker = made(settings_of("auto", dtype, "vllm") | LORA | {KEY: kind}, model_folder(tmp_path / "model", tied=True))
     assert worker.shares_weights

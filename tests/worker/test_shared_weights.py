@@ -92,17 +92,21 @@ def step(worker, number):
     return learned, float((engine - rows.old_log_probs).abs().max()), copies.elements
 
 
-def check_equal_runs(made, folder, tmp_path, dtype, engine):
-    """Twenty steps that share, and twenty with a sync; each is ended after the tenth and goes on as the other kind."""
-    runs, copied = [], {True: set(), False: set()}
+HALF = 4
+"""Steps before a run is ended, and after it goes on."""
+
+
+@pytest.mark.parametrize(("dtype", "tied"), [("fp32", True), ("bfloat16", False), ("split", True)])
+def test_steps_with_shared_weights_are_those_with_a_sync_and_either_kind_goes_on_as_the_other(made, tmp_path, dtype, tied):
+    folder, runs, copied = model_folder(tmp_path / "model", tied=tied), [], {True: set(), False: set()}
     for number, kinds in enumerate(([True, False], [False, True])):
         learned = []
         for half, share in enumerate(kinds):
-            worker = made(settings_of(share, dtype, engine), folder)
+            worker = made(settings_of(share, dtype, "hf"), folder)
             assert worker.shares_weights == share
             if half:
                 call(worker, "load", str(tmp_path / str(number)), ALL)
-            for at in range(10 * half, 10 * half + 10):
+            for at in range(HALF * half, HALF * (half + 1)):
                 assert (places(worker) == engine_places(worker)) or not share
                 found, difference, elements = step(worker, at)
                 assert difference <= (1e-4 if dtype == "fp32" else 0.2)
@@ -117,15 +121,8 @@ def check_equal_runs(made, folder, tmp_path, dtype, engine):
     assert same(runs[0][1], runs[1][1])
 
 
-@pytest.mark.parametrize(("dtype", "tied"), [("fp32", True), ("bfloat16", False), ("split", True)])
-def test_twenty_steps_with_shared_weights_are_those_with_a_sync_and_either_kind_goes_on_as_the_other(made, tmp_path, dtype, tied):
-    check_equal_runs(made, model_folder(tmp_path / "model", tied=tied), tmp_path, dtype, "hf")
-
-
 @pytest.mark.parametrize("dtype", ["fp32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("bfloat16", "split"))])
-def test_in_twenty_steps_every_weight_lies_in_vllms_own_parameters_and_no_number_differs_from_a_run_with_a_sync(
-    made, tmp_path, dtype
-):
+def test_every_weight_lies_in_vllms_own_parameters_and_no_number_differs_from_a_run_with_a_sync(made, tmp_path, dtype):
     worker = made(settings_of("auto", dtype, "vllm"), model_folder(tmp_path / "model", tied=True))
     assert worker.shares_weights
     fused = worker.engine._model.get_parameter("model.layers.0.self_attn.qkv_proj.weight")
@@ -137,7 +134,7 @@ def test_in_twenty_steps_every_weight_lies_in_vllms_own_parameters_and_no_number
         if not share:  # the same engine, and a policy with weights of its own
             worker.policy = Policy.built(RoleBuilder(worker.plan, worker.placement, worker.device, worker.residency))
             worker.shares_weights = False
-        steps = [(step(worker, at), places(worker) == engine_places(worker)) for at in range(20)]
+        steps = [(step(worker, at), places(worker) == engine_places(worker)) for at in range(2 * HALF)]
         assert all(shared == share and (elements == 0) == share for (_, _, elements), shared in steps)
         assert max(difference for (_, difference, _), _ in steps) <= (1e-4 if dtype == "fp32" else 0.2)
         runs.append(([learned for (learned, _, _), _ in steps], masters(worker)))
@@ -145,7 +142,7 @@ def test_in_twenty_steps_every_weight_lies_in_vllms_own_parameters_and_no_number
     assert same(runs[0][1], runs[1][1])
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "default"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("default", marks=pytest.mark.slow)])
 def test_with_lora_vllm_shares_the_frozen_base_and_gets_the_adapters_alone(made, tmp_path, dtype):
     lora = {f"{AR}.model.lora_rank": 4, f"{AR}.model.lora_alpha": 8, f"{AR}.actor.optim.lr": 1e-2}
     worker = made(settings_of("auto", dtype, "vllm") | lora, model_folder(tmp_path / "model", tied=True))
