@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.end_to_end.runs import LOCAL, metrics
+from tests.end_to_end.runs import LOCAL
 
 ONE_STEP = [
     *LOCAL,
@@ -65,27 +65,7 @@ def test_a_function_that_fails_ends_the_run_and_is_named_with_file_row_and_way_o
     assert "custom_reward_function.on_error=score" in message
 
 
-def test_what_a_function_raised_is_shown_from_its_own_first_frame_on(refused, function, tmp_path):
-    message = refused(function(HEAD + "return solution_str[10**6]\n"), *ONE_STEP, kind="RewardError", leaves=BEGUN)
-    frames = [line for line in message.splitlines() if line.lstrip().startswith("File ")]
-    assert frames == [f'  File "{tmp_path / "reward.py"}", line 2, in compute_score']
-    assert "IndexError: string index out of range" in message
-
-
 def test_the_mended_function_trains_in_the_folder_that_the_broken_one_left(refused, here, function, tmp_path):
     refused(function(HEAD + "return 'good'\n"), *ONE_STEP, kind="RewardError", leaves=BEGUN)
     assert here(function(HEAD + "return float(solution_str == ground_truth)\n"), *ONE_STEP) == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
-
-
-def test_with_on_error_score_failed_rows_take_the_fallback_and_are_counted_and_told(here, function, tmp_path, capsys):
-    body = "if extra_info['index'] % 2: raise ValueError('odd')\n    return 3.0\n"
-    go_on = ["custom_reward_function.on_error=score", "custom_reward_function.fallback_score=-1"]
-    assert here(function(HEAD + body), *ONE_STEP, *go_on) == 0
-    row = metrics(tmp_path / "run")[1]
-    failed = row["reward/failed_rows"]
-    assert 0 < failed < 64
-    assert row["critic/score/mean"] == pytest.approx((3 * (64 - failed) - failed) / 64, rel=1e-6)
-    shown = capsys.readouterr().err
-    assert f"the reward function failed on {failed:.0f} of 64 rows, which get the fallback score -1.0; the first is" in shown
-    assert "ValueError: odd" in shown

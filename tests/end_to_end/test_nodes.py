@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.end_to_end.runs import RECIPES, ROOT, environment, learned, metrics, steps_here
+from tests.end_to_end.runs import RECIPES, ROOT, environment, learned, metrics, steps_here, wait_for_step
 
 AR = "actor_rollout_ref"
 SHORT = [
@@ -24,6 +24,9 @@ SHORT = [
 SLOW = pytest.mark.slow
 FAULT_SECONDS = 30
 """A lost or slow machine is named within this time."""
+
+DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+"""Seconds for which a node that is to end waits for work, and for the head, which has often ended by then."""
 
 ENTER = """#!/bin/bash
 # enter a|b COMMAND...: run a command on a machine with a network, a host name and files of Ray. HIDDEN is empty on the second.
@@ -38,7 +41,7 @@ SSH = """#!/bin/bash
 # ssh HOST COMMAND, with the environment of a login
 case $1 in {one}) machine=a ;; {other}) machine=b ;; *) exit 255 ;; esac
 shift
-exec env -i HOME="$HOME" PATH="$PATH" OMP_NUM_THREADS=1 HIDDEN="$HIDDEN" {folder}/enter $machine bash -c "cd /; $*"
+exec env -i HOME="$HOME" PATH="$PATH" OMP_NUM_THREADS=1 HIDDEN="$HIDDEN" {drain}=0 {folder}/enter $machine bash -c "cd /; $*"
 """
 SRUN = """#!/bin/bash
 # srun OPTIONS... --nodelist=HOST COMMAND..., of which Slurm passes the environment on
@@ -62,7 +65,7 @@ class Machines:
         command = [self.folder / "enter", "a", "bash", script, *SHORT, f"trainer.default_local_dir={run_dir}", *overrides]
         more = {
             "PATH": f"{self.folder}:{os.environ['PATH']}", "NODES": " ".join(self.addresses), "NGPUS_PER_NODE": "1", "HIDDEN": "",
-            "ROLLOUT_TP": "1", "TOY_DIR": str(toy), "DEVICE": "cpu", "RAY_WAIT_SECONDS": "100", **variables,
+            "ROLLOUT_TP": "1", "TOY_DIR": str(toy), "DEVICE": "cpu", "RAY_WAIT_SECONDS": "100", DRAIN: "0", **variables,
         }  # fmt: skip
         pipe = subprocess.PIPE
         return subprocess.Popen(
@@ -76,7 +79,7 @@ class Machines:
     def output(self, process, code=0):
         text, _ = process.communicate(timeout=300)
         assert process.returncode == code, text[-4000:]
-        deadline = time.monotonic() + 40  # Ray drains a node for 30 seconds at most
+        deadline = time.monotonic() + 40
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.2)
         assert not self.processes(), text[-4000:]
@@ -107,7 +110,7 @@ def machines(tmp_path_factory):
     )
     for program, text in (("enter", ENTER), ("ssh", SSH), ("srun", SRUN), ("scontrol", SCONTROL)):
         file = folder / program
-        file.write_text(text.format(name=name, folder=folder, one=addresses[0], other=addresses[1]))
+        file.write_text(text.format(name=name, folder=folder, one=addresses[0], other=addresses[1], drain=DRAIN))
         file.chmod(file.stat().st_mode | stat.S_IXUSR)
 
     def ip(*arguments):
@@ -188,6 +191,36 @@ def test_a_machine_that_does_not_see_the_runs_folder_and_the_model_is_named_with
     assert f"{AR}.model.path={own}: there is no such path" in error
 
 
+class Watched:
+    """A run of the script whose lines are read as they come, once it has logged some steps."""
+
+    def __init__(self, machines, toy, run_dir, *overrides, steps=1, **variables):
+        endless = "trainer.total_training_steps=100000"
+        self.lines, self.process = [], machines.start(toy, run_dir, endless, *overrides, **variables)
+        self._reader = threading.Thread(target=lambda: self.lines.extend(self.process.stdout))
+        self._reader.start()
+        wait_for_step(self, run_dir, steps - 1)
+
+    def poll(self):
+        return self.process.poll()
+
+    def communicate(self):
+        return "".join(self.lines), None
+
+    def waits(self, holds, seconds):
+        """Tell whether a line of which ``holds(line)`` has come within some seconds."""
+        deadline = time.monotonic() + seconds
+        while not (found := any(map(holds, self.lines))) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found
+
+    def ended(self):
+        """Return the exit code and the lines, once it has ended."""
+        code = self.process.wait(timeout=120)
+        self._reader.join(timeout=60)
+        return code, self.lines
+
+
 def lose_machine(machines):
     for process in machines.processes("b"):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -202,30 +235,19 @@ FAULTS = {"a machine that dies": lose_machine, "a cable that is cut": lambda mac
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_lost_machine_is_named_and_the_run_goes_on_with_the_other(machines, toy, alone, tmp_path, fault):
     run_dir = tmp_path / "run"
-    process = machines.start(toy, run_dir, "trainer.total_training_steps=100000", "trainer.save_freq=1")
-    lines, named = [], {}
-
-    def read():
-        for line in process.stdout:
-            lines.append(line)
-            if machines.addresses[1] in line and ("does not answer" in line or line.startswith("WorkerError: ")):
-                named.setdefault("at", time.monotonic())
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    while len(metrics(run_dir) if (run_dir / "metrics.jsonl").exists() else ()) < 2:
-        assert process.poll() is None, "".join(lines)[-3000:]
-        time.sleep(0.1)
-    begun = time.monotonic()
+    run = Watched(machines, toy, run_dir, "trainer.save_freq=1", steps=2)
     fault(machines)
     try:
-        assert process.wait(timeout=120) == 1
+        named = run.waits(
+            lambda line: machines.addresses[1] in line and ("does not answer" in line or line.startswith("WorkerError: ")),
+            FAULT_SECONDS,
+        )
+        code, lines = run.ended()
     finally:
         machines.cable("up")
-    reader.join(timeout=60)
     text = "".join(lines)
-    assert "at" in named, text[-3000:]
-    assert named["at"] - begun < FAULT_SECONDS, text[-3000:]
+    assert named, text[-3000:]
+    assert code == 1, text[-3000:]
     assert any(line.startswith("WorkerError: ") and machines.addresses[1] in line for line in lines), text[-3000:]
     assert "Traceback" not in text.partition("WorkerError: ")[0]  # after it Ray itself may say why it cannot drain a node
     lose_machine(machines)
@@ -241,32 +263,18 @@ def test_a_lost_machine_is_named_and_the_run_goes_on_with_the_other(machines, to
 @pytest.mark.timeout(400)
 def test_a_machine_that_is_slowed_to_a_tenth_is_named(machines, toy, tmp_path):
     run_dir = tmp_path / "run"
-    process = machines.start(
-        toy,
-        run_dir,
-        "trainer.total_training_steps=100000",
-        f"{AR}.rollout.n=64",
-        f"{AR}.rollout.ignore_eos=true",
-        "data.max_response_length=64",
-    )
-    lines = []
-    reader = threading.Thread(target=lambda: lines.extend(process.stdout))
-    reader.start()
-    while not (run_dir / "metrics.jsonl").exists():
-        assert process.poll() is None, "".join(lines)[-3000:]
-        time.sleep(0.1)
+    long = [f"{AR}.rollout.n=64", f"{AR}.rollout.ignore_eos=true", "data.max_response_length=64"]
+    run = Watched(machines, toy, run_dir, *long)
     (worker,) = [each for each in machines.processes("b") if each.name().startswith("ray::Member")]
-    named = lambda: any("wait for worker 1 (" in line and machines.addresses[1] in line for line in lines)  # noqa: E731
-    deadline = time.monotonic() + FAULT_SECONDS
-    while not named() and time.monotonic() < deadline:
+    deadline, named = time.monotonic() + FAULT_SECONDS, False
+    while not named and time.monotonic() < deadline:
         worker.suspend()
         time.sleep(0.9)
         worker.resume()
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)
-    process.wait(timeout=120)
-    reader.join(timeout=60)
-    assert named(), "".join(lines)[-3000:]
+        named = run.waits(lambda line: "wait for worker 1 (" in line and machines.addresses[1] in line, 0.1)
+    os.killpg(run.process.pid, signal.SIGINT)
+    _, lines = run.ended()
+    assert named, "".join(lines)[-3000:]
     assert learned(metrics(run_dir)[1])
 
 
@@ -287,21 +295,14 @@ def test_a_policy_on_one_machine_and_its_critic_on_the_other_train_as_one_and_a_
     first, second = machines.addresses
     assert f"policy, rank 0: {first} (this machine)" in text
     assert f"critic, rank 0: {second}\n" in text
-    lost_dir = tmp_path / "lost"
-    process = machines.start(toy, lost_dir, "trainer.total_training_steps=100000", *own, ALGORITHM="ppo")
-    lines = []
-    reader = threading.Thread(target=lambda: lines.extend(process.stdout))
-    reader.start()
-    while not (lost_dir / "metrics.jsonl").exists():
-        assert process.poll() is None, "".join(lines)[-3000:]
-        time.sleep(0.1)
+    lost = Watched(machines, toy, tmp_path / "lost", *own, ALGORITHM="ppo")
     begun = time.monotonic()
     (worker,) = [each for each in machines.processes("b") if each.name().startswith("ray::Member")]
     worker.kill()
-    assert process.wait(timeout=120) == 1
+    code, lines = lost.ended()
     took = time.monotonic() - begun
-    reader.join(timeout=60)
     errors = [line for line in lines if line.startswith("WorkerError: critic worker 0 (pid ")]
     assert errors, "".join(lines)[-3000:]
     assert second in errors[0]
+    assert code == 1
     assert took < 2 * FAULT_SECONDS, "with the end of Ray on both machines"

@@ -29,19 +29,3 @@ def test_what_is_trained_is_logged_and_the_settings_alone_are_printed(more, kl, 
     shown = capsys.readouterr()
     assert f"objective: advantages rloo, loss vanilla (one clipped ratio per token), {kl}" in shown.err
     assert "objective" not in shown.out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([*OVERRIDES, "trainer.total_epoch=1"], "ConfigError: trainer.total_epoch"),
-        (OVERRIDES[1:], "ConfigError: data.train_files"),
-        ([*OVERRIDES, "--config-name", "nothing"], "ConfigError: "),
-    ],
-)
-def test_a_users_mistake_is_one_message_on_standard_error_and_exit_code_2(arguments, said, capsys):
-    assert main(arguments) == 2
-    shown = capsys.readouterr()
-    assert said in shown.err
-    assert "Traceback" not in shown.err
-    assert shown.out == ""

@@ -83,13 +83,6 @@ def test_roles_on_devices_of_their_own_take_the_same_steps_bit_for_bit_and_compu
     assert {"save_checkpoint", "save_checkpoint_critic"} <= began.keys()
 
 
-@SLOW
-def test_a_run_on_shared_devices_goes_on_with_devices_of_their_own_bit_for_bit(ppo, tmp_path):
-    shared = run({**ppo, "trainer.save_freq": 2}, tmp_path / "shared")
-    resumed = run({**ppo, **pools(critic=1, reward_model=1), **resumed_from(tmp_path / "shared")}, tmp_path / "own")
-    assert resumed[-1] == shared[-1]
-
-
 PLACES = {
     "two policies, one critic, two reward models": (2, {"critic": 1, "reward_model": 2}),
     "one policy, two critics and a shared reward model": (1, {"critic": 2}),

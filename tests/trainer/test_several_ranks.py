@@ -173,12 +173,6 @@ def test_two_ranks_with_unequal_shares_train_as_one_does(algorithms, tmp_path):
     assert_trains_as_one_does(cases, tmp_path, 2, [1], 2)
 
 
-@pytest.mark.slow
-def test_pairs_of_ranks_with_unequal_shares_train_as_one_does(algorithms, tmp_path):
-    cases = {name: algorithms(name) | batch(3, 5, 3) for name in ALL}
-    assert_trains_as_one_does(cases, tmp_path, 4, [1, 2], 2)
-
-
 def test_two_ranks_that_share_tokens_train_as_one_does(algorithms, tmp_path):
     assert_trains_as_one_does({"ppo": algorithms("ppo")}, tmp_path, 2, [2], 2)
 

@@ -62,6 +62,7 @@ def test_vllm_computes_with_the_bytes_of_the_trainers_base_and_gets_the_adapters
         assert difference <= (1e-5 if dtype == "fp32" else 0.2)
 
 
+@pytest.mark.slow  # tests/worker/test_adapters_on_ranks.py counts the bytes beside transformers in every run of the tests
 def test_the_base_lies_on_the_device_once_as_bytes_in_update_and_rollout(made, tmp_path):
     shape = TinyShape(hidden_size=128, intermediate_size=256, num_heads=4, num_kv_heads=4, initializer_range=0.2)
     worker = made(settings_of("auto", "fp32", "vllm") | LORA | {KEY: "nf4"}, make_tiny_model(tmp_path / "model", shape))
