@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from tests.observe.test_loggers import WandbError, WandbRun
+from tests.observe.test_loggers import WandbError, starting
 from tests.trainer.conftest import learned
 from verl_memopt.errors import DataError, RewardError
 from verl_memopt.trainer.main_ppo import build_parser, train
@@ -22,12 +22,7 @@ def test_options_may_stand_before_between_and_after_overrides_and_have_defaults(
 def wandb_runs(monkeypatch):
     """The runs that wandb was asked for, by a stand-in."""
     runs = []
-
-    def init(**arguments):
-        runs.append(WandbRun(**arguments))
-        return runs[-1]
-
-    stand_in = SimpleNamespace(init=init, Table=lambda columns, data: data, errors=SimpleNamespace(Error=WandbError))
+    stand_in = SimpleNamespace(init=starting(runs), Table=lambda columns, data: data, errors=SimpleNamespace(Error=WandbError))
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     return runs
 
@@ -39,7 +34,7 @@ def test_a_run_ends_with_code_0_its_record_and_nothing_left_running(settled, tmp
     more = {"trainer.save_freq": 2, "trainer.val_before_train": True, "trainer.log_val_generations": 2}
     assert train(settled(BOTH | more)) == 0
     (run,) = wandb_runs
-    assert run.exit_code == 0
+    assert run.end == 0
     assert [len(row["val/generations"]) for row in run.logged if "val/generations" in row] == [2, 2]
     run_dir = tmp_path / "run"
     assert [row["step"] for row in learned(run_dir)] == [0, 1, 2]
@@ -122,6 +117,6 @@ def test_a_users_mistake_in_the_middle_says_where_the_record_lies_and_leaves_not
     with pytest.raises(RewardError, match="not a number"):
         train(settled(BOTH | {"custom_reward_function.path": str(tmp_path / "reward.py")}))
     (run,) = wandb_runs
-    assert (run.exit_code, [row for row in run.logged if "val/generations" in row]) == (1, [])
+    assert (run.end, [row for row in run.logged if "val/generations" in row]) == (1, [])
     assert f"the record so far: {tmp_path / 'run'}" in capsys.readouterr().out
     assert not dist.is_initialized()
