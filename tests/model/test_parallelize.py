@@ -45,11 +45,8 @@ def built(folder, mesh, checkpoints=False, trained=True, quantization="none", wa
 # Options.
 
 
-def test_by_default_blocks_recompute_and_the_last_one_is_pruned(folder):
+def test_by_default_blocks_recompute_and_the_last_one_is_pruned_and_a_knob_that_is_off_leaves_no_option(folder):
     assert options(folder) == [BlockOptions(recompute=True)] * 3 + [BlockOptions(recompute=True, prune=True)]
-
-
-def test_a_knob_that_is_off_leaves_no_option(folder):
     assert options(folder, **PLAIN) == [BlockOptions()] * 4
 
 
@@ -59,9 +56,7 @@ def test_a_recomputed_block_that_runs_again_keeps_no_gate_and_up(folder):
     every = {"gradient_checkpointing_mode": "every_n", "gradient_checkpointing_every": 2}
     whole = BlockOptions(recompute=True)
     assert options(folder, True, prune_last_block=False, **every) == [again, whole, again, whole]
-
-
-def test_selective_checkpointing_keeps_the_products_of_gate_and_up(folder):
+    # Selective checkpoints keep their products.
     selective = {"gradient_checkpointing_mode": "selective", "prune_last_block": False}
     assert options(folder, True, **selective) == [BlockOptions(recompute=True, checkpoint="selective")] * 4
 

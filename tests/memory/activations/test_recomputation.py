@@ -13,10 +13,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from tests.memory.recomputed import DOUBLE, EPS, ROUNDING, drawn, gradients, plain_norm, relative, saved_by
 from tests.tensors import operations_named
-from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
 from verl_memopt.memory.fused import JOINS
 from verl_memopt.memory.lora_torch import LoraLinear
-from verl_memopt.memory.quantized_frozen_torch import quantize_blocks
 from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS
 from verl_memopt.memory.recompute_elementwise_torch import (
     RMSNorm,
@@ -90,13 +88,6 @@ class Mlp(nn.Module):
         gate, up, down = self.layers
         normal = plain_norm(x, self.weight)
         return x + down(silu(gate(normal)) * up(normal))
-
-
-class PlainMlp(Mlp):
-    """The same in plain autograd."""
-
-    def forward(self, x):
-        return self.plain(x)
 
 
 class MlpOfRows:
@@ -235,18 +226,6 @@ def test_adapters_that_are_off_are_left_out():
     assert relative(mlp(x), with_adapters) > 0.1
 
 
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
-def test_layers_of_any_kind_are_computed_without_a_graph(kind):
-    block, x = nn.Module(), drawn(50, 64, dtype=torch.float32).detach()
-    block.inner = Mlp(64, 128, dtype=torch.float32)
-    weights = {name: parameter.detach().clone() for name, parameter in block.named_parameters()}
-    quantize_blocks([block], kind)
-    for place, layer in enumerate(block.inner.layers):
-        layer.qweight.copy_(layer.packing.quantize(weights[f"inner.layers.{place}.weight"]))
-    with torch.no_grad():
-        assert relative(block.inner(x, 3), block.inner.plain(x)) <= 1e-6  # fp32
-
-
 # Weights that lie one behind another are one product.
 
 
@@ -298,22 +277,6 @@ def test_gate_and_up_that_are_neighbours_are_one_product_with_the_numbers_of_two
     assert_near(*found)
     # Gate and up: forward and again in backward, of the input, of the weights.
     assert launched[0] - launched[1] == 4
-
-
-# Cost.
-
-
-def test_inside_a_checkpointed_block_an_mlp_costs_no_more_than_one_that_keeps_everything():
-    counted = {}
-    for name, kind in (("plain", PlainMlp), ("checkpointed", PlainMlp), ("ours", Mlp)):
-        mlp = kind()
-        if name != "plain":
-            checkpoint_blocks([mlp])
-        with FlopCounterMode(display=False) as counter:
-            mlp(drawn(32, 6)).sum().backward()
-        counted[name] = counter.get_total_flops() / (2 * 32 * 6 * 10 * 3)
-    # In forwards of an MLP: one and two for backward; again two of its three products.
-    assert counted == pytest.approx({"plain": 3, "checkpointed": 4 - 1 / 3, "ours": 4 - 1 / 3})
 
 
 # Bytes.
@@ -388,17 +351,6 @@ def test_nothing_is_kept_where_nothing_learns_and_else_a_tensor_of_the_node():
 # Some rows of a tensor that is used whole as well.
 
 ROWS = torch.tensor([1, 2, 4])
-
-
-def test_the_gradient_of_the_rows_is_added_to_that_of_the_whole():
-    x = drawn(5, 3, dtype=torch.float32)
-    whole, some = select_rows(x, ROWS)
-    (whole.square().sum() + (some * 7).sum()).backward()
-    expected = 2 * x.detach()
-    expected[ROWS] += 7
-    assert torch.equal(x.grad, expected)
-    assert torch.equal(some, x[ROWS])
-    assert all(one is x for one in select_rows(x, None))
 
 
 def test_no_second_gradient_of_the_whole_is_made():
