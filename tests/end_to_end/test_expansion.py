@@ -1,15 +1,15 @@
-"""The four expansions feed one program the same ids: four steps are alike to the last bit, whichever one is set."""
+"""The four expansions feed one program the same ids: steps are alike to the last bit, whichever one is set."""
 
 import json
 
 import pytest
 
-from tests.end_to_end.runs import LOCAL, learned, lines_of, metrics, steps_here, succeeded, train
+from tests.end_to_end.runs import LOCAL, learned, lines_of, metrics, steps_here
 from verl_memopt.data.prompts import EXPANSIONS
 from verl_memopt.model.tiny import build_tokenizer
 
 AR = "actor_rollout_ref"
-STEPS = 4
+STEPS = 2
 OVERRIDES = (
     *LOCAL,
     "data.train_batch_size=4", "data.max_prompt_length=24", "data.truncation=left", f"{AR}.actor.ppo_mini_batch_size=2",
@@ -57,7 +57,7 @@ def samples(run_dir):
 
 
 @pytest.mark.parametrize("method", [method for method in EXPANSIONS if method != "token"])
-def test_four_steps_are_alike_to_the_last_bit(runs, method):
+def test_steps_are_alike_to_the_last_bit(runs, method):
     token, other = metrics(runs["token"]), metrics(runs[method])
     assert list(other) == list(token) == list(range(STEPS + 1))
     for step, row in token.items():
@@ -72,16 +72,3 @@ def test_the_steps_learn_something_from_prompts_of_unequal_lengths(runs):
     assert len({row["actor/pg_loss"] for row in steps}) > STEPS // 2
     assert sum(row["prompt_length/min"] < row["prompt_length/max"] for row in steps) > STEPS // 2
     assert sum(row["data/tokens_dropped"] for row in steps) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_three_steps_over_two_ranks_are_alike_to_the_last_bit(toy, tmp_path):
-    ranks = ("trainer.n_gpus_per_node=2", "trainer.worker_group=ray", "trainer.total_training_steps=3", "trainer.test_freq=-1")
-    rows = {}
-    for method in EXPANSIONS:
-        own = (f"algorithm.expansion={method}", f"data.train_files={write_rows(tmp_path / 'rows.jsonl')}", "data.val_files=null")
-        succeeded(train(toy, tmp_path / method, *OVERRIDES, *ranks, *own))
-        rows[method] = {step: learned(row) for step, row in metrics(tmp_path / method).items()}
-    assert rows == dict.fromkeys(EXPANSIONS, rows["token"])
-    assert list(rows["token"]) == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""Twelve steps with every knob on: what they hold does not grow, and what they started is gone when they end."""
+"""Some steps with every knob on: what they hold does not grow, and what they started is gone when they end."""
 
 import gc
 import threading
@@ -22,8 +22,8 @@ from verl_memopt.model.packed_model import PolicyModel
 from verl_memopt.observe.run_folder import read_timeline
 from verl_memopt.worker.worker import Worker
 
-STEPS, SETTLED = 12, 3
-LOOKED = (SETTLED, 7, STEPS)
+STEPS, SETTLED = 8, 3
+LOOKED = (SETTLED, 5, STEPS)
 """Steps after which all objects of the process are looked through, which takes as long as a step."""
 
 MODEL, ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{section}" for section in ("model", "actor", "ref", "rollout"))

@@ -8,17 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.end_to_end.runs import (
-    LOCAL,
-    ROOT,
-    assert_nine_of_ten_seeds_learn,
-    learned,
-    metrics,
-    settings_of,
-    steps_here,
-    succeeded,
-)
-from tests.forked import shared_server
+from tests.end_to_end.runs import LOCAL, ROOT, assert_nine_of_ten_seeds_learn, learned, settings_of, steps_here
 from verl_memopt.cli import main
 
 AR = "actor_rollout_ref"
@@ -118,22 +108,6 @@ def test_the_kl_in_the_reward_is_taken_off_at_each_token(toy, tmp_path):
     assert rows[2]["critic/rewards/mean"] < rows[2]["critic/score/mean"]
     assert rows[1]["critic/returns/min"] < rows[1]["critic/returns/max"]
     assert rows[2]["actor/skipped_updates"] == rows[2]["critic/skipped_updates"] == 0
-
-
-@pytest.mark.slow
-def test_two_workers_take_the_same_first_step_as_one(toy, tmp_path):
-    quiet = ["trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.total_training_steps=1"]
-    # Over a whole batch, whitened advantages add up to 0, and so would the policy's loss of a single mini-batch.
-    quiet.append(f"{AR}.actor.ppo_mini_batch_size=16")
-    rows = []
-    for count in (1, 2):
-        run_dir = tmp_path / str(count)
-        arguments = ["-m", "verl_memopt", *command(toy, run_dir, *quiet, f"trainer.n_gpus_per_node={count}", *OFFLOADED[:-1])]
-        succeeded(shared_server().fork(arguments, apart=True).wait(300))
-        rows.append(metrics(run_dir)[1])
-    one, two = rows
-    for name in ("critic/vf_loss", "critic/grad_norm", "actor/pg_loss", "actor/grad_norm", "critic/returns/mean"):
-        assert two[name] == pytest.approx(one[name], rel=1e-4), name
 
 
 @pytest.mark.slow

@@ -79,19 +79,6 @@ def test_a_resumed_run_is_the_run_without_a_break(toy, tmp_path):
     assert learned(broken[2]) == learned(whole[2])
 
 
-@pytest.mark.slow  # tests/recipe/rlt has two ranks in every run of the tests
-def test_two_workers_give_the_rewards_of_one(toy, tmp_path):
-    """Nine held-out rows do not divide over two workers, and the rollouts of the first step are the same."""
-    short = {**SWAP, "trainer.total_training_steps": 1, "trainer.test_freq": 1, "trainer.val_before_train": True}
-    two = {"trainer.worker_group": "ray", "trainer.n_gpus_per_node": 2}
-    one = trained(settings_of(toy, tmp_path / "one", short))
-    two = trained(settings_of(toy, tmp_path / "two", {**short, **two}))
-    for name in ("critic/score/mean", "critic/score/min", "rlt/r_ss", "rlt/r_kl", "rlt/match", "rlt/tokens"):
-        assert two[1][name] == pytest.approx(one[1][name], rel=1e-4)
-    for name in ("val-core/rlt/reward/mean@1", "val-aux/rlt/r_ss/mean@1"):
-        assert two[0][name] == pytest.approx(one[0][name], rel=1e-4)
-
-
 STEPS = 100
 LEARNING = {
     "data.train_batch_size": 8,

@@ -194,7 +194,7 @@ def call_at_random(machine, root, calls, seed):
 
 
 def test_nothing_of_the_users_changes_in_calls_drawn_at_random(healthy, world):
-    told, wrong = call_at_random(healthy, world, DRAWN, 0)
+    told, wrong = call_at_random(healthy, world, DRAWN, 6)  # Python left alone and killed, and a training command
     assert wrong == {}
     assert sum(told.values()) >= DRAWN
 
