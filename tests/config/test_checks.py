@@ -56,37 +56,35 @@ def test_a_number_out_of_range_is_refused_alone(complaint):
     assert "\n" not in line
 
 
+OPTIM, FSDP, REF = f"{AR}.actor.optim", f"{AR}.actor.fsdp_config", f"{AR}.ref.fsdp_config"
+KL = {f"{AR}.actor.use_kl_loss": True}
 WRONG = {
     "another optimizer that should rest on the host": (
-        {f"{AR}.actor.fsdp_config.optimizer_offload": True, f"{AR}.actor.optim.optimizer": "RMSprop"},
-        f"{AR}.actor.fsdp_config.optimizer_offload=true, {AR}.actor.optim.optimizer=RMSprop, "
-        f"{AR}.actor.optim.optimizer_impl=torch.optim: only AdamW and SGD of torch.optim can. Remove "
-        f"{AR}.actor.fsdp_config.optimizer_offload, or {AR}.actor.optim.optimizer and optimizer_impl.",
+        {f"{FSDP}.optimizer_offload": True, f"{OPTIM}.optimizer": "RMSprop"},
+        f"{FSDP}.optimizer_offload=true, {OPTIM}.optimizer=RMSprop, "
+        f"{OPTIM}.optimizer_impl=torch.optim: only AdamW and SGD of torch.optim can. Remove "
+        f"{FSDP}.optimizer_offload, or {OPTIM}.optimizer and optimizer_impl.",
     ),
     "an argument that our AdamW does not take": (
-        {f"{AR}.actor.optim.state_dtype": "int8", f"{AR}.actor.optim.override_optimizer_config": {"foreach": True}},
-        f"{AR}.actor.optim.state_dtype=int8, {AR}.actor.optim.override_optimizer_config={{'foreach': True}}: AdamW with "
-        f"{AR}.actor.optim.state_dtype takes lr, betas, eps and weight_decay; SGD takes lr, momentum, nesterov and weight_decay. "
-        f"Remove foreach from {AR}.actor.optim.override_optimizer_config.",
+        {f"{OPTIM}.state_dtype": "int8", f"{OPTIM}.override_optimizer_config": {"foreach": True}},
+        f"{OPTIM}.state_dtype=int8, {OPTIM}.override_optimizer_config={{'foreach': True}}: AdamW with "
+        f"{OPTIM}.state_dtype takes lr, betas, eps and weight_decay; SGD takes lr, momentum, nesterov and weight_decay. "
+        f"Remove foreach from {OPTIM}.override_optimizer_config.",
     ),
     "a quantised momentum": (
-        {f"{AR}.actor.optim.state_dtype": "int8", f"{AR}.actor.optim.optimizer": "SGD", f"{AR}.actor.optim.momentum": 0.9},
-        f"{AR}.actor.optim.state_dtype=int8, {AR}.actor.optim.optimizer=SGD: SGD's momentum is not quantised. Set "
-        f"{AR}.actor.optim.state_dtype=bfloat16, or {AR}.actor.optim.optimizer=AdamW.",
+        {f"{OPTIM}.state_dtype": "int8", f"{OPTIM}.optimizer": "SGD", f"{OPTIM}.momentum": 0.9},
+        f"{OPTIM}.state_dtype=int8, {OPTIM}.optimizer=SGD: SGD's momentum is not quantised. Set "
+        f"{OPTIM}.state_dtype=bfloat16, or {OPTIM}.optimizer=AdamW.",
     ),
     "rounding of weights that are not rounded": (
-        {f"{AR}.actor.optim.stochastic_rounding": True},
-        f"{AR}.actor.optim.stochastic_rounding=true, {AR}.actor.fsdp_config.model_dtype=fp32: fp32 weights are not rounded. "
-        f"Set {AR}.actor.fsdp_config.model_dtype=bfloat16, or remove stochastic_rounding.",
+        {f"{OPTIM}.stochastic_rounding": True},
+        f"{OPTIM}.stochastic_rounding=true, {FSDP}.model_dtype=fp32: fp32 weights are not rounded. "
+        f"Set {FSDP}.model_dtype=bfloat16, or remove stochastic_rounding.",
     ),
     "torchao's 4-bit optimizer": (
-        {
-            f"{AR}.actor.optim.optimizer_impl": "torchao.optim",
-            f"{AR}.actor.optim.optimizer": "AdamW4bit",
-            "trainer.device": "cuda",
-        },
-        f"{AR}.actor.optim.optimizer_impl=torchao.optim, {AR}.actor.optim.optimizer=AdamW4bit: it does not update sharded "
-        f"parameters. Remove both and set {AR}.actor.optim.state_dtype=int4 (or int8), or set {AR}.actor.optim.optimizer="
+        {f"{OPTIM}.optimizer_impl": "torchao.optim", f"{OPTIM}.optimizer": "AdamW4bit", "trainer.device": "cuda"},
+        f"{OPTIM}.optimizer_impl=torchao.optim, {OPTIM}.optimizer=AdamW4bit: it does not update sharded "
+        f"parameters. Remove both and set {OPTIM}.state_dtype=int4 (or int8), or set {OPTIM}.optimizer="
         "AdamW8bit.",
     ),
     "no micro-batch size": (
@@ -95,60 +93,59 @@ WRONG = {
         f"Set {AR}.actor.ppo_micro_batch_size_per_gpu, or {AR}.actor.use_dynamic_bsz=true.",
     ),
     "a shard group of the reference that does not divide": (
-        {f"{AR}.ref.fsdp_config.fsdp_size": 3, "trainer.n_gpus_per_node": 4, f"{AR}.actor.use_kl_loss": True},
-        f"{AR}.ref.fsdp_config.fsdp_size=3, ",
+        {f"{REF}.fsdp_size": 3, "trainer.n_gpus_per_node": 4, **KL},
+        f"{REF}.fsdp_size=3, ",
     ),
     "resharding to all the ranks there are": (
-        {f"{AR}.ref.fsdp_config.reshard_after_forward": 2, "trainer.n_gpus_per_node": 2, f"{AR}.actor.use_kl_loss": True},
-        f"{AR}.ref.fsdp_config.reshard_after_forward=2, {AR}.ref.fsdp_config.fsdp_size=-1: does not divide the 2 ranks",
+        {f"{REF}.reshard_after_forward": 2, "trainer.n_gpus_per_node": 2, **KL},
+        f"{REF}.reshard_after_forward=2, {REF}.fsdp_size=-1: does not divide the 2 ranks",
     ),
     "two ways of resting on the host": (
-        {f"{AR}.actor.fsdp_config.offload_policy": True, f"{AR}.actor.fsdp_config.param_offload": True},
-        f"{AR}.actor.fsdp_config.offload_policy=true, {AR}.actor.fsdp_config.param_offload=true: with offload_policy",
+        {f"{FSDP}.offload_policy": True, f"{FSDP}.param_offload": True},
+        f"{FSDP}.offload_policy=true, {FSDP}.param_offload=true: with offload_policy",
     ),
     "a policy that streams": (
-        {f"{AR}.actor.fsdp_config.param_offload": "stream"},
-        f"{AR}.actor.fsdp_config.param_offload=stream: backward and optimizer need the whole model on the device; only a frozen "
-        f"model streams. Set {AR}.actor.fsdp_config.param_offload=true.",
+        {f"{FSDP}.param_offload": "stream"},
+        f"{FSDP}.param_offload=stream: backward and optimizer need the whole model on the device; only a frozen "
+        f"model streams. Set {FSDP}.param_offload=true.",
     ),
     "a reference that streams to several devices": (
-        {f"{AR}.ref.fsdp_config.param_offload": "stream", f"{AR}.actor.use_kl_loss": True, "trainer.n_gpus_per_node": 2},
-        f"{AR}.ref.fsdp_config.param_offload=stream, trainer.nnodes=1, trainer.n_gpus_per_node=2: each device has a shard of "
-        f"every block, and FSDP2 gathers them. Set {AR}.ref.fsdp_config.offload_policy=true",
+        {f"{REF}.param_offload": "stream", **KL, "trainer.n_gpus_per_node": 2},
+        f"{REF}.param_offload=stream, trainer.nnodes=1, trainer.n_gpus_per_node=2: each device has a shard of "
+        f"every block, and FSDP2 gathers them. Set {REF}.offload_policy=true",
     ),
     "a reference that streams from a mapped file": (
-        {f"{AR}.ref.fsdp_config.param_offload": "stream", f"{AR}.actor.use_kl_loss": True, f"{AR}.model.load_mode": "mmap"},
-        f"{AR}.ref.fsdp_config.param_offload=stream, {AR}.model.load_mode=mmap: a copy from a mapped file",
+        {f"{REF}.param_offload": "stream", **KL, f"{AR}.model.load_mode": "mmap"},
+        f"{REF}.param_offload=stream, {AR}.model.load_mode=mmap: a copy from a mapped file",
     ),
     "a reference that streams and never leaves the host": (
-        {f"{AR}.ref.fsdp_config.{key}": value for key, value in (("param_offload", "stream"), ("offload_policy", True))}
-        | {f"{AR}.actor.use_kl_loss": True},
-        f"{AR}.ref.fsdp_config.offload_policy=true, {AR}.ref.fsdp_config.param_offload=stream: with offload_policy",
+        {f"{REF}.{key}": value for key, value in (("param_offload", "stream"), ("offload_policy", True))} | {**KL},
+        f"{REF}.offload_policy=true, {REF}.param_offload=stream: with offload_policy",
     ),
     "adapters and a reference that streams": (
-        {f"{AR}.ref.fsdp_config.param_offload": "stream", f"{AR}.model.lora_rank": 4},
-        f"{AR}.ref.fsdp_config.param_offload=stream, {AR}.model.lora_rank=4: with LoRA the reference is the policy's own base",
+        {f"{REF}.param_offload": "stream", f"{AR}.model.lora_rank": 4},
+        f"{REF}.param_offload=stream, {AR}.model.lora_rank=4: with LoRA the reference is the policy's own base",
     ),
     "a reference that follows the policy and has lost its masters": (
-        {f"{AR}.ref.fsdp_config.param_offload": "stream", f"{AR}.actor.use_kl_loss": True, f"{AR}.ref.sync_every_steps": 1},
-        f"{AR}.ref.fsdp_config.param_offload=stream, {AR}.ref.sync_every_steps=1, {AR}.ref.fsdp_config.model_dtype=fp32, "
-        f"{AR}.ref.fsdp_config.dtype=bfloat16: a reference that streams rests in the dtype of compute",
+        {f"{REF}.param_offload": "stream", **KL, f"{AR}.ref.sync_every_steps": 1},
+        f"{REF}.param_offload=stream, {AR}.ref.sync_every_steps=1, {REF}.model_dtype=fp32, "
+        f"{REF}.dtype=bfloat16: a reference that streams rests in the dtype of compute",
     ),
     "two ways of offloading optimizer state": (
-        {f"{AR}.actor.fsdp_config.offload_policy": True, f"{AR}.actor.fsdp_config.optimizer_offload": True},
-        f"{AR}.actor.fsdp_config.offload_policy=true, {AR}.actor.fsdp_config.optimizer_offload=true: with offload_policy",
+        {f"{FSDP}.offload_policy": True, f"{FSDP}.optimizer_offload": True},
+        f"{FSDP}.offload_policy=true, {FSDP}.optimizer_offload=true: with offload_policy",
     ),
     "a mapped file without a reference on the host": (
-        {f"{AR}.model.load_mode": "mmap", f"{AR}.actor.use_kl_loss": True},
-        f"{AR}.model.load_mode=mmap, {AR}.ref.fsdp_config.param_offload=false: a mapped file is where a reference rests",
+        {f"{AR}.model.load_mode": "mmap", **KL},
+        f"{AR}.model.load_mode=mmap, {REF}.param_offload=false: a mapped file is where a reference rests",
     ),
     "a mapped file and adapters": (
-        {f"{AR}.model.load_mode": "mmap", f"{AR}.model.lora_rank": 4, f"{AR}.actor.use_kl_loss": True},
+        {f"{AR}.model.load_mode": "mmap", f"{AR}.model.lora_rank": 4, **KL},
         f"{AR}.model.load_mode=mmap, {AR}.model.lora_rank=4: with LoRA the reference is the policy's own base",
     ),
     "a mapped file and a reference that never leaves the host": (
-        {f"{AR}.model.load_mode": "mmap", f"{AR}.ref.fsdp_config.offload_policy": True, f"{AR}.actor.use_kl_loss": True},
-        f"{AR}.model.load_mode=mmap, {AR}.ref.fsdp_config.offload_policy=true: with offload_policy the reference never leaves",
+        {f"{AR}.model.load_mode": "mmap", f"{REF}.offload_policy": True, **KL},
+        f"{AR}.model.load_mode=mmap, {REF}.offload_policy=true: with offload_policy the reference never leaves",
     ),
     "Ray's arguments without Ray": (
         {"trainer.worker_group": "local", "ray_kwargs.ray_init": {"num_cpus": 2}},
@@ -214,9 +211,9 @@ def test_an_engine_argument_that_a_key_sets_is_refused(complaint, name):
 @pytest.mark.parametrize(
     "more",
     [
-        {f"{AR}.actor.use_kl_loss": True, "algorithm.use_kl_in_reward": True},
+        {**KL, "algorithm.use_kl_in_reward": True},
         {f"{AR}.ref.log_prob_max_token_len_per_gpu": 10},
-        {f"{AR}.ref.fsdp_config.fsdp_size": 3, "trainer.n_gpus_per_node": 4},
+        {f"{REF}.fsdp_size": 3, "trainer.n_gpus_per_node": 4},
         {f"{AR}.actor.ppo_max_token_len_per_gpu": 1024},
         {f"{AR}.actor.ppo_max_token_len_per_gpu": 10, f"{AR}.actor.use_dynamic_bsz": False}
         | {f"{AR}.actor.ppo_micro_batch_size_per_gpu": 1},
@@ -224,10 +221,10 @@ def test_an_engine_argument_that_a_key_sets_is_refused(complaint, name):
         {f"{AR}.rollout.val_kwargs.do_sample": True, f"{AR}.rollout.val_kwargs.temperature": 0.6},
         {"trainer.n_gpus_per_node": 2, "data.train_batch_size": 3, f"{AR}.actor.ppo_mini_batch_size": 3, f"{AR}.rollout.n": 5},
         {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.2},
-        {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 2, f"{AR}.actor.fsdp_config.fsdp_size": 2},
-        {f"{AR}.actor.fsdp_config.reshard_after_forward": 2, "trainer.n_gpus_per_node": 4},
-        {f"{AR}.actor.fsdp_config.offload_policy": True, f"{AR}.ref.fsdp_config.param_offload": True},
-        {f"{AR}.model.load_mode": "mmap", f"{AR}.actor.use_kl_loss": True, f"{AR}.ref.fsdp_config.param_offload": True},
+        {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 2, f"{FSDP}.fsdp_size": 2},
+        {f"{FSDP}.reshard_after_forward": 2, "trainer.n_gpus_per_node": 4},
+        {f"{FSDP}.offload_policy": True, f"{REF}.param_offload": True},
+        {f"{AR}.model.load_mode": "mmap", **KL, f"{REF}.param_offload": True},
     ],
 )
 def test_a_possible_combination_passes(settled, more):
@@ -235,13 +232,13 @@ def test_a_possible_combination_passes(settled, more):
 
 
 FOUR = {"trainer.n_gpus_per_node": 4}
-ONE_STEP = {f"{AR}.actor.optim.in_backward": True, f"{AR}.actor.optim.clip_grad": None, f"{AR}.actor.use_dynamic_bsz": False}
+ONE_STEP = {f"{OPTIM}.in_backward": True, f"{OPTIM}.clip_grad": None, f"{AR}.actor.use_dynamic_bsz": False}
 LIMITS = {
     "a step is whole mini-batches": ({f"{AR}.actor.ppo_mini_batch_size": 64}, "data.train_batch_size", [64, 128], [63, 65, 127]),
     "a mini-batch divides a step": ({"data.train_batch_size": 64}, f"{AR}.actor.ppo_mini_batch_size", [32, 64], [33, 63, 65]),
     "a sample fits the actor's budget": ({}, f"{AR}.actor.ppo_max_token_len_per_gpu", [1024], [1023]),
     "a sample fits the reference's budget": (
-        {f"{AR}.actor.use_kl_loss": True}, f"{AR}.ref.log_prob_max_token_len_per_gpu", [1024], [1023],
+        {**KL}, f"{AR}.ref.log_prob_max_token_len_per_gpu", [1024], [1023],
     ),
     "prompt and response fit the engine": ({}, f"{AR}.rollout.max_model_len", [1024], [1023]),
     "prompts of the data fit the engine": ({}, f"{AR}.rollout.prompt_length", [512], [511]),
@@ -250,20 +247,20 @@ LIMITS = {
         FOUR | {f"{AR}.rollout.name": "vllm"}, f"{AR}.rollout.tensor_model_parallel_size", [1, 2, 4], [3, 5, 8],
     ),
     "transformers runs on one device": ({"trainer.n_gpus_per_node": 2}, f"{AR}.rollout.tensor_model_parallel_size", [1], [2]),
-    "shard groups divide the devices": (FOUR, f"{AR}.actor.fsdp_config.fsdp_size", [1, 2, 4, -1], [3]),
+    "shard groups divide the devices": (FOUR, f"{FSDP}.fsdp_size", [1, 2, 4, -1], [3]),
     "groups that share tokens divide the devices": (
-        FOUR, f"{AR}.actor.fsdp_config.ulysses_sequence_parallel_size", [None, 1, 2, 4], [3, 5, 8],
+        FOUR, f"{FSDP}.ulysses_sequence_parallel_size", [None, 1, 2, 4], [3, 5, 8],
     ),
     "a reference over tiles has all tokens of a pack": (
-        FOUR | {f"{AR}.model.block_tile_tokens": 64, f"{AR}.actor.use_kl_loss": True},
-        f"{AR}.ref.fsdp_config.ulysses_sequence_parallel_size", [1], [2],
+        FOUR | {f"{AR}.model.block_tile_tokens": 64, **KL},
+        f"{REF}.ulysses_sequence_parallel_size", [1], [2],
     ),
     "the caps of devices that share tokens add up": (
-        FOUR | {f"{AR}.actor.fsdp_config.ulysses_sequence_parallel_size": 2},
+        FOUR | {f"{FSDP}.ulysses_sequence_parallel_size": 2},
         f"{AR}.actor.ppo_max_token_len_per_gpu", [512], [511],
     ),
     "parts of a shard group are smaller than it": (
-        {"trainer.n_gpus_per_node": 8}, f"{AR}.actor.fsdp_config.reshard_after_forward", [2, 4], [3, 8],
+        {"trainer.n_gpus_per_node": 8}, f"{FSDP}.reshard_after_forward", [2, 4], [3, 8],
     ),
     "a local group has one device": ({"trainer.worker_group": "local"}, "trainer.n_gpus_per_node", [1], [2]),
     "a local group has one node": ({"trainer.worker_group": "local"}, "trainer.nnodes", [1], [2]),
@@ -283,10 +280,10 @@ LIMITS = {
     ),
     "adapters have a rank": ({f"{AR}.model.lora_adapter_path": "adapter"}, f"{AR}.model.lora_rank", [1], [0]),
     "a quantised reference has no adapters": (
-        {f"{AR}.ref.quantization": "int8", f"{AR}.actor.use_kl_loss": True}, f"{AR}.model.lora_rank", [0], [1],
+        {f"{AR}.ref.quantization": "int8", **KL}, f"{AR}.model.lora_rank", [0], [1],
     ),
     "torchao's step is not counted": (
-        {f"{AR}.actor.optim.optimizer_impl": "torchao.optim", f"{AR}.actor.optim.optimizer": "AdamW8bit"},
+        {f"{OPTIM}.optimizer_impl": "torchao.optim", f"{OPTIM}.optimizer": "AdamW8bit"},
         "trainer.track_memory_every_steps", [0], [1],
     ),
 }  # fmt: skip

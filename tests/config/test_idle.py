@@ -11,81 +11,62 @@ AR = "actor_rollout_ref"
 CORRECTION = "algorithm.rollout_correction"
 
 
+ESTIMATOR, FILTERS, KL_IN_REWARD = (f"algorithm.{key}" for key in ("adv_estimator", "filter_groups.enable", "use_kl_in_reward"))
+LOSS, DYNAMIC, ROWS, KL_LOSS = (
+    f"{AR}.actor.{key}" for key in ("policy_loss.loss_mode", "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", "use_kl_loss")
+)
+OFFLOADS, BYPASS, REWARD_FILE = (
+    f"{AR}.model.enable_activation_offload",
+    f"{CORRECTION}.bypass_mode",
+    "custom_reward_function.path",
+)
+
+
 def _twins(keys):
     return {twin(key): value for key, value in keys.items()}
 
 
 IDLE_CASES = {
-    "algorithm.norm_adv_by_std_in_grpo": ({}, True, {"algorithm.adv_estimator": "grpo"}),
-    "algorithm.normalize_advantages": ({"algorithm.adv_estimator": "opo"}, True, {"algorithm.adv_estimator": "rloo"}),
-    "algorithm.lam": ({}, 0.5, {"algorithm.adv_estimator": "gae"}),
-    "algorithm.custom_estimator.name": (
-        {},
-        "mine",
-        {"algorithm.custom_estimator.path": "mine.py", "algorithm.adv_estimator": "custom"},
-    ),
-    f"{AR}.actor.policy_loss.custom.name": (
-        {},
-        "mine",
-        {f"{AR}.actor.policy_loss.custom.path": "mine.py", f"{AR}.actor.policy_loss.loss_mode": "custom"},
-    ),
-    "algorithm.gdpo_reward_keys": ({}, ["score"], {"algorithm.adv_estimator": "gdpo"}),
-    "algorithm.gdpo_reward_weights": ({}, [2.0], {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["score"]}),
-    "algorithm.gdpo_whiten_over": ({}, "rows", {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["score"]}),
-    "algorithm.norm_adv_epsilon": ({}, 0.5, {"algorithm.adv_estimator": "grpo"}),
-    "algorithm.norm_adv_std_of": ({}, "batch", {"algorithm.adv_estimator": "grpo"}),
-    "algorithm.gpg_counts": ({}, "informative", {"algorithm.adv_estimator": "gpg"}),
-    "algorithm.gamma": ({}, 0.5, {"algorithm.adv_estimator": "reinforce_plus_plus"}),
-    "algorithm.filter_groups.enable": (
-        {"algorithm.adv_estimator": "reinforce_plus_plus", f"{AR}.rollout.n": 1},
-        True,
-        {f"{AR}.rollout.n": 2},
-    ),
-    **{
-        f"critic.{key}": ({"algorithm.adv_estimator": "gae"}, 2, {"critic.enable_resource_pool": True})
-        for key in ("nnodes", "n_gpus_per_node")
-    },
-    "algorithm.filter_groups.metric": ({}, "acc", {"algorithm.filter_groups.enable": True}),
-    "algorithm.filter_groups.max_num_gen_batches": ({}, 5, {"algorithm.filter_groups.enable": True}),
+    "algorithm.norm_adv_by_std_in_grpo": ({}, True, {ESTIMATOR: "grpo"}),
+    "algorithm.normalize_advantages": ({ESTIMATOR: "opo"}, True, {ESTIMATOR: "rloo"}),
+    "algorithm.lam": ({}, 0.5, {ESTIMATOR: "gae"}),
+    "algorithm.custom_estimator.name": ({}, "mine", {"algorithm.custom_estimator.path": "mine.py", ESTIMATOR: "custom"}),
+    f"{AR}.actor.policy_loss.custom.name": ({}, "mine", {f"{AR}.actor.policy_loss.custom.path": "mine.py", LOSS: "custom"}),
+    "algorithm.gdpo_reward_keys": ({}, ["score"], {ESTIMATOR: "gdpo"}),
+    "algorithm.gdpo_reward_weights": ({}, [2.0], {ESTIMATOR: "gdpo", "algorithm.gdpo_reward_keys": ["score"]}),
+    "algorithm.gdpo_whiten_over": ({}, "rows", {ESTIMATOR: "gdpo", "algorithm.gdpo_reward_keys": ["score"]}),
+    "algorithm.norm_adv_epsilon": ({}, 0.5, {ESTIMATOR: "grpo"}),
+    "algorithm.norm_adv_std_of": ({}, "batch", {ESTIMATOR: "grpo"}),
+    "algorithm.gpg_counts": ({}, "informative", {ESTIMATOR: "gpg"}),
+    "algorithm.gamma": ({}, 0.5, {ESTIMATOR: "reinforce_plus_plus"}),
+    FILTERS: ({ESTIMATOR: "reinforce_plus_plus", f"{AR}.rollout.n": 1}, True, {f"{AR}.rollout.n": 2}),
+    **{f"critic.{key}": ({ESTIMATOR: "gae"}, 2, {"critic.enable_resource_pool": True}) for key in ("nnodes", "n_gpus_per_node")},
+    "algorithm.filter_groups.metric": ({}, "acc", {FILTERS: True}),
+    "algorithm.filter_groups.max_num_gen_batches": ({}, 5, {FILTERS: True}),
     **{f"{AR}.actor.entropy_ctrl.{key}": ({}, 0.5, {f"{AR}.actor.entropy_ctrl.target": 1.0}) for key in ("delta", "min", "max")},
-    "algorithm.kl_penalty": ({}, "abs", {"algorithm.use_kl_in_reward": True}),
-    "algorithm.kl_ctrl.type": ({}, "adaptive", {"algorithm.use_kl_in_reward": True}),
-    "algorithm.kl_ctrl.kl_coef": ({}, 0.5, {"algorithm.use_kl_in_reward": True}),
-    "algorithm.kl_ctrl.horizon": ({}, 5, {"algorithm.kl_ctrl.type": "adaptive", "algorithm.use_kl_in_reward": True}),
-    "algorithm.kl_ctrl.target_kl": ({}, 5, {"algorithm.kl_ctrl.type": "adaptive", "algorithm.use_kl_in_reward": True}),
+    "algorithm.kl_penalty": ({}, "abs", {KL_IN_REWARD: True}),
+    "algorithm.kl_ctrl.type": ({}, "adaptive", {KL_IN_REWARD: True}),
+    "algorithm.kl_ctrl.kl_coef": ({}, 0.5, {KL_IN_REWARD: True}),
+    "algorithm.kl_ctrl.horizon": ({}, 5, {"algorithm.kl_ctrl.type": "adaptive", KL_IN_REWARD: True}),
+    "algorithm.kl_ctrl.target_kl": ({}, 5, {"algorithm.kl_ctrl.type": "adaptive", KL_IN_REWARD: True}),
     f"{AR}.actor.optim.momentum": ({}, 0.9, {f"{AR}.actor.optim.optimizer": "SGD"}),
     f"{AR}.actor.optim.bucket_megabytes": ({}, 8.0, {f"{AR}.actor.optim.state_dtype": "bfloat16"}),
-    f"{AR}.actor.kl_loss_coef": ({}, 0.5, {f"{AR}.actor.use_kl_loss": True}),
-    f"{AR}.actor.kl_loss_type": ({}, "abs", {f"{AR}.actor.use_kl_loss": True}),
-    f"{AR}.actor.kl_loss_by_ratio": ({}, True, {f"{AR}.actor.use_kl_loss": True}),
+    f"{AR}.actor.kl_loss_coef": ({}, 0.5, {KL_LOSS: True}),
+    f"{AR}.actor.kl_loss_type": ({}, "abs", {KL_LOSS: True}),
+    f"{AR}.actor.kl_loss_by_ratio": ({}, True, {KL_LOSS: True}),
     f"{AR}.actor.entropy_agg_mode": ({}, "token-sum", {f"{AR}.actor.entropy_coeff": 0.1}),
-    f"{AR}.actor.policy_loss.cispo_max_ratio": ({}, 5.0, {f"{AR}.actor.policy_loss.loss_mode": "cispo"}),
+    f"{AR}.actor.policy_loss.cispo_max_ratio": ({}, 5.0, {LOSS: "cispo"}),
     **{
-        f"{AR}.actor.policy_loss.vespo_{key}": ({}, 5.0, {f"{AR}.actor.policy_loss.loss_mode": "vespo"})
+        f"{AR}.actor.policy_loss.vespo_{key}": ({}, 5.0, {LOSS: "vespo"})
         for key in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
     },
     f"{AR}.actor.loss_scale_factor": ({}, 5, {f"{AR}.actor.loss_agg_mode": "seq-mean-token-sum-norm"}),
-    f"{AR}.actor.clip_ratio_c": (
-        {f"{AR}.actor.policy_loss.loss_mode": "sequence"},
-        5.0,
-        {f"{AR}.actor.policy_loss.loss_mode": "vanilla"},
-    ),
-    f"{AR}.actor.policy_loss.loss_mode": (
-        {"data.train_batch_size": 8, f"{AR}.actor.ppo_mini_batch_size": 8},
-        "kl_cov",
-        {f"{AR}.actor.ppo_epochs": 2},
-    ),
-    f"{AR}.actor.loss_agg_mode": (
-        {f"{AR}.actor.policy_loss.loss_mode": "geo_mean"},
-        "seq-mean-token-sum",
-        {f"{AR}.actor.entropy_coeff": 0.1},
-    ),
+    f"{AR}.actor.clip_ratio_c": ({LOSS: "sequence"}, 5.0, {LOSS: "vanilla"}),
+    LOSS: ({"data.train_batch_size": 8, f"{AR}.actor.ppo_mini_batch_size": 8}, "kl_cov", {f"{AR}.actor.ppo_epochs": 2}),
+    f"{AR}.actor.loss_agg_mode": ({LOSS: "geo_mean"}, "seq-mean-token-sum", {f"{AR}.actor.entropy_coeff": 0.1}),
+    **{f"{AR}.actor.{key}": ({LOSS: "gpg"}, 0.1, {LOSS: "cispo"}) for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")},
     **{
-        f"{AR}.actor.{key}": ({f"{AR}.actor.policy_loss.loss_mode": "gpg"}, 0.1, {f"{AR}.actor.policy_loss.loss_mode": "cispo"})
-        for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
-    },
-    **{
-        f"{AR}.actor.policy_loss.{key}": ({}, 0.5, {f"{AR}.actor.policy_loss.loss_mode": loss})
+        f"{AR}.actor.policy_loss.{key}": ({}, 0.5, {LOSS: loss})
         for key, loss in {
             "clip_cov_ratio": "clip_cov",
             "clip_cov_lb": "clip_cov",
@@ -93,29 +74,29 @@ IDLE_CASES = {
             "ppo_kl_coef": "kl_cov",
         }.items()
     },
-    f"{AR}.actor.policy_loss.clip_cov_ub": ({}, 2.0, {f"{AR}.actor.policy_loss.loss_mode": "clip_cov"}),
+    f"{AR}.actor.policy_loss.clip_cov_ub": ({}, 2.0, {LOSS: "clip_cov"}),
     **{
         f"{CORRECTION}.{key}": ({}, value, {f"{CORRECTION}.rollout_is": "token"})
         for key, value in {"rollout_is_threshold": 3.0, "rollout_is_batch_normalize": True}.items()
     },
     f"{CORRECTION}.rollout_rs_threshold": ({}, 3.0, {f"{CORRECTION}.rollout_rs": "token_k1"}),
-    f"{CORRECTION}.loss_type": ({}, "reinforce", {f"{CORRECTION}.bypass_mode": True}),
-    f"{CORRECTION}.rollout_is": ({f"{CORRECTION}.bypass_mode": True}, "token", {f"{CORRECTION}.loss_type": "reinforce"}),
-    f"{AR}.actor.calculate_entropy": ({f"{CORRECTION}.bypass_mode": True}, True, {f"{CORRECTION}.bypass_mode": False}),
-    f"{AR}.actor.old_log_prob_pass": ({f"{CORRECTION}.bypass_mode": True}, "always", {f"{CORRECTION}.bypass_mode": False}),
-    f"{AR}.actor.calculate_sum_pi_squared": ({}, True, {"algorithm.adv_estimator": "optimal_token_baseline"}),
+    f"{CORRECTION}.loss_type": ({}, "reinforce", {BYPASS: True}),
+    f"{CORRECTION}.rollout_is": ({BYPASS: True}, "token", {f"{CORRECTION}.loss_type": "reinforce"}),
+    f"{AR}.actor.calculate_entropy": ({BYPASS: True}, True, {BYPASS: False}),
+    f"{AR}.actor.old_log_prob_pass": ({BYPASS: True}, "always", {BYPASS: False}),
+    f"{AR}.actor.calculate_sum_pi_squared": ({}, True, {ESTIMATOR: "optimal_token_baseline"}),
     "algorithm.pf_ppo.reweight_method": ({}, "max_min", {"algorithm.use_pf_ppo": True}),
     "algorithm.pf_ppo.weight_pow": ({}, 1.0, {"algorithm.use_pf_ppo": True}),
-    **{f"{AR}.actor.{key}": ({}, 3.0, {f"{AR}.actor.policy_loss.loss_mode": "sapo"}) for key in ("tau_pos", "tau_neg")},
-    f"{AR}.actor.ppo_micro_batch_size_per_gpu": ({}, 5, {f"{AR}.actor.use_dynamic_bsz": False}),
+    **{f"{AR}.actor.{key}": ({}, 3.0, {LOSS: "sapo"}) for key in ("tau_pos", "tau_neg")},
+    ROWS: ({}, 5, {DYNAMIC: False}),
     f"{AR}.actor.ppo_max_token_len_per_gpu": (
-        {f"{AR}.actor.use_dynamic_bsz": False, f"{AR}.rollout.log_prob_use_dynamic_bsz": False}
-        | {f"{AR}.rollout.log_prob_micro_batch_size_per_gpu": 1, f"{AR}.actor.ppo_micro_batch_size_per_gpu": 1},
+        {DYNAMIC: False, f"{AR}.rollout.log_prob_use_dynamic_bsz": False}
+        | {f"{AR}.rollout.log_prob_micro_batch_size_per_gpu": 1, ROWS: 1},
         5000,
-        {f"{AR}.actor.use_dynamic_bsz": True, f"{AR}.actor.ppo_micro_batch_size_per_gpu": None},
+        {DYNAMIC: True, ROWS: None},
     ),
-    f"{AR}.rollout.do_sample": ({}, False, {"algorithm.adv_estimator": "reinforce_plus_plus"}),
-    "custom_reward_function.name": ({}, "mine", {"custom_reward_function.path": "mine.py"}),
+    f"{AR}.rollout.do_sample": ({}, False, {ESTIMATOR: "reinforce_plus_plus"}),
+    "custom_reward_function.name": ({}, "mine", {REWARD_FILE: "mine.py"}),
     "custom_reward_function.fallback_score": ({}, 1.0, {"custom_reward_function.on_error": "score"}),
     **{
         f"reward_model.reward_kwargs.{key}": (
@@ -134,12 +115,8 @@ IDLE_CASES = {
             "max_resp_len": 256,
         }.items()
     },
-    "reward_model.tolerant_rules": ({"custom_reward_function.path": "mine.py"}, True, {"custom_reward_function.path": None}),
-    "reward_model.sandbox_fusion.url": (
-        {"custom_reward_function.path": "mine.py"},
-        "http://h",
-        {"custom_reward_function.path": None},
-    ),
+    "reward_model.tolerant_rules": ({REWARD_FILE: "mine.py"}, True, {REWARD_FILE: None}),
+    "reward_model.sandbox_fusion.url": ({REWARD_FILE: "mine.py"}, "http://h", {REWARD_FILE: None}),
     **{
         f"reward_model.sandbox_fusion.{key}": ({}, 100, {"reward_model.sandbox_fusion.url": "http://h"})
         for key in ("max_concurrent", "memory_limit_mb")
@@ -156,26 +133,18 @@ IDLE_CASES = {
         {f"{AR}.model.enable_gradient_checkpointing": True},
     ),
     f"{AR}.model.gradient_checkpointing_every": ({}, 3, {f"{AR}.model.gradient_checkpointing_mode": "every_n"}),
-    f"{AR}.model.activation_offload_min_bytes": ({}, 0, {f"{AR}.model.enable_activation_offload": True}),
-    f"{AR}.model.activation_offload_in_flight": ({}, 5, {f"{AR}.model.enable_activation_offload": True}),
-    f"{AR}.model.activation_offload_device_gb": ({}, 0.5, {f"{AR}.model.enable_activation_offload": True}),
-    f"{AR}.actor.adaptive_token_budget": (
-        {f"{AR}.actor.use_dynamic_bsz": False, f"{AR}.actor.ppo_micro_batch_size_per_gpu": 2},
-        True,
-        {f"{AR}.actor.use_dynamic_bsz": True, f"{AR}.actor.ppo_micro_batch_size_per_gpu": None},
-    ),
-    f"{AR}.ref.adapter": (
-        {f"{AR}.actor.use_kl_loss": True, f"{AR}.model.lora_rank": 4},
-        "base",
-        {f"{AR}.model.lora_adapter_path": "adapters"},
-    ),
-    f"{AR}.ref.sync_every_steps": ({}, 8, {f"{AR}.actor.use_kl_loss": True}),
-    f"{AR}.ref.sync_mixup_alpha": ({}, 0.5, {f"{AR}.ref.sync_every_steps": 8, f"{AR}.actor.use_kl_loss": True}),
+    f"{AR}.model.activation_offload_min_bytes": ({}, 0, {OFFLOADS: True}),
+    f"{AR}.model.activation_offload_in_flight": ({}, 5, {OFFLOADS: True}),
+    f"{AR}.model.activation_offload_device_gb": ({}, 0.5, {OFFLOADS: True}),
+    f"{AR}.actor.adaptive_token_budget": ({DYNAMIC: False, ROWS: 2}, True, {DYNAMIC: True, ROWS: None}),
+    f"{AR}.ref.adapter": ({KL_LOSS: True, f"{AR}.model.lora_rank": 4}, "base", {f"{AR}.model.lora_adapter_path": "adapters"}),
+    f"{AR}.ref.sync_every_steps": ({}, 8, {KL_LOSS: True}),
+    f"{AR}.ref.sync_mixup_alpha": ({}, 0.5, {f"{AR}.ref.sync_every_steps": 8, KL_LOSS: True}),
     f"{AR}.model.tiled_mlp.num_shards": ({}, 8, {f"{AR}.model.tiled_mlp.enabled": True}),
 }
 """Key -> (keys that make it idle, a value to give, keys that make it count; None = nothing does)."""
 
-GAE = {"algorithm.adv_estimator": "gae"}
+GAE = {ESTIMATOR: "gae"}
 OF_CRITIC = {key: twins for key, twins in ((twin(key), case) for key, case in IDLE_CASES.items()) if key in UNUSED_KEYS}
 IDLE_CASES = {
     **IDLE_CASES,
