@@ -8,6 +8,7 @@ from tests.memory import activation_cases as act
 from tests.memory.activation_cases import FP32, LAYERS, SELECTIVE, TILED, TOKENS, WIDTH, close
 from tests.memory.activation_cases import MLP as MLP_WIDTH
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.lora_torch import apply_lora
 from verl_memopt.memory.tiled_mlp_torch import check_mlps
 from verl_memopt.model.decoder import MLP, BlockOptions
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
@@ -65,6 +66,20 @@ def test_the_first_gradients_of_a_policy_differ_by_rounding_only(untied_folder, 
 
 
 # Cost.
+
+
+def test_adapters_learn_and_the_frozen_base_gets_no_gradient():
+    x, found = torch.randn(32, 16, dtype=torch.float64), []
+    for tiles in (None, SHARDS):
+        model = block(tiles).double()
+        apply_lora(model, 4, 8.0, "all-linear", None)
+        for name, parameter in model.named_parameters():
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(name))) if "lora" in name else None
+        run(model, x)
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in found[0].items():
+        assert ("lora" in name) == (gradient is not None)
+        assert found[1][name] is gradient or (found[1][name] - gradient).norm() <= 1e-13 * gradient.norm()
 
 
 # Bytes.
