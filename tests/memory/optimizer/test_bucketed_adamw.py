@@ -63,6 +63,12 @@ def test_a_step_is_divided_and_left_out_on_the_device(dtype, split):
         assert device.state[first[0]]["step"] == host.state[second[0]]["step"]
 
 
+@pytest.mark.parametrize("options", [{"offload": True}, {"state_dtype": "int8"}, {"state_dtype": "bfloat16"}])
+def test_a_step_that_would_change_something_when_left_out_is_decided_by_the_host(options):
+    assert not BucketedAdamW(parameters(), 1e-2, **options)._step_supports_amp_scaling
+    assert BucketedAdamW(parameters(), 1e-2)._step_supports_amp_scaling
+
+
 def test_moments_and_steps_are_those_of_torchs_fused_adamw_bit_for_bit():
     states = []
     for make in (bucketed(bucket_megabytes=0.002), fused):
