@@ -14,6 +14,7 @@ from tests.tensors import whole_of
 from verl_memopt.config.keys import replaced
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.distributed.device import training_mesh
+from verl_memopt.model.decoder import PrefixRecorder
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.trainer.micro_batching import Budget, cut_ranks
 from verl_memopt.worker.trained_model import micro_batches_of
@@ -197,3 +198,11 @@ def test_beside_the_prompts_own_bytes_lie_keys_and_values(tmp_path, one_rank):
     # Of 512 tokens, two of 32 channels in two blocks: beside the answers', and a gradient each.
     beside = 2 * 512 * 2 * 32 * 4
     assert peaks[True] <= peaks[False] + 2 * beside
+
+
+def test_what_is_computed_again_is_not_recorded_again():
+    recorder, tables = PrefixRecorder(), (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
+    first, again = torch.ones(2, 3), torch.ones(2, 3)
+    assert recorder.extend(0, first, first, tables)[0] is first
+    assert recorder.extend(0, again, again, tables)[0] is again
+    assert recorder.outputs()[2] is first
