@@ -5,6 +5,7 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from verl_memopt.errors import UserError
@@ -203,8 +204,8 @@ def drawn(tmp_path, monkeypatch):
 
     monkeypatch.setattr(charts, "save", keep)
 
-    def draw(rows):
-        path = draw_timeline(rows, tmp_path / "memory_timeline.png")
+    def draw(rows, limit=None):
+        path = draw_timeline(rows, tmp_path / "memory_timeline.png", limit)
         assert path.read_bytes().startswith(b"\x89PNG")
         return figures[-1]
 
@@ -235,6 +236,27 @@ def test_the_bytes_of_a_phase_are_stacked_by_kind(drawn):
     bars = [(bar.get_x(), bar.get_y(), bar.get_height()) for bar in axes.patches]
     assert bars == [(0.0, 0.0, 4.0), (2.0, 0.0, 11.0), (0.0, 4.0, 7.0), (2.0, 11.0, 0.0)]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["peak live", "live at end", "params", "kv"]
+
+
+@pytest.mark.parametrize("steps", [2, WHOLE_UP_TO])
+def test_the_limit_of_the_device_is_a_line_and_where_it_is_far_above_a_word(drawn, steps):
+    rows = rows_of(steps, {*range(1, steps + 1)})
+    near, far = (drawn(rows, limit * MIB).axes[:-1] for limit in ((steps + 10) * 2, 24 * 1024))
+    for axes in near:
+        assert [line.get_ydata() for line in axes.lines if line.get_label() == "limit of the device"] == [[(steps + 10) * 2] * 2]
+        assert axes.get_ylim()[1] > (steps + 10) * 2
+    for axes in far:
+        assert "limit of the device" not in [line.get_label() for line in axes.lines]
+        assert axes.get_title(loc="right") == "limit of the device: 24.0 GiB, above this chart"
+
+
+def test_a_report_draws_the_limit_that_the_summary_states(make_run, monkeypatch):
+    drawings, write = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *places, **how: (drawings.append(self), write(self, *places, **how))[1])
+    folder = make_run(steps=2)
+    finish_summary(folder, {charts.DEVICE_LIMIT: 2**40})
+    draw_charts(folder)
+    assert [axes.get_title(loc="right") for axes in drawings[-1].axes] == ["limit of the device: 1,024 GiB, above this chart", ""]
 
 
 def test_the_highest_points_of_a_run_are_below_the_edge_and_its_start_is_left_out(drawn):

@@ -33,18 +33,30 @@ COMPARED = tuple(f"compare_{name}" for name in CHARTS[:2])
 Points = tuple[list[float], list[float]]
 
 
-def draw_charts(folder: RunFolder, out: Path | None = None) -> list[Path]:
-    """Draw a run's three charts from its files. ``out``: None = the run folder."""
+def draw_charts(folder: RunFolder, out: Path | None = None, limit: int | None = None) -> list[Path]:
+    """Draw a run's three charts from its files.
+
+    ``out``: None = the run folder. ``limit``: bytes of the device; None = as the summary says, if it does.
+    """
     target = out or folder.path
     target.mkdir(parents=True, exist_ok=True)
     metrics, timeline = folder.read_metrics(), folder.read_timeline()
     drawn = [
         draw_reward(metrics, target / CHARTS[0]),
         draw_peaks(build_summary(metrics, timeline), target / CHARTS[1]),
-        draw_timeline(timeline, target / CHARTS[2]),
+        draw_timeline(timeline, target / CHARTS[2], _stated_limit(folder) if limit is None else limit),
     ]
     _close_fonts()
     return drawn
+
+
+DEVICE_LIMIT = "device_limit_bytes"
+"""Entry of a run's summary: the bytes of the smallest device, or that a run may take of it, where they are known."""
+
+
+def _stated_limit(folder: RunFolder) -> int | None:
+    stated = folder.read_summary().get(DEVICE_LIMIT)
+    return stated if type(stated) is int else None
 
 
 def _close_fonts() -> None:
@@ -262,6 +274,9 @@ PHASES = (
 PHASE_COLOURS = dict(zip(PHASES, PALETTE, strict=True))
 
 
+LIMIT_WITHIN = 3.0
+"""A limit so many times as high as the figures would leave no room for them, so it is a word and no line."""
+
 FIGURES = (
     ("peak_allocated_bytes", "peak live", "-"),
     ("peak_reserved_bytes", "peak reserved", "--"),
@@ -270,10 +285,11 @@ FIGURES = (
 """Figure of a row, its name and its line in the charts."""
 
 
-def draw_timeline(rows: Sequence[TimelineRow], path: Path) -> Path:
+def draw_timeline(rows: Sequence[TimelineRow], path: Path, limit: int | None = None) -> Path:
     """Draw live bytes by kind over running time, phase by phase, and the host's resident memory below.
 
-    The start of the run is left out, because it takes as long as many steps.
+    The start of the run is left out, because it takes as long as many steps. ``limit``: bytes of the device, drawn as a line;
+    None = unknown.
     """
     rows = [row for row in rows if row.phase != "init"] or rows
     shown = rows if len(rows) <= WHOLE_UP_TO else _last_counted_steps(rows)
@@ -281,8 +297,8 @@ def draw_timeline(rows: Sequence[TimelineRow], path: Path) -> Path:
     drawing = figure(10.5, 3.0 * panels - 0.4)
     grid = drawing.subplots(panels, 1, height_ratios=[1.5] * (panels - 1) + [0.8])
     if panels == 3:
-        _draw_overview(grid[0], rows)
-    _draw_phases(grid[-2], shown, whole=panels == 2)
+        _draw_overview(grid[0], rows, limit)
+    _draw_phases(grid[-2], shown, limit, whole=panels == 2)
     _draw_host(grid[-1], rows)
     return save(drawing, path)
 
@@ -294,7 +310,7 @@ def _last_counted_steps(rows: Sequence[TimelineRow]) -> list[TimelineRow]:
     return [row for row in rows if first <= row.step <= last]
 
 
-def _draw_overview(axes: Axes, rows: Sequence[TimelineRow]) -> None:
+def _draw_overview(axes: Axes, rows: Sequence[TimelineRow], limit: int | None) -> None:
     divisor, unit = unit_of(row.device_used_bytes or row.peak_allocated_bytes for row in rows)
     style(axes, "Highest peak of each step", "", f"{_what(rows)}, {unit}")
     for (name, label, line), colour in zip(FIGURES, (PALETTE[0], PALETTE[4], INK), strict=True):
@@ -307,13 +323,14 @@ def _draw_overview(axes: Axes, rows: Sequence[TimelineRow]) -> None:
             marker = "o" if len(best) <= 40 else ""
             axes.plot(*zip(*best.values(), strict=True), line, color=colour, label=label, marker=marker, markersize=3.5)
     if axes.lines:
+        _draw_limit(axes, limit, divisor)
         _frame(axes, rows)
         legend_beside(axes)
     else:
         note(axes, "No phase of this run counted its bytes.")
 
 
-def _draw_phases(axes: Axes, rows: Sequence[TimelineRow], whole: bool) -> None:
+def _draw_phases(axes: Axes, rows: Sequence[TimelineRow], limit: int | None, whole: bool) -> None:
     steps = sorted({row.step for row in rows})
     title = "Memory over time" if whole else f"Step {steps[0]}" if len(steps) == 1 else f"Steps {steps[0]} to {steps[-1]}"
     counted = {row.step for row in rows if row.peak_allocated_bytes is not None}
@@ -334,7 +351,7 @@ def _draw_phases(axes: Axes, rows: Sequence[TimelineRow], whole: bool) -> None:
             axes.text(row.elapsed_seconds + row.seconds / 2, 0.98, row.phase, transform=axes.get_xaxis_transform(), fontsize=8,
                       ha="center", va="top", rotation=0 if row.seconds >= 0.1 * width else 90, color=INK)  # fmt: skip
     _stack_stretches(axes, [row for row in rows if row.kinds], divisor)
-    _plot_figures(axes, rows, divisor)
+    _plot_figures(axes, rows, divisor, limit)
     axes.set_xlim(rows[0].elapsed_seconds, _end(rows))
     if axes.get_legend_handles_labels()[0]:
         legend_beside(axes)
@@ -352,7 +369,7 @@ def _stack_stretches(axes: Axes, rows: Sequence[TimelineRow], divisor: float) ->
         feet = [foot + height for foot, height in zip(feet, heights, strict=True)]
 
 
-def _plot_figures(axes: Axes, rows: Sequence[TimelineRow], divisor: float) -> None:
+def _plot_figures(axes: Axes, rows: Sequence[TimelineRow], divisor: float, limit: int | None) -> None:
     counted = [row for row in rows if row.peak_allocated_bytes is not None]
     if not counted:
         axes.set_yticks([])
@@ -367,8 +384,20 @@ def _plot_figures(axes: Axes, rows: Sequence[TimelineRow], divisor: float) -> No
     live = [row for row in counted if row.allocated_bytes is not None]
     axes.plot([row.elapsed_seconds + row.seconds for row in live], [(row.allocated_bytes or 0) / divisor for row in live],
               "o", color=INK, markerfacecolor="white", markersize=4.5, label="live at end", clip_on=False, zorder=4)  # fmt: skip
+    _draw_limit(axes, limit, divisor)
     # The names of the phases stand above the figures.
     axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.45)
+
+
+def _draw_limit(axes: Axes, limit: int | None, divisor: float) -> None:
+    if limit is None:
+        return
+    if limit / divisor <= LIMIT_WITHIN * axes.get_ylim()[1]:
+        axes.axhline(limit / divisor, color=PALETTE[4], linewidth=1.3, linestyle=(0, (6, 2)), label="limit of the device")
+    else:
+        size, unit = unit_of([limit])
+        axes.set_title(f"limit of the device: {size_text(limit / size)} {unit}, above this chart", loc="right", fontsize=8.5,
+                       color=INK)  # fmt: skip
 
 
 def _frame(axes: Axes, rows: Sequence[TimelineRow]) -> None:

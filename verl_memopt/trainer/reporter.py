@@ -6,11 +6,12 @@ import logging
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
 from verl_memopt.config.loader import to_yaml
-from verl_memopt.observe.charts import draw_charts, environment, finish_summary
+from verl_memopt.observe.charts import DEVICE_LIMIT, draw_charts, environment, finish_summary
 from verl_memopt.observe.console import RunConsole, memory_table, phase_rows, print_end, print_line
 from verl_memopt.observe.files import append_rows
 from verl_memopt.observe.log_setup import keep_console
@@ -20,6 +21,7 @@ from verl_memopt.observe.phase import PhaseClock, PhaseMemory
 from verl_memopt.observe.run_folder import ENDED, RunFolder, program
 from verl_memopt.observe.samples import Sample, dump_samples
 from verl_memopt.observe.secrets import argument_without_secrets
+from verl_memopt.plan.verdict import known_card
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.trainer.build import RunContext
 from verl_memopt.trainer.replay import mode_of, tokenizer_digest, written_dump
@@ -127,7 +129,12 @@ class Reporter:
 
     def draw_aside(self) -> None:
         # Draw the charts in a thread, while the workers end. :meth:`finish` waits for it, and raises its error.
-        self._charts = ThreadPoolExecutor(1).submit(draw_charts, self.folder)
+        self._charts = ThreadPoolExecutor(1).submit(lambda: draw_charts(self.folder, limit=self._device_limit))
+
+    @cached_property
+    def _device_limit(self) -> int | None:
+        card = known_card(self.context.settings)
+        return None if card is None else card.num_bytes
 
     def finish(self) -> None:
         """Write summary and charts. Print the summary, where the model is and, as the last line, the folder.
@@ -135,7 +142,7 @@ class Reporter:
         After a supervised run one more line names the model.
         """
         facts = environment(self.context.environment.device, [*map(argument_without_secrets, sys.argv)])
-        summary = finish_summary(self.folder, facts | {ENDED: True})
+        summary = finish_summary(self.folder, facts | {ENDED: True, DEVICE_LIMIT: self._device_limit})
         if self._charts is None:
             draw_charts(self.folder)
         else:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MUTED, RED, LIGHT_RED, BLUE, LIGHT_BLUE = "#5b6670", "#b8433d", "#e39a97", "#3b6ea5", "#8fb0d0"
+LABEL_GIB = 1.6
+"""Room that the label of a bar takes above it."""
 COLOURS = dict(zip(EXPANSIONS, (PALETTE[0], PALETTE[5], PALETTE[2], PALETTE[1]), strict=True))
 Summary = Mapping[str, Any]
 
@@ -104,7 +106,10 @@ def _bars(axes: Axes, peaks: Mapping[tuple[str, int], tuple[float | None, str]],
             middle = group - 0.4 + (place + 0.5) * width
             axes.bar(middle, size or 0.0, width * 0.9, color=colour, label=None if group else label)
             if size is not None:
-                axes.text(middle, size, f"{size:.2f}", ha="center", va="bottom", fontsize=7.5, color=INK)
+                # Inside its bar where it would lie on the card's line.
+                is_inside = size <= CARD_GIB < size + LABEL_GIB
+                place_of = {"va": "top", "color": "white"} if is_inside else {"va": "bottom", "color": INK}
+                axes.text(middle, size, f"{size:.2f}", ha="center", fontsize=7.5, **place_of)
             elif outcome:
                 words = {OOM: "out of\nmemory"}.get(outcome, outcome)
                 axes.text(middle, 0.6, words, ha="center", va="bottom", fontsize=8.5, color=RED, rotation=90, linespacing=1.0)

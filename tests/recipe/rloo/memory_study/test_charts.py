@@ -43,6 +43,18 @@ def test_a_bar_is_as_high_as_the_peak_and_a_run_without_room_is_a_word(tmp_path,
     assert max(heights) == pytest.approx((10 * GIB + 641 * MIB + 1109.9 * MIB) / GIB)
 
 
+def test_the_label_of_a_bar_just_below_the_cards_line_lies_inside_the_bar(tmp_path, monkeypatch):
+    drawn, write = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *places, **how: (drawn.append(self), write(self, *places, **how))[1])
+    draw_peaks(summary_of(completed(ARM, 1, int(29.8 * GIB))), tmp_path / "peaks.png")
+    (axes,) = [axes for axes in drawn[0].axes[1:] if any(patch.get_height() for patch in axes.patches)]
+    (line,) = [line.get_ydata()[0] for line in axes.lines]
+    drawn[0].canvas.draw()
+    labels = [text for text in axes.texts if text.get_text() == "31.51"]
+    spans = [text.get_window_extent().transformed(axes.transData.inverted()) for text in labels]
+    assert [span.y1 < line for span in spans] == [True]
+
+
 def test_a_study_of_nothing_still_draws(tmp_path):
     nothing = summary_of(out_of_memory(saving_arms([2])[0], None))
     for draw, study in ((draw_peaks, nothing), (draw_methods, nothing), (draw_savings, nothing), (draw_timeline, [])):
