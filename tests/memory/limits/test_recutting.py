@@ -156,6 +156,12 @@ def test_an_update_goes_on_with_leave_after_errors_about_memory_alone(untied_fol
     assert record.retries == int(goes_on)
 
 
+def test_a_row_that_is_too_long_alone_is_raised(untied_folder, one_rank):
+    policy, whole = policy_of(untied_folder, one_rank), batch()
+    with oom_retry(CPU, True), out_of_memory(policy.model, 3), pytest.raises(torch.OutOfMemoryError):
+        policy.compute_log_probs(whole, [[row] for row in range(16)], 0.9, False)
+
+
 def test_each_error_is_logged_with_the_new_cap(untied_folder, one_rank, caplog):
     policy, mini = policy_of(untied_folder, one_rank), share(budget=MIDDLE)
     with oom_retry(CPU, True) as record, out_of_memory(policy.model, 0), caplog.at_level(logging.WARNING):
