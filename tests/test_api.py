@@ -55,6 +55,7 @@ SMALL = {
     "num_generations": 2,
     "max_completion_length": 4,
     "actor_rollout_ref.actor.fsdp_config.dtype": "fp32",
+    "trainer.track_memory_every_steps": 0,
 }
 
 
@@ -381,7 +382,7 @@ def run(model, tmp_path_factory):
         run_dir=tmp_path_factory.mktemp("runs") / "run",
         eval_dataset=ROWS[:2],
         save_freq=1,
-        **SMALL,
+        **SMALL | {"trainer.track_memory_every_steps": 10},
     )
 
 

@@ -17,8 +17,8 @@ from verl_memopt.data.toy import make_toy
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipe" / "rloo"
-LOCAL = ["trainer.worker_group=local", "actor_rollout_ref.rollout.name=hf"]
-"""The quickest way through the whole loop: no Ray, no vLLM, the same trainer."""
+LOCAL = ["trainer.worker_group=local", "actor_rollout_ref.rollout.name=hf", "trainer.track_memory_every_steps=0"]
+"""The quickest way through the whole loop: no Ray, no vLLM, no count of bytes, the same trainer."""
 
 
 def environment(**more):

@@ -16,7 +16,7 @@ SHORT = [
 ]
 KNOBS = [
     *("memory=constrained", f"{AR}.model.activation_offload_min_bytes=1", f"{AR}.actor.use_kl_loss=true"),
-    *("memory.device_limit_gb=8", "memory.host_limit_gb=4", "memory.pinned_limit_gb=4"),
+    *("memory.device_limit_gb=8", "memory.host_limit_gb=4", "memory.pinned_limit_gb=4", "trainer.track_memory_every_steps=1"),
     *(f"{AR}.ref.fsdp_config.{setting}" for setting in ("param_offload=false", "offload_policy=true")),
 ]
 """Everything that rests on the host, and FSDP2's own offload."""

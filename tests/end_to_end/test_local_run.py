@@ -13,6 +13,7 @@ def run(toy, tmp_path_factory):
     process = train(
         toy, run_dir, *LOCAL,
         "trainer.total_training_steps=6", "trainer.test_freq=3", "trainer.save_freq=2", "trainer.max_actor_ckpt_to_keep=2",
+        "trainer.track_memory_every_steps=10",
         "trainer.logger=[console,jsonl,tensorboard]", "trainer.table_every_steps=3",
         f"trainer.rollout_data_dir={run_dir}/rollouts", f"trainer.validation_data_dir={run_dir}/validations",
     )  # fmt: skip

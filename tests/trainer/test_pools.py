@@ -2,19 +2,13 @@
 
 import csv
 import json
-import os
-import signal
-import threading
-from contextlib import nullcontext
 
-import psutil
 import pytest
 
 from tests.critics import with_value_head
 from tests.trainer.conftest import AR, LEAST, learned, ready
 from tests.trainer.test_several_ranks import assert_same_steps
 from verl_memopt.config.loader import settings_from_mapping
-from verl_memopt.errors import WorkerError
 from verl_memopt.worker.ray_cluster import Connection, Request
 
 SLOW = pytest.mark.slow
@@ -115,41 +109,3 @@ def test_a_critics_knobs_work_on_devices_of_its_own_and_a_function_reads_the_mod
     keys |= {"custom_reward_function.path": str(reward), "algorithm.adv_estimator": "gae", "trainer.critic_warmup": 2}
     shared = run({**ppo, **keys}, tmp_path / "shared")
     assert run({**ppo, **keys, **pools(critic=1, reward_model=1)}, tmp_path / "own") == shared
-
-
-def rows_of(run_dir):
-    path = run_dir / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
-
-
-def meanwhile(run_dir, act):
-    """Acts once the run has logged two steps."""
-
-    def work():
-        while rows_of(run_dir) < 2:
-            pass
-        act()
-
-    threading.Thread(target=work, daemon=True).start()
-
-
-@SLOW
-@pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_a_run_whose_critic_is_killed_and_one_that_is_stopped_go_on_with_equal_numbers(ppo, tmp_path, how):
-    more = {"trainer.total_training_steps": 40, "trainer.save_freq": 1}
-    own_dir, values = tmp_path / "own", {**ppo, **more, **pools(critic=1)}
-    dies = pytest.raises(WorkerError, match=r"critic worker 0 \(pid \d+ on .*\) died")
-    with (
-        dies if how == "killed" else nullcontext(),
-        ready(settings_from_mapping({**values, "trainer.default_local_dir": str(own_dir)})) as trainer,
-    ):
-        processes = [psutil.Process(home.pid) for home in trainer.workers.group.homes]
-        pid = trainer.workers.of("critic").group.homes[0].pid
-        number = (pid, signal.SIGKILL) if how == "killed" else (os.getpid(), signal.SIGINT)
-        meanwhile(own_dir, lambda: os.kill(*number))
-        trainer.run()
-    assert psutil.wait_procs(processes, timeout=15)[1] == []
-    steps = rows_of(own_dir)
-    assert 2 <= steps < 40
-    last = {"trainer.total_training_steps": steps + 1}
-    assert run({**values, **last}, own_dir)[-1] == run({**ppo, **last}, tmp_path / "shared")[-1]

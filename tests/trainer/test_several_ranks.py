@@ -198,14 +198,6 @@ def test_two_ranks_that_compute_with_the_weights_of_their_engines_train_as_one_d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["none", "nf4"])
-def test_two_ranks_with_a_base_of_their_engines_train_adapters_as_one_does(algorithms, tmp_path, quantization):
-    model = {"lora_rank": 4, "quantization": quantization}
-    values = algorithms("rloo") | {f"{AR}.model.{key}": value for key, value in model.items()} | {f"{AR}.actor.optim.lr": 1e-2}
-    assert_trains_as_one_does({"rloo": values | {f"{AR}.rollout.share_weights": True}}, tmp_path, 2, [1, 2], 3)
-
-
-@pytest.mark.slow
 def test_any_algorithm_takes_its_steps_on_two_ranks_with_the_weights_of_their_engines(algorithms, tmp_path):
     assert_trains_as_one_does(
         {name: algorithms(name) for name in ALL}, tmp_path, 2, [1, 2], 5, **{f"{AR}.rollout.share_weights": True}
