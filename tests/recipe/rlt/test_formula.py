@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.recipe.rlt import naive
-from verl_memopt.algorithms.estimators import check_rewards, grpo_advantages
+from verl_memopt.algorithms.estimators import check_rewards, grpo_advantages, rloo_advantages
 from verl_memopt.data.batch import Ragged
 from verl_memopt.errors import RewardError
 from verl_memopt.recipes.rlt.formula import REDUCTIONS, TRANSFORMS, reduce_rows, rlt_scores
@@ -147,6 +147,17 @@ def test_a_skipped_row_has_no_reward_and_leaves_its_group():
     assert scores.metrics()["num_rows"] == 4
     assert scores.metrics()["status/skipped"] == 0.25
     assert scores.metrics()["reward"] == pytest.approx(scores.reward[kept].mean().item())
+
+
+@pytest.mark.parametrize("advantages", [grpo_advantages, rloo_advantages])
+@given(values=st.lists(LOG_PROB, min_size=2, max_size=6), shift=st.integers(-64, 64))
+def test_a_shift_of_all_rewards_moves_no_advantage_and_equal_rewards_give_zero(advantages, values, shift):
+    rewards = scores_of(RltReward(), [([value], [(-1.0, value)], True) for value in values]).training_rewards().double()
+    group, valid = torch.zeros(len(values), dtype=torch.int64), torch.ones(len(values), dtype=torch.bool)
+    one, shifted = advantages(rewards, group, valid), advantages(rewards + shift, group, valid)
+    torch.testing.assert_close(one, shifted, rtol=1e-5, atol=1e-5)
+    same = torch.full_like(rewards, rewards[0].item())
+    assert advantages(same, group, valid).tolist() == [0.0] * len(values)
 
 
 @pytest.mark.parametrize(
