@@ -47,7 +47,8 @@ def test_a_row_that_fails_under_prime_takes_the_fallback_score(settled, manager,
     assert settled({MANAGER: manager, "custom_reward_function.on_error": "raise"}).custom_reward_function.on_error == "raise"
 
 
-AR, MODEL = "actor_rollout_ref", "reward_model.model"
+AR, MODEL, FSDP = "actor_rollout_ref", "reward_model.model", "reward_model.model.fsdp_config"
+POOL, PER_NODE = "reward_model.enable_resource_pool", "reward_model.n_gpus_per_node"
 ENABLED = {
     "reward_model.enable": True,
     f"{MODEL}.path": "judge",
@@ -102,40 +103,32 @@ def test_the_tokenizer_of_the_responses_is_the_policys(settled, tokenizer):
             "reward_model.forward_max_token_len_per_gpu=1023: a sample may have more tokens",
             "Raise it to at least 1024",
         ),
-        ({f"{MODEL}.fsdp_config.dtype": "fp16"}, f"{MODEL}.fsdp_config.dtype=fp16: half precision", "Set fp32 or"),
-        ({f"{MODEL}.fsdp_config.ulysses_sequence_parallel_size": 2}, f"{MODEL}.fsdp_config.ulysses", "_size=1, or"),
+        ({f"{FSDP}.dtype": "fp16"}, f"{FSDP}.dtype=fp16: half precision", "Set fp32 or"),
+        ({f"{FSDP}.ulysses_sequence_parallel_size": 2}, f"{FSDP}.ulysses", "_size=1, or"),
         (
-            {
-                "trainer.n_gpus_per_node": 2,
-                f"{AR}.model.block_tile_tokens": 64,
-                f"{MODEL}.fsdp_config.ulysses_sequence_parallel_size": 2,
-            },
-            f"{MODEL}.fsdp_config.ulysses_sequence_parallel_size=2, {AR}.model.block_tile_tokens=64: ",
-            f"{MODEL}.fsdp_config.ulysses_sequence_parallel_size=1",
+            {"trainer.n_gpus_per_node": 2, f"{AR}.model.block_tile_tokens": 64, f"{FSDP}.ulysses_sequence_parallel_size": 2},
+            f"{FSDP}.ulysses_sequence_parallel_size=2, {AR}.model.block_tile_tokens=64: ",
+            f"{FSDP}.ulysses_sequence_parallel_size=1",
         ),
         (
-            {"reward_model.enable_resource_pool": True, "reward_model.n_gpus_per_node": 0},
+            {POOL: True, PER_NODE: 0},
             "reward_model.enable_resource_pool=true, reward_model.n_gpus_per_node=0: a pool needs devices",
             "Set reward_model.n_gpus_per_node to 1 or more, or reward_model.enable_resource_pool=false.",
         ),
         (
-            {"reward_model.enable_resource_pool": True, "trainer.worker_group": "local"},
+            {POOL: True, "trainer.worker_group": "local"},
             "reward_model.enable_resource_pool=true, trainer.worker_group=local: the local worker group has one device",
             "Set trainer.worker_group=ray, or reward_model.enable_resource_pool=false.",
         ),
         (
-            {"reward_model.enable_resource_pool": True, "reward_model.n_gpus_per_node": 4, f"{MODEL}.fsdp_config.fsdp_size": 3},
-            f"{MODEL}.fsdp_config.fsdp_size=3, reward_model.nnodes=1, reward_model.n_gpus_per_node=4: does not divide",
+            {POOL: True, PER_NODE: 4, f"{FSDP}.fsdp_size": 3},
+            f"{FSDP}.fsdp_size=3, reward_model.nnodes=1, reward_model.n_gpus_per_node=4: does not divide",
             "Set a divisor of 4, or -1.",
         ),
         (
-            {
-                "reward_model.enable_resource_pool": True,
-                "reward_model.n_gpus_per_node": 2,
-                f"{MODEL}.fsdp_config.param_offload": "stream",
-            },
-            f"{MODEL}.fsdp_config.param_offload=stream, reward_model.nnodes=1, reward_model.n_gpus_per_node=2: each device has",
-            f"Or set {MODEL}.fsdp_config.param_offload=true.",
+            {POOL: True, PER_NODE: 2, f"{FSDP}.param_offload": "stream"},
+            f"{FSDP}.param_offload=stream, reward_model.nnodes=1, reward_model.n_gpus_per_node=2: each device has",
+            f"Or set {FSDP}.param_offload=true.",
         ),
     ],
 )
@@ -155,7 +148,7 @@ def test_a_limit_of_length_bounds_what_a_micro_batch_must_hold(settled):
     ("key", "value"),
     [
         (f"{MODEL}.path", "judge"),
-        (f"{MODEL}.fsdp_config.param_offload", True),
+        (f"{FSDP}.param_offload", True),
         ("reward_model.max_length", 600),
         ("reward_model.micro_batch_size_per_gpu", 3),
         ("reward_model.forward_max_token_len_per_gpu", 300),
