@@ -11,8 +11,8 @@ HEAD = """# Memory knobs
 
 <!-- Written by `python -m tools.knobs_page` from the files of `verl_memopt/memory/`; edit those, not this page. -->
 
-A knob saves device memory and costs something else. This page says for each one what it does, when to use it, what it saves and
-costs, and what it cannot be combined with. If your run has just run out of memory, begin with
+This page is for you if you choose settings that save device memory. It says for each of these knobs what it does, when to use it,
+what it saves and costs, and what it cannot be combined with. If your run has just run out of memory, begin with
 [Out of memory](out_of_memory.md).
 
 `verl-memopt knobs` prints the table, `verl-memopt knobs NAME` one section, and `verl-memopt knobs --measure --model FOLDER`

@@ -10,9 +10,9 @@ HEAD = """# Which models
 
 <!-- Written by `python -m tools.models_page` from `FAMILIES` in `verl_memopt/model/families.py`; edit that, not this page. -->
 
-This page says which models of transformers can be trained. A model is found by the `model_type` in its `config.json`. You
-need none of this if your model is in the first table: set `actor_rollout_ref.model.path` to its folder or its name on the
-hub.
+This page is for you if you want to know whether your model can be trained: it lists the models of transformers that can. Look for
+the `model_type` in its `config.json`. If that is in the first table, set `actor_rollout_ref.model.path` to the model's folder,
+or to its name on the hub, and read no further.
 
 ## Models that work
 

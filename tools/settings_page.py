@@ -30,8 +30,9 @@ _HEAD = """# Configuration
 
 <!-- Written by `python -m tools.settings_page` from `verl_memopt/config/` and `verl_memopt/memory/`; edit those. -->
 
-Keys carry verl's names. A key is given on the command line (`key=value`) or in a YAML file; every other key has the default
-below. `<- key` means: follows that key unless given. `required` means: there is no default.
+This page is for you if you know the name of a key, or look for one: it lists every key with its type, default and meaning. Keys
+carry verl's names. You give a key on the command line (`key=value`) or in a YAML file; every other key has the default below.
+`<- key` means that a key has the value of that other key unless you give it, and `required` that it has no default.
 """
 
 _ALIASES = """## Other spellings

@@ -24,7 +24,8 @@ _HEAD = """# From TRL
 
 <!-- Written by `python -m tools.trl_page` from `verl_memopt/config/trl_names.py`; edit that, not this page. -->
 
-Give the names of TRL's `RLOOConfig` and `GRPOConfig` as they are, without a section, to any recipe of RLOO or GRPO:
+This page is for you if you have a script or settings of TRL and want to train with them here: it says what each name of TRL does.
+Give the names of `RLOOConfig` and `GRPOConfig` as they are, without a section, to any recipe of RLOO or GRPO:
 
 ```bash
 .venv/bin/verl-memopt train --config-dir recipe/rloo --config-name gsm8k \\

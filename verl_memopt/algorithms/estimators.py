@@ -191,10 +191,10 @@ def gdpo_advantages(
     "rows" for :func:`normalize_rows`, as ``normalize_then_sum`` of TRL.
     """
     # In fp64: where rewards cancel, whitening would raise what fp32 rounds to the size of the advantages.
-    each = [
+    advantages = [
         _group_relative(rewards, group, valid & ~rewards.isnan(), normalize_by_std, epsilon) for rewards in components.unbind(1)
     ]
-    total = sum(weight * one for weight, one in zip(weights or [1.0] * len(each), each, strict=True))
+    total = sum(weight * values for weight, values in zip(weights or [1.0] * len(advantages), advantages, strict=True))
     assert isinstance(total, Tensor), "there is a reward"
     return (normalize_rows(total, valid)[row] if whiten_over == "rows" else whiten(total[row], valid[row])).float()
 

@@ -200,7 +200,7 @@ class _RecomputedProducts(torch.autograd.Function):
             for run, grad, weight in _together(ctx.runs, grads, weights)
         ]
         cuts, norms = product_tiles(sources[0]), zip(parameters, needed[first:second], strict=True)
-        sums = [sum_of(one, cuts, sources[0]) if wanted else None for one, wanted in norms]
+        sums = [sum_of(weight, cuts, sources[0]) if wanted else None for weight, wanted in norms]
         for rows in cuts:
             cut = tuple(source[rows] for source in sources)
             # The recomputation: a tile of the value exists only until its gradients are added.
@@ -217,7 +217,7 @@ class _RecomputedProducts(torch.autograd.Function):
                 recomputable.differentiate(value, cut, parameters, tuple(source[rows] for source in into), sums, plus)
             del value, above  # freed before those of the next tile are allocated
         source_grads = into if further else (None,) * first
-        parameter_grads = (None if one is None else one.to(like.dtype) for one, like in zip(sums, parameters, strict=True))
+        parameter_grads = (None if total is None else total.to(like.dtype) for total, like in zip(sums, parameters, strict=True))
         totals = [(product.run, None if product.total is None else product.total.gradient()) for product in products]
         weight_grads = (part for run, total in totals for part in _parted(total, weights[run]))
         bias_grads = (part for product in products for part in _parted(product.bias, weights[product.run]))

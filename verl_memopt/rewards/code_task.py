@@ -217,7 +217,7 @@ def _compared(assertion: str, mark: str) -> tuple[str, list[Any]] | None:
     values, lines = list[Any](), list[str]()
     for node in tree.body:
         if not isinstance(node, ast.Assert):
-            if any(isinstance(each, ast.Assert) for each in ast.walk(node)):
+            if any(isinstance(inner, ast.Assert) for inner in ast.walk(node)):
                 return None
             lines.append(ast.unparse(node))
             continue
@@ -268,16 +268,16 @@ class _Places(ast.NodeTransformer):
 
     def _leads_on(self, node: ast.AST) -> bool:
         """Return whether a part of a test repeats others, or calls what may ask the program again."""
-        known = {*dir(builtins), *sys.stdlib_module_names, self._function}
-        return isinstance(node, ast.comprehension | ast.Lambda) or (isinstance(node, ast.Call) and _root(node) not in known)
+        harmless = {*dir(builtins), *sys.stdlib_module_names, self._function}
+        return isinstance(node, ast.comprehension | ast.Lambda) or (isinstance(node, ast.Call) and _root(node) not in harmless)
 
 
 def _own(test: ast.expr, function: str) -> Iterator[ast.AST]:
     """Yield the nodes of a test that are not inside a recorded expression."""
     if not (isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id == function):
         yield test
-        for each in ast.iter_child_nodes(test):
-            yield from _own(each, function) if isinstance(each, ast.expr) else ast.walk(each)
+        for part in ast.iter_child_nodes(test):
+            yield from _own(part, function) if isinstance(part, ast.expr) else ast.walk(part)
 
 
 def _root(node: ast.AST) -> str | None:
@@ -318,29 +318,29 @@ def _of_the_program(tree: ast.Module) -> tuple[set[str], set[str]]:
     Such a name is bound nowhere in the assertion, or to what the program gives, or to a list or the like that it may change.
     """
     nodes = list(ast.walk(tree))
-    read = {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
-    bound = {each.id for each in nodes if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
-    functions = {each.name: each.args for each in nodes if isinstance(each, ast.FunctionDef)}
-    bound |= {each.name for each in nodes if isinstance(each, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler) and each.name}
-    bound |= {each.arg for each in nodes if isinstance(each, ast.arg)}
-    bound |= {(each.asname or each.name).split(".")[0] for each in nodes if isinstance(each, ast.alias)}
+    read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    functions = {node.name: node.args for node in nodes if isinstance(node, ast.FunctionDef)}
+    bound |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler) and node.name}
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    bound |= {(node.asname or node.name).split(".")[0] for node in nodes if isinstance(node, ast.alias)}
     free = read - bound - set(dir(builtins))
     modules = {
-        each.value.id for each in nodes if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name)
+        node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     } & free & sys.stdlib_module_names  # fmt: skip
     names, before = free - modules, set[str]()
     values = {
-        each.targets[0].id: each.value for each in nodes if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name)
+        node.targets[0].id: node.value for node in nodes if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
     while names != before:
         before = set(names)
         names |= {name for name, value in values.items() if _root(value) in names}
-        for call in (each for each in nodes if isinstance(each, ast.Call)):
-            given = [each.id if isinstance(each, ast.Name) else None for each in call.args]
+        for call in (node for node in nodes if isinstance(node, ast.Call)):
+            given = [node.id if isinstance(node, ast.Name) else None for node in call.args]
             if _root(call) in names:
                 names |= {name for name in given if name in values and not isinstance(values[name], ast.Constant)}
             elif isinstance(call.func, ast.Name) and call.func.id in functions:
-                names |= {each.arg for each, name in zip(functions[call.func.id].args, given, strict=False) if name in names}
+                names |= {node.arg for node, name in zip(functions[call.func.id].args, given, strict=False) if name in names}
     return names, modules
 
 

@@ -253,10 +253,10 @@ def draw_savings(summary: Summary, path: Path) -> Path:
 
 def _steps(axes: Axes, rows: Sequence[Row], k: int) -> None:
     style(axes, f"One update at k = {k}: peak of live tensors", LIVE, "", grid="x")
-    known = [(words, colour, row, live_mib(row)) for name, words, colour in STEPS if (row := find(rows, name=name, k=k))]
-    base = known[0][3] if known and known[0][2]["update"] == LEGACY else None
-    sizes = [size for *_, size in known if size is not None] or [1.0]
-    for place, (_, colour, row, size) in enumerate(known):
+    measured = [(words, colour, row, live_mib(row)) for name, words, colour in STEPS if (row := find(rows, name=name, k=k))]
+    base = measured[0][3] if measured and measured[0][2]["update"] == LEGACY else None
+    sizes = [size for *_, size in measured if size is not None] or [1.0]
+    for place, (_, colour, row, size) in enumerate(measured):
         if row["outcome"] == COMPLETED and size is not None:
             axes.barh(place, size, color=colour, height=0.66)
             text = f"{size_text(size)} MiB" + (f", {base / size:,.1f} times less" if base and size < base else "")
@@ -268,9 +268,9 @@ def _steps(axes: Axes, rows: Sequence[Row], k: int) -> None:
         axes.annotate(text, (where, place), (5, 0), textcoords="offset points", va="center", fontsize=9, color=colour)
     axes.set_xscale("log")
     axes.set_xlim(min(sizes) / 3, max(sizes) * 14)
-    axes.set_yticks(range(len(known)), [words for words, *_ in known])
+    axes.set_yticks(range(len(measured)), [words for words, *_ in measured])
     axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(known) - 0.4, -0.6)
+    axes.set_ylim(len(measured) - 0.4, -0.6)
 
 
 def _growth(axes: Axes, rows: Sequence[Row]) -> None:
