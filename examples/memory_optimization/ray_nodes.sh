@@ -18,7 +18,7 @@ start_ray() {
     { set +x; } 2>/dev/null
     # The token goes through ssh's input, which no list of processes shows. That input ends with this shell, and then Ray is stopped.
     { printf '%s\n' "$RAY_AUTH_TOKEN" && tail --pid=$$ -f /dev/null; } | ssh "$node" "
-        read -r RAY_AUTH_TOKEN && export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
+        read -r RAY_AUTH_TOKEN && export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
         cd $(printf %q "$PWD") && { $(printf '%q ' "$RAY" start --block "$@") & } && ray=\$! && cat >/dev/null; kill \$ray"
 }
 
@@ -30,7 +30,8 @@ probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 probe.connect((sys.argv[1], 9))
 print(probe.getsockname()[0])
 " "${nodes[1]:-localhost}")
-export RAY_ADDRESS=$head_host:$RAY_PORT RAY_USAGE_STATS_ENABLED=0
+# When Ray is stopped the run is over. Without the last variable a node would wait 30 seconds for a head that has ended too.
+export RAY_ADDRESS=$head_host:$RAY_PORT RAY_USAGE_STATS_ENABLED=0 RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
 # Only who has the token may use these nodes. The trace of `bash -x` must not show it.
 { case $- in *x*) trace=-x ;; *) trace=+x ;; esac; set +x; } 2>/dev/null
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}

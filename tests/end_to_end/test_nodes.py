@@ -25,9 +25,6 @@ SLOW = pytest.mark.slow
 FAULT_SECONDS = 30
 """A lost or slow machine is named within this time."""
 
-DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
-"""Seconds for which a node that is to end waits for work, and for the head, which has often ended by then."""
-
 ENTER = """#!/bin/bash
 # enter a|b COMMAND...: run a command on a machine with a network, a host name and files of Ray. HIDDEN is empty on the second.
 machine=$1; shift
@@ -41,7 +38,7 @@ SSH = """#!/bin/bash
 # ssh HOST COMMAND, with the environment of a login
 case $1 in {one}) machine=a ;; {other}) machine=b ;; *) exit 255 ;; esac
 shift
-exec env -i HOME="$HOME" PATH="$PATH" OMP_NUM_THREADS=1 HIDDEN="$HIDDEN" {drain}=0 {folder}/enter $machine bash -c "cd /; $*"
+exec env -i HOME="$HOME" PATH="$PATH" OMP_NUM_THREADS=1 HIDDEN="$HIDDEN" {folder}/enter $machine bash -c "cd /; $*"
 """
 SRUN = """#!/bin/bash
 # srun OPTIONS... --nodelist=HOST COMMAND..., of which Slurm passes the environment on
@@ -65,7 +62,7 @@ class Machines:
         command = [self.folder / "enter", "a", "bash", script, *SHORT, f"trainer.default_local_dir={run_dir}", *overrides]
         more = {
             "PATH": f"{self.folder}:{os.environ['PATH']}", "NODES": " ".join(self.addresses), "NGPUS_PER_NODE": "1", "HIDDEN": "",
-            "ROLLOUT_TP": "1", "TOY_DIR": str(toy), "DEVICE": "cpu", "RAY_WAIT_SECONDS": "100", DRAIN: "0", **variables,
+            "ROLLOUT_TP": "1", "TOY_DIR": str(toy), "DEVICE": "cpu", "RAY_WAIT_SECONDS": "100", **variables,
         }  # fmt: skip
         pipe = subprocess.PIPE
         return subprocess.Popen(
@@ -110,7 +107,7 @@ def machines(tmp_path_factory):
     )
     for program, text in (("enter", ENTER), ("ssh", SSH), ("srun", SRUN), ("scontrol", SCONTROL)):
         file = folder / program
-        file.write_text(text.format(name=name, folder=folder, one=addresses[0], other=addresses[1], drain=DRAIN))
+        file.write_text(text.format(name=name, folder=folder, one=addresses[0], other=addresses[1]))
         file.chmod(file.stat().st_mode | stat.S_IXUSR)
 
     def ip(*arguments):
