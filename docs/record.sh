@@ -18,4 +18,4 @@ done
 rm -rf build/record/terminal
 script --quiet --return --command "stty cols 100; DEVICE=cpu bash examples/memory_optimization/run_rloo_single_gpu.sh \
     trainer.default_local_dir=build/record/terminal" /dev/null > build/record/terminal.txt
-.venv/bin/python docs/screen.py "make train" --lines 35 < build/record/terminal.txt > docs/images/terminal.svg
+sed "s|$PWD/||g" build/record/terminal.txt | .venv/bin/python docs/screen.py "make train" --lines 35 > docs/images/terminal.svg
