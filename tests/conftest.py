@@ -29,10 +29,10 @@ settings.load_profile("no_clock")
 
 
 LONGEST_FIRST = (
-    *("end_to_end", "faults", "benchmarks", "virtual_gpu", "rollout", "worker", "rewards", "docs", "ladder", "trainer", "plan"),
-    *("gpu", "memory", "model", "architecture"),
+    *("test_api.py", "test_session.py", "end_to_end", "faults", "trl", "benchmarks", "virtual_gpu", "rollout", "worker"),
+    *("rewards", "docs", "ladder", "trainer", "plan", "recipe", "gpu", "memory", "model", "config", "architecture"),
 )  # fmt: skip
-"""Rooms whose files take longest. What is handed out last should be short, or one process ends minutes after the other."""
+"""Rooms and files that take longest. What is handed out last should be short, or one process ends minutes after the other."""
 
 
 def pytest_collection_modifyitems(items):
