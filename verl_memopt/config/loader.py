@@ -216,7 +216,7 @@ def compose_mapping(
             whole = OmegaConf.merge(*[OmegaConf.create(part) for part in parts])
             resolved = OmegaConf.to_container(whole, resolve=True)
     except _COMPOSE_ERRORS as error:
-        raise ConfigError(f"{config_name}: {_one_line(error)}. Mend the override or the file it names.") from error
+        raise ConfigError(f"{config_name}: {_one_line(error)}. Correct the override or the file it names.") from error
     finally:
         GlobalHydra.instance().clear()
     composed: dict[str, Any] = _with_values(_part(resolved, given), values)

@@ -27,7 +27,7 @@ _AR = "actor_rollout_ref"
 
 @dataclass(frozen=True)
 class NoEffect:
-    """One row: a key (with a trailing ``.*``, all keys below), the values that ask for nothing, and what to tell the user."""
+    """A key that has no effect; ``.*`` at its end means all keys below it. Some values pass silently, others get a warning."""
 
     inert: tuple[Any, ...] | None
     """Values that pass; null always passes; None = every value passes."""

@@ -313,7 +313,7 @@ def _no_value(key: str, error: NoValueError) -> Problem:
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """Convert a value to the type of its key. A float may be a text, because YAML reads 1e-6 as text."""
+    """Convert a value to the type of its key. A float may come as a string, because YAML reads 1e-6 as one."""
     kind = _word_type(kind)
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:

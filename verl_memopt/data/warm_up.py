@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def warm_up(folder: Path, lessons: Sequence[tuple[str, str, str]], recipe: WarmUp, seed: int) -> float:
     """Train the model in ``folder``, save it in place, and return the loss of the last step in nats per answer token.
 
-    ``lessons`` are (question, careless answer, right answer). The model learns the teacher's probabilities rather than sampled
-    answers, which keeps sampling noise out of the labels. The same seed gives the same weights.
+    ``lessons`` are (question, careless answer, right answer). The labels are how often each of the two answers should come,
+    and not answers drawn so often, which would be noisy. The same seed gives the same weights.
     """
     model, tokenizer = load_model(folder)
     prompts = _ids(tokenizer, [_prompt(tokenizer, lesson[0]) for lesson in lessons])

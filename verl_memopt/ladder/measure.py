@@ -76,7 +76,7 @@ def run_ablation(
 
 
 def measure_row(folder: Path, work: UpdateSize, knob: str, overrides: tuple[str, ...], extra: Sequence[str] = ()) -> Row:
-    """Run log-probs, update and weight sync with a row's settings, after a short round, and return the bytes they needed.
+    """Warm up, run log-probs, update and weight sync with a row's settings, and return the bytes that they needed.
 
     A row that runs out of device memory is a result too: its ``out_of_memory`` says where, and its memory is freed. Settings are
     ``key=value``; those in ``extra`` win.
@@ -84,7 +84,7 @@ def measure_row(folder: Path, work: UpdateSize, knob: str, overrides: tuple[str,
     settings = row_settings(str(folder), work, [*overrides, *extra])
     device = local_device(resolve_device(settings.trainer.device), 0)
     memories: list[PhaseMemory] = []
-    # The parts of a worker refer to each other. Free what the row before left, so that it does not count here.
+    # The parts of a worker refer to each other, so the previous row is still in memory. It must not count towards this one.
     _free(device)
     host_bytes_before = host_allocator().held_bytes
     try:

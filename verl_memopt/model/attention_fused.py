@@ -119,8 +119,8 @@ def flash_attention(
     """Attention [Q, heads, D] by torch's own flash kernels.
 
     Saved for backward: the arguments, the output and one log-sum-exp for each token and head. Arguments are as in
-    :func:`dense_attention`. ``window``: positions that a token sees back, itself included; None = all. A window requires
-    sequences that share no prefix.
+    :func:`dense_attention`. ``window``: how many positions a token attends to, itself included; None = all before it. A
+    window requires sequences that share no prefix.
     """
     assert window is None or not layout.prefix_spans, (window, layout.groups)
     return _FlashAttention.apply(query, key, value, *rotary_arguments(rotary), layout, scale, window)

@@ -38,7 +38,7 @@ TOKENIZER_FILES = (
 )
 
 
-DAMAGED = "Mend the file, or fetch or save the model again."
+DAMAGED = "Repair the file, or fetch or save the model again."
 
 
 Weights = Iterator[tuple[str, Tensor]]

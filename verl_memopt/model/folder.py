@@ -221,7 +221,7 @@ class _Generation(TypedDict):
 
 def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     path = folder / "generation_config.json"
-    mend = "Mend the file, or remove it."
+    mend = "Repair the file, or remove it."
     listed = json_of(path, _Generation, mend, ConfigError).get("eos_token_id") if path.exists() else None
     ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
     for number in ids:

@@ -44,8 +44,8 @@ def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLIC
     """Load the model's config and merge ``override_config`` into it.
 
     Raises:
-        ConfigError: A library cannot be imported, the config cannot be read or does not have or take an override, or log-probs
-            of this architecture would be wrong.
+        ConfigError: ``external_lib`` cannot be imported. The config cannot be read, or has no such field, or refuses its value.
+            Or the architecture is not supported: its log-probs would be wrong.
     """
     if model.external_lib is not None:
         try:
@@ -59,9 +59,9 @@ def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLIC
         config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # a folder's own code may raise anything
         raise ConfigError(
-            f"{key}.path={source}: its config.json cannot be read: {one_line(error)}. Mend or replace the folder."
+            f"{key}.path={source}: its config.json cannot be read: {one_line(error)}. Correct the file, or use another folder."
         ) from error
-    # Such a config refuses to name one size for all layers, so nothing else can be asked of it.
+    # First of all, because a config whose layers differ raises an error when another field is read.
     if getattr(config.get_text_config(), "is_heterogeneous", False):
         raise refused(config, source, f"{UNEVEN} (per_layer_config), which is not supported", key)
     for name, value in model.override_config.items():
@@ -77,7 +77,7 @@ def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLIC
         name, what = impossible
         setting = f"override_config.{name}" if name in model.override_config else f"path={source}: {name}"
         raise ConfigError(
-            f"{key}.{setting}={getattr(config, name)!r}: {what}. Mend the number in config.json or in override_config."
+            f"{key}.{setting}={getattr(config, name)!r}: {what}. Correct the number in config.json or in override_config."
         )
     unfit = unsupported(config)
     if unfit is not None:
@@ -88,22 +88,22 @@ def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLIC
 def empty_model(
     config: PretrainedConfig, attention: str, dtype: torch.dtype, trust_remote_code: bool, key: str = POLICY_KEY
 ) -> PreTrainedModel:
-    """Build the model without storage (on meta), or with fake storage inside a fake mode. Computed buffers are real.
+    """Build the model without storage (on meta), or with fake storage inside a fake mode.
 
-    The model is in evaluation mode, because its log-probs must be the engine's, which has no dropout. ``dtype`` is the dtype of
-    the masters.
+    The model is in evaluation mode, because its log-probs must match those of the engine, which applies no dropout. ``dtype`` is
+    the dtype of the master weights.
 
     Raises:
-        ConfigError: Transformers cannot build the model with attention over packs.
+        ConfigError: Transformers cannot build the model with attention over packed rows.
     """
     register_kernels()
     source = str(config.name_or_path)
-    # A copy, because transformers writes into the config of a model, and the caller's one is shared by several models.
+    # A copy, because transformers writes into the config of a model, and the caller's config is shared by several models.
     config = type(config).from_dict(config.to_dict())
-    # from_dict does not restore the name, which errors show.
+    # from_dict drops the name, and errors show it.
     config.name_or_path = source
     config._attn_implementation = attention
-    # A training pass reads no cache, and building one would take its bytes.
+    # Training reads no KV cache, and building one would waste memory.
     config.use_cache = False
     storage: AbstractContextManager[Any] = torch.device("meta") if detect_fake_mode() is None else nullcontext()
     with storage:
@@ -111,7 +111,7 @@ def empty_model(
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
             )
-        except Exception as error:  # the classes of a family, or a folder's own code, may raise anything
+        except Exception as error:  # the classes of transformers, or a folder's own code, may raise anything
             reason = f"cannot be built with attention over packed rows ({type(error).__name__}: {one_line(error)})"
             raise refused(config, source, reason, key) from error
     return model.eval()

@@ -253,9 +253,10 @@ def _off_the_host(kind: str, settings: Settings) -> Iterator[tuple[Keys, str]]:
 
 
 def everything(settings: Settings, limit: float) -> tuple[tuple[Keys, str], ...]:
-    """Return all settings that make room: those that change no number, those that do, and a GPU's last resort.
+    """Return everything that makes room, in three tiers, each with its cost.
 
-    ``limit``: that of the device, in bytes; some settings are small parts of it. 0 = unknown.
+    The first tier leaves losses and gradients as they are, the second rounds to bfloat16, and the third, on a GPU alone, also
+    runs the optimizer on the host. ``limit``: bytes of the device, of which some values are a small share; 0 = unknown.
     """
     actor, on_cpu = settings.actor_rollout_ref.actor, resolve_device(settings.trainer.device) == "cpu"
     longest, limit = longest_sample(settings), limit or 8 * GIB
@@ -265,7 +266,7 @@ def everything(settings: Settings, limit: float) -> tuple[tuple[Keys, str], ...]
     if adapts:
         same |= {f"{_ACTOR}.adaptive_token_budget": True}
     for key in _caps(settings):
-        # A learned cap goes down from where it is, so only one that was no cap is set.
+        # An adaptive budget lowers a cap that is in force, so only other caps are set.
         if not adapts or not actor.use_dynamic_bsz:
             same[key] = longest
     same |= {
@@ -290,7 +291,7 @@ def everything(settings: Settings, limit: float) -> tuple[tuple[Keys, str], ...]
     lossy |= {f"{_ACTOR}.fsdp_config.{key}": value for key, value in dtypes.items()}
     lossy[f"{_ACTOR}.optim.stochastic_rounding"] = True
     lossy |= {f"{section}.fsdp_config.{key}": "bfloat16" for section in frozen for key in ("model_dtype", "dtype")}
-    if settings.actor_rollout_ref.rollout.max_logprob_diff in (None, "auto"):  # a bound of the user's may be for fp32
+    if settings.actor_rollout_ref.rollout.max_logprob_diff in (None, "auto"):  # a bound that the user set may assume fp32
         lossy[f"{_ROLLOUT}.dtype"] = "bfloat16"
     native = {"param_offload": False, "optimizer_offload": False, "offload_policy": True}
     last = {f"{_ACTOR}.fsdp_config.{key}": value for key, value in native.items()}

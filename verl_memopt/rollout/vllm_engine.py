@@ -449,7 +449,7 @@ def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
                 raise
             reason = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
             raise RolloutError(
-                f"{KEY}.name=vllm: vLLM does not start on {place.device} ({type(error).__name__}: {reason}). Mend that, change "
+                f"{KEY}.name=vllm: vLLM does not start on {place.device} ({type(error).__name__}: {reason}). Fix that, change "
                 f"what it is about in {KEY}, or set {KEY}.name=hf."
             ) from error
 

@@ -50,7 +50,7 @@ Listener = Callable[[Progress], None]
 def at_steps(on_step: Listener) -> Listener:
     """Return the listener that calls a function after each step, when everything about the step is logged.
 
-    By then the step's validation is over, so if the function sets ``validate``, the next step is validated.
+    The step's own validation has run by then. If the function sets ``progress.validate``, the next step is validated.
     """
     validates_next = False
 

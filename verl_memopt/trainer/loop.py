@@ -165,7 +165,7 @@ class RunState:
         }
 
     def dtypes(self) -> dict[str, str]:
-        # Of the folder that each model started from: an export writes this dtype.
+        # The dtype of the folder that each model started from, because an export is written in it.
         environment, critic = self.context.environment, self.context.worker_plan.critic
         actor = saved_dtype(environment.folder, self.context.settings.actor_rollout_ref.actor.fsdp_config)
         if critic is None or environment.critic_folder is None:

@@ -163,8 +163,8 @@ class Reporter:
     def _nothing_trained(self) -> str:
         return (
             f"NOTHING WAS TRAINED: the run here had already done all its {self.context.total_steps} steps, and the summary above "
-            "is of then. To go on with it, give more steps (trainer.total_training_steps). For a new run give another folder, "
-            "or trainer.resume_mode=disable, which moves this one to previous/."
+            "is from that time. To go on with it, give more steps (trainer.total_training_steps). For a new run give another "
+            "folder, or trainer.resume_mode=disable, which moves this one to previous/."
         )
 
     def _keep_validation(self, step: int, validation: Validation) -> None:

@@ -531,12 +531,15 @@ def shared_weights(
 
 
 def resident_words(parameters: int, phases: Mapping[str, tuple[float, float]]) -> str:
-    """Describe the memory of the training state. ``phases`` maps names to bytes a parameter (on devices, on the host)."""
+    """Describe the memory of the training state.
+
+    ``phases`` maps the name of a phase to a pair: bytes per parameter on the devices, and on the host.
+    """
 
     def taken(num_bytes: float, where: str) -> str:
         size = num_bytes * parameters
         shown = f"{size / GIB:,.3g} GiB" if size >= GIB else f"{size / MIB:,.3g} MiB"
-        return f"{shown} of {where} memory ({num_bytes:.4g} bytes a parameter)"
+        return f"{shown} of {where} memory ({num_bytes:.4g} bytes per parameter)"
 
     said = []
     for phase, (device, host) in phases.items():

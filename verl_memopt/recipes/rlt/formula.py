@@ -149,9 +149,10 @@ def rlt_scores(
     Args:
         settings: Settings of the reward.
         rows: What the student read.
-        student_think: u, fp32 [tokens of all explanations].
-        teacher_think: v, in the same form. May be None if ``include_teacher_think_entropy`` is false.
-        solution: s, fp32 [tokens of all solutions].
+        student_think: u, the student's log-probs of the explanations, fp32 [tokens of all explanations].
+        teacher_think: v, the teacher's log-probs of the same tokens, of the same shape and dtype. May be None if
+            ``include_teacher_think_entropy`` is false.
+        solution: s, the student's log-probs of the solutions, fp32 [tokens of all solutions].
         addresses: File and row of each question, for errors.
 
     Raises:

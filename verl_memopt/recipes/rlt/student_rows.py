@@ -257,7 +257,7 @@ class StudentRows:
         return Ragged(flat=self.ids.flat[self.part_of_token() == which], lengths=self.parts[:, which], batch_size=[])
 
     def part_of_token(self) -> Tensor:
-        # int64 [tokens]: the part of each token of `ids`.
+        # int64 [tokens]: the index of the part to which each token of `ids` belongs.
         return torch.arange(NUM_PARTS).repeat(self.num_rows).repeat_interleave(self.parts.flatten())
 
     def scored(self) -> Tensor:
