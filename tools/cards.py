@@ -1,4 +1,4 @@
-"""Write which model fits which card into every page, profile and script that says it, from ``verl-memopt fit``.
+"""Ask ``verl-memopt fit`` which model fits which card, and write the answer into every page, profile and script that shows it.
 
 ``python -m tools.cards`` fills what stands between the markers ``<cards>`` and ``</cards>`` of each file of :data:`FILES`.
 """
@@ -30,9 +30,12 @@ WAYS: dict[str, tuple[str, ...]] = {
     "lora": (RANK, BASE),
     "qlora": (RANK, BASE, "actor_rollout_ref.model.quantization=nf4"),
 }
-"""Way of training -> settings beside those of a card's profile."""
+"""Way of training -> settings that are added to a card's profile."""
 LEAST_BYTES = {"all": 2.0, "lora": 2.0, "qlora": 0.5}
-"""Of a weight on the card while it generates, whatever is set: a model above that is not tried."""
+"""Way of training -> bytes per weight that stay on the card during generation under any settings.
+
+A model that needs more than the card has is not tried.
+"""
 
 
 HEAD = {
@@ -45,9 +48,10 @@ Each cell names the largest preset (`model=`) that fits one card. `verl-memopt f
 for prompts and responses of 512 tokens each. Nobody has measured it on a card. LoRA has rank 32, on bfloat16 weights or on a
 base in nf4.
 
-The second column needs nothing but the profile. `memory=141g` moves less to the host than `memory=80g`, so the model that fits
-with it alone is smaller. The other columns may need further settings, none of which changes a number.
-`verl-memopt fit --config-name rloo_trainer model=... memory=...` prints them. The last column is the host memory of the third.
+The models in the second column need only the profile. `memory=141g` moves less to the host than `memory=80g`, so the model
+that fits with it alone is smaller. The other columns may need further settings, none of which changes a number.
+`verl-memopt fit --config-name rloo_trainer model=... memory=...` prints them. The last column is the host memory that the
+models in the third column need.
 
 \\* With these settings:
 
@@ -65,7 +69,7 @@ bfloat16이거나 nf4입니다.
 
 """,
 }
-"""Language of a page -> what stands above and below the rows of its table."""
+"""Language of a page -> the text below the rows of its table. ``HEAD`` has the header row above them."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,10 @@ class Largest:
 
 @dataclass(frozen=True)
 class Row:
-    """What fits a card: with the profile alone, and with the changes of `fit`, none of which changes a number."""
+    """The largest presets for one card: with its profile alone, and for each way of training with the changes that `fit` adds.
+
+    None of these changes changes a computed number.
+    """
 
     card: str
     alone: Largest
@@ -110,7 +117,7 @@ def presets() -> dict[str, int]:
         path = yaml.safe_load(file.read_text())["actor_rollout_ref"]["model"]["path"]
         if path in PUBLISHED:
             found[file.stem] = PUBLISHED[path].params
-    return dict(sorted(found.items(), key=lambda each: -each[1]))
+    return dict(sorted(found.items(), key=lambda preset: -preset[1]))
 
 
 @cache
@@ -136,9 +143,9 @@ def _largest(card: str, way: str, searches: bool) -> Largest:
 def table(language: str) -> str:
     """Return the Markdown table of all cards, followed by the added settings."""
     rows = [row(card) for card in CARDS]
-    marked = [each for each in rows if each.all.model != each.alone.model]
-    body = "".join(f"{each.line}\n" for each in rows)
-    added = "".join(f"- `model={each.all.model} memory={each.card} {each.all.command}`\n" for each in marked)
+    starred = [entry for entry in rows if entry.all.model != entry.alone.model]
+    body = "".join(f"{entry.line}\n" for entry in rows)
+    added = "".join(f"- `model={entry.all.model} memory={entry.card} {entry.all.command}`\n" for entry in starred)
     return f"{HEAD[language]}\n|---|---|---|---|---|---:|\n{body}{FOOT[language]}{added}"
 
 
@@ -165,7 +172,7 @@ FILES: dict[str, tuple[str, str]] = {
     f"{EXAMPLES}/run_rtx5090_rloo.sh": ("script", "32g"),
     **{f"verl_memopt/config/yaml/memory/{card}.yaml": ("profile", card) for card in CARDS},
 }
-"""File -> what stands between its markers, and in which language or for which card."""
+"""File -> kind of text between its markers, and the language or the card of that text."""
 MARKED = re.compile(r"(<cards>[^\n]*\n)(.*?)([^\n]*</cards>)", re.DOTALL)
 
 
@@ -179,5 +186,5 @@ def filled(name: str) -> str:
 
 
 if __name__ == "__main__":
-    for each in FILES:
-        (ROOT / each).write_text(filled(each))
+    for name in FILES:
+        (ROOT / name).write_text(filled(name))

@@ -1,6 +1,6 @@
-"""Runs a notebook's cells in one namespace, as Jupyter would, and keeps what they print and show.
+"""Runs a notebook's cells in one namespace, as Jupyter would, and writes their outputs into the notebook.
 
-``python -m tools.notebook examples/memory_optimization/quick_start.ipynb`` writes the outputs into the file. It needs no Jupyter.
+``python -m tools.notebook examples/memory_optimization/quick_start.ipynb`` does this for one file. It needs no Jupyter.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run_cell(source: str, space: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def portable(text: str) -> str:
-    """Remove the folders of this machine from a text: where the notebook ran, and where Python is."""
+    """Remove the paths of this machine from a text: the working folder, and the folder of the Python environment."""
     return text.replace(f"{Path.cwd()}/", "").replace(f"{sys.prefix}/bin/", "")
 
 

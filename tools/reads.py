@@ -1,4 +1,4 @@
-"""Which settings a piece of code reads, so that a test can hold that no key is without a reader."""
+"""Records which settings a piece of code reads, so that a test can show that every key has a reader."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _SILENT_CALLERS = {
     *("dataclasses", "verl_memopt.config.schema", "verl_memopt.config.role_settings"),
     *(f"verl_memopt.memory.{name}" for name in (*KNOBS, "knob", "critic_rules", "formulas", "ranges")),
 }
-"""Modules whose reads are no use of a value: ``dataclasses.replace``, and those that declare settings."""
+"""Modules that copy or declare settings. Their reads do not count, because they use no value."""
 
 
 @contextmanager
 def record_reads(settings: Any) -> Iterator[set[str]]:
-    """Yield a set that collects the dotted key of each leaf read from ``settings`` in this process in the body.
+    """Yield a set that collects the dotted key of each leaf that this process reads from ``settings`` inside the ``with`` block.
 
-    Sections are told apart by identity, so an equal section under another key is not confused with the one that was read. One
-    object under two keys is an AssertionError. Copies (``dataclasses.replace``, pickling) are not followed.
+    Sections are distinguished by identity, so an equal section under another key is not confused with the section that was read.
+    One object under two keys is an AssertionError. Reads from copies (``dataclasses.replace``, pickling) are not recorded.
     """
     sections = dict(_sections(settings, ""))
     prefixes = {id(section): prefix for prefix, section in sections.items()}
@@ -33,7 +33,7 @@ def record_reads(settings: Any) -> Iterator[set[str]]:
     read_keys: set[str] = set()
     with ExitStack() as undo:
         for kind in {type(section) for section in sections.values()}:
-            setattr(kind, "__getattribute__", _recording(prefixes, read_keys))  # noqa: B010 - on the class, for a while
+            setattr(kind, "__getattribute__", _recording(prefixes, read_keys))  # noqa: B010 - on the class, until the block ends
             undo.callback(delattr, kind, "__getattribute__")
         yield read_keys
 
@@ -43,7 +43,7 @@ def _recording(prefixes: dict[int, str], read_keys: set[str]) -> Callable[[Any, 
         value = object.__getattribute__(self, name)
         prefix = prefixes.get(id(self))
         caller = sys._getframe(1)
-        # The generated ``==`` and ``repr`` of a dataclass, wherever it is declared, come from no file.
+        # The generated ``==`` and ``repr`` of a dataclass have the file name "<string>".
         silent = caller.f_code.co_filename == "<string>" or caller.f_globals["__name__"] in _SILENT_CALLERS
         if prefix is not None and not silent and not name.startswith("_") and not dataclasses.is_dataclass(value):
             read_keys.add(prefix + name)
