@@ -833,7 +833,7 @@ WRONG_ARGUMENTS = [
         for text in ("a\0b", "x" * 300, "\ud800")
     ),
     *(
-        ({key: "x" * 300}, rf"{key}=.*this is no path of a file: a name in it has 300 bytes")
+        ({key: "x" * 300}, rf"{key}=.*this is no path of a file: its longest name has 300 bytes")
         for key in ("actor_rollout_ref.model.lora_adapter_path", "trainer.rollout_data_dir", "data.custom_cls.path")
     ),
     ({"reward_weights": 3}, "reward_weights=3: expected a list of numbers, and got a int"),

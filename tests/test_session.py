@@ -194,7 +194,7 @@ def test_a_session_answers_prompts_updates_with_advantages_of_the_callers_and_sa
         for wrong in (-1, True, "hot"):
             with pytest.raises(ConfigError, match=r"^generate\(temperature=.*at least 0"):
                 session.generate([chat], temperature=wrong)
-        with pytest.raises(ConfigError, match=r"^update: these answers were drawn with temperature=0, .*are those of 1\.0"):
+        with pytest.raises(ConfigError, match=r"^update: these answers were sampled with temperature=0, .*at temperature 1\.0"):
             session.update(greedy, [1.0, 1.0])
         with pytest.raises(RewardError, match="2 scores for 6 answers"):
             session.advantages(answers, [1.0, 2.0])
@@ -270,10 +270,10 @@ def test_a_wrong_argument_of_a_primitive_is_one_line_and_changes_nothing(model, 
         assert session.step == 0
         answers = session.generate(["1+1="], n=2)
         for scores in ([None, 1.0], ["x", 1.0]):
-            with pytest.raises(RewardError, match=r"^advantages: the score of answer 0 is .*, no number"):
+            with pytest.raises(RewardError, match=r"^advantages: the score of answer 0 is .*Give a number"):
                 session.advantages(answers, scores)
         for advantages in ([None, 1.0], ["x", 1.0]):
-            with pytest.raises(ConfigError, match=r"^forward_backward: the advantage of answer 0, .*, is no number"):
+            with pytest.raises(ConfigError, match=r"^forward_backward: the advantage of answer 0 is .*Give one number"):
                 session.forward_backward(answers, advantages)
         with pytest.raises(ConfigError, match=r"^forward_backward: the advantage of answer 1 is nan. Give finite numbers"):
             session.forward_backward(answers, [1.0, float("nan")])
@@ -286,7 +286,7 @@ def test_a_wrong_argument_of_a_primitive_is_one_line_and_changes_nothing(model, 
         notes.parent.mkdir()
         notes.write_text("mine")
         for path in (notes, notes.parent):
-            with pytest.raises(ConfigError, match=r"^save: .* is no model's folder"):
+            with pytest.raises(ConfigError, match=r"^save: .* is not the folder of a saved model: notes.txt"):
                 session.save(path)
         assert notes.read_text() == "mine"
         assert session.save(session.save(tmp_path / "model")) == tmp_path / "model"

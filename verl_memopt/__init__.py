@@ -10,7 +10,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    # On use, because reward processes import this package too, and must not import torch.
+    # Import on first use: reward processes import this package too, and must not import torch.
     if name in _LAZY:
         from importlib import import_module
 

@@ -1,7 +1,7 @@
-"""Training from Python: :func:`train`, and :class:`Run` for what a run has written.
+"""Training from Python: :func:`train`, and :class:`Run` for the results in a run's folder.
 
-A call becomes the command line of a run: datasets and reward functions go into files of the run's folder, and every setting
-becomes an override. So a run from Python is the same run as one from a shell, and ``Run.command`` says which.
+A call becomes a command line: datasets and reward functions are written into files of the run's folder, and every setting
+becomes an override. So Python and the shell start the same run. ``Run.command`` is the command line.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ if TYPE_CHECKING:
     from verl_memopt.trainer.listener import Listener
 
 CONFIGS = {"ppo": "ppo_trainer", "grpo": "grpo_trainer", "rloo": "rloo_trainer", "sft": "sft_trainer"}
-"""``algorithm`` -> the packaged config. Any other name is an estimator, over PPO's config."""
+"""``algorithm`` -> the packaged config. Any other name is an advantage estimator, which is set in PPO's config."""
 
 BATCH = 32
-"""Prompts per step if the call gives no batch size; all rows if there are fewer."""
+"""Prompts per step if the call gives no batch size. A dataset with fewer rows uses all of them in each step."""
 LAST_ALONE = 1_000_000
-"""``trainer.save_freq`` if the call gives none: larger than any run, so that only the last step is saved."""
+"""``trainer.save_freq`` if the call gives none. It is larger than the number of steps of any run, so that only the last step is
+saved."""
 VALIDATE_EVERY = 10
 """Steps between validations if the call has evaluation rows and gives no ``trainer.test_freq``."""
 
@@ -50,7 +51,7 @@ ARGUMENTS = {
     FOLDER: "run_dir",
     "custom_reward_function.path": "rewards",
 }
-"""Key -> the argument of :func:`train` that sets it, so that a setting cannot set it too."""
+"""Key -> the argument of :func:`train` that sets it. A call that also sets the key by ``**settings`` is refused."""
 
 
 def train(
@@ -72,33 +73,34 @@ def train(
     """Train a model and return the run.
 
     Args:
-        model: Folder or hub id of a model, or a model of transformers or peft.
-        dataset: Training rows: a list of dicts, a ``datasets.Dataset``, a DataFrame, a file or several, or a hub id
-            (``openai/gsm8k:main@train``). Each row has a ``prompt``: a text, or a list of ``{role, content}``. The other columns
-            reach the reward functions. For other names of columns set ``prompt_key=..., answer_key=...``. Any iterable, or a
-            function that returns one, is streamed: its rows are read as steps need them (``streaming``).
-        rewards: A reward function, a list of them, or name -> function, with TRL's signature, verl's or ``f(answer, row)``
-            (:mod:`verl_memopt.rewards.python_functions`); or ``"file.py:function"``. Some of them may be reward models: a
-            folder, hub id or object. None = the rule of each row's ``data_source``.
-        algorithm: ``grpo``, ``rloo``, ``ppo``, ``sft``, or another estimator of ``algorithm.adv_estimator``.
-        eval_dataset: Held-out rows, as ``dataset``, or name -> rows. None = no validation.
-        reward_weights: A weight for each function. None = 1 each.
-        memory: Memory profile, such as ``24g``, or the size of the card in GB.
-        steps: Training steps. None = ``trainer.total_epochs`` passes over the rows.
+        model: Folder or hub id of a model, or a model object of transformers or peft.
+        dataset: Training rows: a list of dicts, a ``datasets.Dataset``, a DataFrame, one or more files, or a hub id
+            (``openai/gsm8k:main@train``). Each row has a ``prompt``: a string, or a list of ``{role, content}``. The reward
+            functions receive the other columns. If the columns have other names, set ``prompt_key=..., answer_key=...``. Any
+            other iterable, or a function that returns one, is streamed: its rows are read as steps need them (``streaming``).
+        rewards: A reward function, a list of them, or a dict of name -> function. A function has TRL's signature, verl's
+            signature, or ``f(answer, row)`` (:mod:`verl_memopt.rewards.python_functions`). ``"file.py:function"`` names a
+            function in a file. A reward model (a folder, hub id or object) may stand in place of a function. None = the
+            built-in rule of each row's ``data_source``.
+        algorithm: ``grpo``, ``rloo``, ``ppo``, ``sft``, or another value of ``algorithm.adv_estimator``.
+        eval_dataset: Held-out rows, in any form of ``dataset``, or a dict of name -> rows. None = no validation.
+        reward_weights: One weight per reward function. None = 1 each.
+        memory: Memory profile, such as ``24g``, or the memory of the card in GB.
+        steps: Number of training steps. None = ``trainer.total_epochs`` passes over the rows.
         run_dir: Folder of the run. None = a new one in ``runs/``.
-        resume: Continue the run in ``run_dir`` at its last checkpoint. Every run saves one at its end, unless ``save_freq``
-            says otherwise. The folder of a run = continue that run; its ``global_step_N`` = continue at that checkpoint; with
-            another ``run_dir`` a new run starts from it. False = a new run, for which the files of an earlier one in
-            ``run_dir`` move to ``previous/`` there.
-        tokenizer: A tokenizer, or its folder. None = that of the model's folder.
-        on_step: Called after each step with a :class:`verl_memopt.Progress`, whose ``stop``, ``save`` and ``metrics`` it may use.
-            :class:`verl_memopt.EarlyStopping` is one.
-        settings: Any other setting: verl's key (``**{"actor_rollout_ref.actor.optim.lr": 1e-6}``), its last part where that is
-            unique (``lora_rank=16``), TRL's name (``learning_rate=1e-6``), or a section as a dict.
+        resume: False = start a new run. If ``run_dir`` holds an earlier run, its files move to ``run_dir/previous/``. True =
+            continue the run in ``run_dir`` from its last checkpoint. A run folder = continue that run. A ``global_step_N``
+            folder = continue from that checkpoint. With a folder and another ``run_dir``, a new run starts from the checkpoint.
+            Every run saves a checkpoint at its end, unless ``save_freq=-1``.
+        tokenizer: A tokenizer, or its folder. None = the tokenizer in the model's folder.
+        on_step: Called after each step with a :class:`verl_memopt.Progress`. It can read ``progress.metrics``, and set
+            ``progress.stop`` or ``progress.save``. An example is :class:`verl_memopt.EarlyStopping`.
+        settings: Any other setting: verl's key (``**{"actor_rollout_ref.actor.optim.lr": 1e-6}``), the last part of a key if
+            it is unique (``lora_rank=16``), TRL's name (``learning_rate=1e-6``), or a section as a dict.
 
     Raises:
-        UserError: For what the user must mend: a wrong setting, row or reward function, or a device without enough memory.
-        KeyboardInterrupt: The run was interrupted; it has saved what it has, and nothing of it is left running.
+        UserError: The user must correct something: a wrong setting, row or reward function, or a device with too little memory.
+        KeyboardInterrupt: The run was interrupted. It has saved its state, and none of its processes is left.
     """
     return train_call(
         Call(
@@ -109,7 +111,7 @@ def train(
 
 
 def train_call(call: Call, listener: Listener | None = None) -> Run:
-    """Train as a call says; see :func:`train`. ``listener`` is called at each moment of the run."""
+    """Run the training that ``call`` describes; see :func:`train`. ``listener`` is called at every ``Moment`` of the run."""
     from verl_memopt.observe.log_setup import lasting_console, setup_logging
     from verl_memopt.run.run_lock import only_run
     from verl_memopt.trainer import main_ppo
@@ -131,9 +133,9 @@ SIZES = (PROMPTS, MINI_BATCH, *BATCH_NAMES, "data.gen_batch_size")
 
 
 def evaluate_call(call: Call, folder: Path, listener: Listener | None = None) -> dict[str, float]:
-    """Answer the held-out rows of a call with its model, and return the metrics of the validation.
+    """Validate the model of ``call`` on its held-out rows, and return the validation metrics.
 
-    This is a run of zero steps, in the next free folder of ``folder``.
+    The validation is a run of zero steps. Its folder is the next free number in ``folder``.
     """
     from verl_memopt.data.python_rows import with_length
 
@@ -169,13 +171,13 @@ def _fewest_prompts(given: Mapping[str, Any]) -> int:
 
 
 class Run:
-    """What a run has written into its folder.
+    """The results of a run: metrics, charts and the trained model, read from the run's folder.
 
     Args:
-        path: The folder.
+        path: The run's folder.
 
     Raises:
-        UserError: The folder is not a run's.
+        UserError: No run has written the folder.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -191,26 +193,26 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """First and last score, time, peak memory by phase, and warnings."""
+        """First and last score, duration, peak memory of each phase, and warnings."""
         return self._folder.read_summary()
 
     @property
     def charts(self) -> list[Path]:
-        """The charts: reward and validation, peak memory by phase, memory over time."""
+        """The chart files: reward and validation, peak memory of each phase, memory over time."""
         return sorted(self.path.glob("*.png"))
 
     @property
     def command(self) -> str:
-        """The command line that starts the same run in a shell, with checksums for secrets as in ``config.yaml``."""
+        """The command line that starts the same run in a shell. Checksums replace secrets, as in ``config.yaml``."""
         file = self.path / INPUTS / COMMAND
         return file.read_text() if file.is_file() else ""
 
     @property
     def model_path(self) -> Path:
-        """The folder of the trained model, which transformers and vLLM load.
+        """The folder of the trained model, in the form that transformers and vLLM load.
 
         Raises:
-            ConfigError: The run has saved none.
+            ConfigError: The run has saved no model.
         """
         folder = self.path / FINAL_MODEL
         if not (folder / "config.json").is_file():
@@ -218,12 +220,12 @@ class Run:
         return folder
 
     def generate(self, prompts: Any, max_tokens: int = 256, temperature: float = 0.0, device: str = "auto") -> str | list[str]:
-        """Return the trained model's answer to a prompt, or to each of a list of prompts.
+        """Return the trained model's answer to one prompt, or a list of answers to a list of prompts.
 
         Args:
-            prompts: A text (used as it is), a list of ``{role, content}``, or a list of either.
+            prompts: A string, a conversation (a list of ``{role, content}``), or a list of strings or of conversations.
             max_tokens: Longest answer in tokens.
-            temperature: 0 = the most likely token each time.
+            temperature: 0 = greedy decoding: always the most likely token.
             device: auto, cuda or cpu.
         """
         from verl_memopt.run.chat import ChatOptions, open_chat, prompts_of
@@ -237,12 +239,12 @@ class Run:
         return answers[0] if is_single else answers
 
     def evaluate(self, rows: Any) -> dict[str, float]:
-        """Answer held-out rows with the trained model, score them as the run does, and return the metrics of the validation.
+        """Answer held-out rows with the trained model, score the answers as the run does, and return the validation metrics.
 
-        This is a run of zero steps with this run's final settings, in ``evaluations/`` of this one.
+        The evaluation is a run of zero steps with this run's final settings. Its folder is in ``evaluations/`` of this run.
 
         Args:
-            rows: As ``eval_dataset`` of :func:`train`.
+            rows: In any form of ``eval_dataset`` of :func:`train`.
 
         Raises:
             UserError: A row is wrong, or the run has saved no model.
@@ -268,7 +270,7 @@ class Run:
         folder = next(path for number in itertools.count(1) if not (path := start / str(number)).exists())
         files = held_out_files(rows, folder / INPUTS)
         saved = flatten(yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8")))
-        with silent():  # the run has already warned of settings without effect
+        with silent():  # the run itself has already warned about settings without effect
             settings = settings_from_mapping(saved)
         loaded = replaced(
             settings,
@@ -299,12 +301,12 @@ class Run:
 # The command line of a call.
 
 NO_ROWS = object()
-"""The dataset of a session that gets its prompts call by call."""
+"""The ``dataset`` of a session that has none: each call of ``generate`` gives the prompts."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of :func:`train` or :func:`verl_memopt.session`, with its arguments."""
+    """The arguments of one call of :func:`train` or :func:`verl_memopt.session`."""
 
     model: Any
     dataset: Any
@@ -319,15 +321,15 @@ class Call:
     steps: int | None = None
     resume: bool | str | Path = False
     trl_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """TRL's names and their defaults, for settings that are not given."""
+    """TRL's names and TRL's defaults, which apply to settings that the call does not give."""
     reward_tokenizers: Sequence[Any] | None = None
-    """Tokenizer of each reward model. None = that of its folder."""
+    """Tokenizer of each reward model. None = the tokenizer in the reward model's folder."""
 
     def load(self) -> tuple[Path, Settings, Inputs]:
-        """Return the run's folder, its settings, and the inputs from Python, which are not in the folder yet.
+        """Return the run's folder, its settings, and the inputs from Python, which :meth:`Inputs.written` moves into the folder.
 
         Raises:
-            UserError: An argument is wrong. No file is left behind then.
+            UserError: An argument is wrong. No file is left behind.
         """
         from verl_memopt.data.plugin import forget_files
         from verl_memopt.run.inputs import Inputs
@@ -370,7 +372,7 @@ class Call:
             rows, injected["data.train_files"] = write_rows(dataset, train, "dataset") if has_rows else (None, str(train))
         injected |= {PROMPTS: BATCH if rows is None else min(BATCH, rows), MINI_BATCH: None}
         taken = set().union(*self._keys_set({**trl_values, **given}).values())
-        # The folder of adapters has its place in the run only later, so its settings are read here.
+        # The adapter moves into the run's folder only later, so read its settings now, from where it is.
         adapter_values, problems = adapter_settings(
             MODELS[0], {key: value for key, value in injected.items() if key.endswith(".lora_adapter_path")}
         )
@@ -383,7 +385,7 @@ class Call:
         loaded = load_settings(config, profile, quiet=trl_values.keys(), values=values)
         if self.trl_defaults:
             log_defaults(self._keys_set(trl_values), trl_values, loaded, flatten(compose_mapping(config, [])[0]) | injected)
-        if not has_rows:  # a run has rows: here as many as a step takes, which are never asked for
+        if not has_rows:  # no run starts without rows, so write one step's placeholder rows, which the session never uses
             unused = {loaded.data.prompt_key: "-"}
             write_rows([unused] * max(loaded.data.train_batch_size, loaded.data.gen_batch_size or 0), train, "dataset")
         shown = [f"{key}={as_override(without_secrets_of(key, value))}" for key, value in values.items()]
@@ -392,7 +394,7 @@ class Call:
         return loaded
 
     def _value_of(self, key: str, given: Mapping[str, Any]) -> Any:
-        # A setting may have been given under any of its names.
+        # The caller may have used any of the setting's names.
         return next((given[name] for name, keys in self._keys_set(given).items() if keys == {key}), None)
 
     def _keys_set(self, given: Mapping[str, Any]) -> dict[str, set[str]]:
@@ -403,7 +405,7 @@ class Call:
         return {name: keys[name] for name in given}
 
     def _given(self) -> dict[str, Any]:
-        """Return the settings as dotted keys, with sections expanded, and the run folder under its own key.
+        """Return the settings with sections expanded to dotted keys, and the run folder under its full key.
 
         Raises:
             ConfigError: A setting and an argument set the same key.
@@ -421,7 +423,7 @@ class Call:
                 argument = ARGUMENTS[key]
                 said = getattr(self, argument)
                 if said is not None and said is not NO_ROWS and given[name] is not None:
-                    what = f"the argument {argument} says it too"
+                    what = f"the argument {argument} sets the same key"
                     twice.append(problem({name: given[name]}, what, f"Keep one of {argument} and {name}."))
             if keys == {FOLDER}:
                 given[FOLDER] = given.pop(name)
@@ -451,7 +453,7 @@ class Call:
         return values | self._apart() | reward_settings(self.rewards, self.reward_weights, self.reward_tokenizers, inputs)
 
     def _apart(self) -> dict[str, Any]:
-        """Return names and weights of the reward functions for algorithms that compute an advantage for each function."""
+        """Return the names and weights of the rewards for an algorithm with one advantage per reward, else an empty dict."""
         summed = self.settings.get("multi_objective_aggregation") == "normalize_then_sum"
         if not (summed or "gdpo" in (self.algorithm, self.settings.get(ESTIMATOR))) or self.rewards is None:
             return {}
@@ -470,11 +472,11 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "reward_weights": ((list, tuple), "a list of numbers"),
     "resume": ((bool, str, Path), "True, False, or the folder of a run or checkpoint"),
 }
-"""Argument of a call -> its types, besides None, and what to give."""
+"""Argument -> its allowed types besides None, and a description of a right value."""
 
 
 def _check_types(call: Call) -> None:
-    """Refuse an argument of another type than its own, before anything is read."""
+    """Refuse arguments of a wrong type before any file is read."""
     for name in _KINDS:
         _check_type(name, getattr(call, name), name)
     for name in ("model", "tokenizer", "run_dir", "resume", "dataset", "eval_dataset"):
@@ -494,7 +496,7 @@ def _check_type(name: str, value: Any, shown: str) -> None:
 
 
 def _resumed(resume: Any) -> bool | Path:
-    """Return whether the run in its own folder continues, or the folder of the run or checkpoint to continue from."""
+    """Parse ``resume``. True = continue the run in its own folder. A path = continue that run or checkpoint."""
     word = str(resume).lower()
     if resume is None or word in ("", "false", "true"):
         return word == "true"
@@ -516,7 +518,7 @@ def _run_folder(run_dir: str | Path | None, model: Any, algorithm: str, resume: 
 
 
 def _check_resumable(folder: Path) -> None:
-    """Refuse to resume a run without a checkpoint. A damaged one is found when it is read."""
+    """Refuse to resume a run without a checkpoint. A damaged checkpoint is detected later, when it is read."""
     from verl_memopt.run.checkpoints import TRACKER, CheckpointStore
 
     if CheckpointStore(folder, None).history().commits or (folder / TRACKER).exists():
@@ -524,7 +526,7 @@ def _check_resumable(folder: Path) -> None:
     what = f"resume=True, run_dir={str(folder)!r}: there is no checkpoint (global_step_N) to continue"
     if (model := folder / FINAL_MODEL).is_dir():
         raise ConfigError(
-            f"{what}. To train on from its model, start a new run: model={str(model)!r}, with another run_dir. A run that is to "
-            "go on saves checkpoints: leave save_freq out for one at the end, or set it."
+            f"{what}. To continue from its model, start a new run: model={str(model)!r}, with another run_dir. Only a run that "
+            "saves checkpoints can be resumed: leave save_freq out to save one at the end, or set it."
         )
-    raise ConfigError(f"{what}. Leave resume (resume_from_checkpoint) out for a new run, or give the folder of the one you mean.")
+    raise ConfigError(f"{what}. Leave resume (resume_from_checkpoint) out for a new run, or give the folder of the right run.")

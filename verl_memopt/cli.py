@@ -1,4 +1,4 @@
-"""The command line ``verl-memopt``: ``train``, ``sft``, ``chat``, ``export``, ``fit`` and others, and commands of recipes."""
+"""The program ``verl-memopt`` with its commands (``train``, ``sft``, ``chat``, ``fit``, ...), including those of recipes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def report_command(arguments: Sequence[str]) -> int:
 def check_command(arguments: Sequence[str]) -> int:
     parser = _parser(
         "check",
-        "Verify every checkpoint of a run, file by file, and the record of one that has ended. The exit code is 1 for damage.",
+        "Verify every file of a run's checkpoints, and the record of an ended run. The exit code is 1 if a file is damaged.",
     )
     parser.add_argument("run_dir", type=path_of, metavar="RUN_DIR", help="folder that a run printed as its last line")
     parsed = parser.parse_args(arguments)
@@ -57,11 +57,11 @@ def export_command(arguments: Sequence[str]) -> int:
     parser.add_argument("folder", type=path_of, metavar="DIR", help="where to put the model; new, or empty")
     parser.add_argument("--step", type=step_of, metavar="{N,best}", help="which checkpoint of the run (default: the newest)")
     parser.add_argument(
-        "--dtype", choices=["bfloat16", "float16", "float32"], help="of the weights (default: that of the model it started from)"
+        "--dtype", choices=["bfloat16", "float16", "float32"], help="dtype of the weights (default: that of the starting model)"
     )
-    parser.add_argument("--adapter-only", action="store_true", help="the LoRA adapter as peft has it, without the model under it")
-    parser.add_argument("--critic", action="store_true", help="the critic in place of the policy")
-    parser.add_argument("--base", metavar="FOLDER", help="model under the adapter, where it is no longer where the run found it")
+    parser.add_argument("--adapter-only", action="store_true", help="write the LoRA adapter alone, in peft's format")
+    parser.add_argument("--critic", action="store_true", help="write the critic instead of the policy")
+    parser.add_argument("--base", metavar="FOLDER", help="base model of the adapter, if it has moved since the run")
     parsed = parser.parse_args(arguments)
     from verl_memopt.model.packed_model import dtype_of
     from verl_memopt.run.export_model import StoredModel, check_empty, export_adapter, export_model, held_checkpoint
@@ -83,13 +83,17 @@ def chat_command(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "source", type=path_of, metavar="RUN | DIR | CHECKPOINT", help="run folder, model folder, or a global_step_N folder"
     )
-    parser.add_argument("--prompt", metavar="TEXT", help="answer this and exit (default: standard input, or what you type)")
+    parser.add_argument(
+        "--prompt", metavar="TEXT", help="answer this prompt and exit (default: read prompts from standard input)"
+    )
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    parser.add_argument("--remember", action="store_true", help="each prompt continues the conversation, in place of a new one")
-    parser.add_argument("--temperature", type=float, help="0 = the most likely tokens (default: as the model's folder says)")
-    parser.add_argument("--max-tokens", type=size_of, default=512, help="most tokens of an answer (default: 512)")
-    parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto", help="where the model is computed")
-    parser.add_argument("--trust-remote-code", action="store_true", help="let the folder run its own code")
+    parser.add_argument("--remember", action="store_true", help="keep the conversation (default: each prompt starts a new one)")
+    parser.add_argument(
+        "--temperature", type=float, help="0 = always the most likely token (default: from the model's generation_config.json)"
+    )
+    parser.add_argument("--max-tokens", type=size_of, default=512, help="longest answer in tokens (default: 512)")
+    parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto", help="device that runs the model")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that the model's folder contains")
     parsed = parser.parse_args(arguments)
     from verl_memopt.config.role_settings import LEAST_TEMPERATURE
     from verl_memopt.run.chat import ChatOptions, chat
@@ -121,21 +125,23 @@ def knobs_command(arguments: Sequence[str]) -> int:
         const="-",
         type=lambda text: text if text == "-" else new_file_of(text),
         metavar="FILE",
-        help="print the index as JSON; with --measure write the ladder to FILE, after each row",
+        help="print the knobs as JSON; with --measure, write the ladder to FILE after each row",
     )
-    parser.add_argument("--measure", action="store_true", help="run one update of --model from all knobs off to all on")
+    parser.add_argument(
+        "--measure", action="store_true", help="measure the same update with no knob, then with one knob more in each row"
+    )
     parser.add_argument("--model", help="model folder to measure")
-    parser.add_argument("--shape", help="measure a model of this shape with random weights, made for it: qwen3-0.6b")
-    parser.add_argument("--layers", type=size_of, help="decoder blocks of --shape (default: all of them)")
-    parser.add_argument("--vocabulary", type=int, help="rows of the embedding of --shape (default: its own)")
+    parser.add_argument("--shape", help="make a model of this shape with random weights, and measure it: qwen3-0.6b")
+    parser.add_argument("--layers", type=size_of, help="decoder blocks of the made model (default: as in --shape)")
+    parser.add_argument("--vocabulary", type=int, help="vocabulary size of the made model (default: as in --shape)")
     parser.add_argument("--rows", type=size_of, default=8, help="rollouts in the update (default: 8)")
     parser.add_argument("--prompt", type=size_of, default=1024, help="tokens of each prompt (default: 1024)")
     parser.add_argument("--response", type=size_of, default=256, help="tokens of each response (default: 256)")
     parser.add_argument("--only", nargs="*", default=[], metavar="KNOB", help="measure the rows of these knobs only")
-    parser.add_argument("--text", type=new_file_of, metavar="FILE", help="write the tables to FILE too, after each row")
-    parser.add_argument("--png", type=new_file_of, metavar="FILE", help="draw the ladder")
+    parser.add_argument("--text", type=new_file_of, metavar="FILE", help="also write the tables to FILE, after each row")
+    parser.add_argument("--png", type=new_file_of, metavar="FILE", help="draw the ladder as a chart into FILE")
     parser.add_argument(
-        "words", nargs="*", metavar="NAME | key=value", help="a knob to show in full; with --measure, settings of every row"
+        "words", nargs="*", metavar="NAME | key=value", help="a knob to show in full; with --measure, a setting for every row"
     )
     parsed = parser.parse_intermixed_args(arguments)
     # argparse gives --only every word that follows it. No knob's name has a "=", so such a word is a setting.
@@ -145,7 +151,7 @@ def knobs_command(arguments: Sequence[str]) -> int:
 
 
 def _program() -> str:
-    # The name, unless the shell does not find it: then the path that was typed.
+    # The advice is pasted into a shell. If the shell does not find the short name, show the path that the user typed.
     typed = sys.argv[0]
     return typed if Path(typed).name == "verl-memopt" and shutil.which("verl-memopt") is None else "verl-memopt"
 
@@ -211,13 +217,15 @@ def model_folder(parsed: argparse.Namespace, parser: argparse.ArgumentParser) ->
 
 
 def fit_command(arguments: Sequence[str]) -> int:
-    parser = _parser("fit", "Say whether a run fits on a card, and what would make it. Needs no weights and no GPU.")
+    parser = _parser("fit", "Estimate whether a run fits on a card, and what would make it fit. Needs no weights and no GPU.")
     parser.usage = "%(prog)s [--memory GB] [--gpus N] [--host-memory GB] [--json] [--config-name NAME] [key=value ...]"
     parser.add_argument(
-        "--memory", type=gigabytes_of, metavar="GB", help="size of the card (default: that of the profile, memory=24g)"
+        "--memory", type=gigabytes_of, metavar="GB", help="memory of the card (default: from the profile, such as memory=24g)"
     )
-    parser.add_argument("--gpus", type=size_of, metavar="N", help="cards of the machine (trainer.n_gpus_per_node)")
-    parser.add_argument("--host-memory", type=gigabytes_of, metavar="GB", help="memory of the machine, for what rests there")
+    parser.add_argument("--gpus", type=size_of, metavar="N", help="cards in the machine (trainer.n_gpus_per_node)")
+    parser.add_argument(
+        "--host-memory", type=gigabytes_of, metavar="GB", help="host memory of the machine, for what is offloaded"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, in bytes and tokens")
     parser.add_argument("--config-name", default="ppo_trainer", help=ENTRIES)
     parser.add_argument("--config-dir", "--config-path", default=None, help="folder of a recipe's YAML")
@@ -230,10 +238,10 @@ def fit_command(arguments: Sequence[str]) -> int:
     from verl_memopt.plan.verdict import card_asked_for
 
     setup_logging(level=logging.ERROR)
-    # Rows are not read, so a command line needs no files.
+    # The estimate reads no rows, so the command line need not name data files.
     overrides = ["data.train_files=none", "data.val_files=null", *parsed.overrides]
     if parsed.config_dir is None and not any(re.match(r"memory=|.*(micro_batch_size|dynamic_bsz)", word) for word in overrides):
-        # verl's defaults leave the size of micro-batches open, and an estimate needs one.
+        # verl's defaults set no micro-batch size, and the estimate needs one.
         overrides.append("actor_rollout_ref.actor.use_dynamic_bsz=true")
     overrides += [] if parsed.gpus is None else [f"trainer.n_gpus_per_node={parsed.gpus}"]
     settings = load_settings(parsed.config_name, overrides, parsed.config_dir)
@@ -242,7 +250,7 @@ def fit_command(arguments: Sequence[str]) -> int:
 
 
 def completion_command(arguments: Sequence[str]) -> int:
-    parser = _parser("completion", "Print what lets a shell complete commands, options and settings with Tab.")
+    parser = _parser("completion", "Print a shell script that completes commands, options and settings with Tab.")
     parser.add_argument("shell", choices=["bash", "zsh", "fish"], help='bash and zsh: eval "$(verl-memopt completion bash)"')
     parsed = parser.parse_args(arguments)
     from verl_memopt.config.keys import leaf_types
@@ -252,7 +260,7 @@ def completion_command(arguments: Sequence[str]) -> int:
 
     commands = {}
     for name, (function, line) in COMMANDS.items():
-        # The help of each command names its options, so no second list can go stale.
+        # Read the options from each command's help, so that there is no second list to keep up to date.
         shown = io.StringIO()
         with redirect_stdout(shown), suppress(SystemExit):
             pkgutil.resolve_name(function)(["--help"])
@@ -266,9 +274,13 @@ def completion_command(arguments: Sequence[str]) -> int:
 
 
 def calibrate_command(arguments: Sequence[str]) -> int:
-    parser = _parser("calibrate", "Measure what this machine does in a second, for the seconds that fit estimates.")
-    parser.add_argument("--seconds", type=seconds_of, default=30, metavar="N", help="how long it may take, about (default: 30)")
-    parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto", help="what is measured (default: a GPU)")
+    parser = _parser("calibrate", "Measure the speed of this machine, from which fit estimates the seconds of a step.")
+    parser.add_argument(
+        "--seconds", type=seconds_of, default=30, metavar="N", help="approximate duration in seconds (default: 30)"
+    )
+    parser.add_argument(
+        "--device", choices=["auto", "cuda", "cpu"], default="auto", help="device to measure (default: a GPU if there is one)"
+    )
     parsed = parser.parse_args(arguments)
     import torch
 
@@ -285,13 +297,13 @@ def sft(
     config_name: str = "sft_trainer",
     config_dir: str | None = None,
 ) -> int:
-    """Run supervised fine-tuning and return its exit code. It is a training run with settings for it.
+    """Run supervised fine-tuning, and return the exit code.
 
     Args:
-        arguments: None = those of this process.
+        arguments: None = the command line of this process.
         prog: Name of the command in its help.
-        config_name: Used if the command line names none.
-        config_dir: As ``config_name``.
+        config_name: Used if the command line gives no ``--config-name``.
+        config_dir: Used if the command line gives no ``--config-dir``.
     """
     description = "Teach a model the responses of a dataset (supervised fine-tuning)."
     parser = build_parser(prog, description, config_name, f"{config_name} (the default), or a file of --config-dir")
@@ -309,10 +321,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("verl_memopt.cli:report_command", "make a run's summary and charts again, or compare several runs"),
     "check": ("verl_memopt.cli:check_command", "verify every checkpoint of a run"),
     **{name: command for recipe in RECIPES.values() for name, command in recipe.commands.items()},
-    "fit": ("verl_memopt.cli:fit_command", "say what fits on a card, without weights and without a GPU"),
-    "calibrate": ("verl_memopt.cli:calibrate_command", "measure this machine, for the seconds that fit estimates"),
+    "fit": ("verl_memopt.cli:fit_command", "estimate whether a run fits on a card, without weights or a GPU"),
+    "calibrate": ("verl_memopt.cli:calibrate_command", "measure the speed of this machine, for the estimates of fit"),
     "knobs": ("verl_memopt.cli:knobs_command", "list the memory knobs, or measure them on a model"),
-    "completion": ("verl_memopt.cli:completion_command", "let a shell complete all of this with Tab"),
+    "completion": ("verl_memopt.cli:completion_command", "let a shell complete commands and settings with Tab"),
     "toy": ("verl_memopt.cli:toy_command", "make the toy task: a tiny model and its data, locally"),
 }
 """Command -> the function that runs it (called with the arguments, imported on use), and its line in the help."""
@@ -321,8 +333,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    A :class:`UserError` is printed without a traceback. ``argv`` is the command line without the program's name. None = that of
-    this process, whose signals are then watched until it ends.
+    A :class:`UserError` is printed without a traceback. ``argv`` is the command line without the program's name. None = the
+    command line of this process. Only then its signals are handled too.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in COMMANDS:

@@ -30,7 +30,7 @@ class UserError(Exception):
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: the run ends because a stop was requested
-    """A requested stop abandoned work that can be repeated. The user never sees it."""
+    """A stop was requested in the middle of work that can be repeated. The user never sees this exception."""
 
 
 class ConfigError(UserError):
@@ -42,7 +42,7 @@ class DataError(UserError):
 
 
 class StreamEndedError(DataError):
-    """A stream that can be read only once has no batch left. The run ends, and keeps what it has learned."""
+    """A stream that can be read only once has no full batch left. The run ends, and keeps what it has learned."""
 
 
 class RewardError(UserError):
@@ -71,21 +71,21 @@ class WorkerError(UserError):
 
 @dataclass(frozen=True)
 class Way:
-    """A change of settings that makes room.
+    """A change of settings that frees memory.
 
-    ``text`` is a sentence without a full stop, ``settings`` are (key, value) pairs, and ``cost`` is a few words.
+    ``text`` is a sentence without a full stop, ``settings`` are (key, value) pairs, and ``cost`` is a short phrase.
     """
 
     text: str
     settings: tuple[tuple[str, Any], ...]
     cost: str = ""
     enough: bool = False
-    """This change alone is likely to make enough room."""
+    """This change alone probably frees enough memory."""
 
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """Where device memory ran out. Unknown figures are None. ``phase`` is ``init`` while a model is loaded."""
+    """The phase in which device memory ran out, with the sizes. An unknown size is None. Model loading is phase ``init``."""
 
     phase: str = ""
     asked_bytes: int | None = None
@@ -94,7 +94,7 @@ class OutOfMemory:
 
 
 class DeviceMemoryError(UserError):
-    """The device, or the limit set for it, has no room for a phase. ``ways`` are sorted by the order in which to try them."""
+    """A phase needs more memory than the device, or the limit set for it, has. ``ways`` lists what to try first at the front."""
 
     exit_code = 1
 
@@ -104,14 +104,14 @@ class DeviceMemoryError(UserError):
 
 
 class HostMemoryError(ConfigError):
-    """The host, or the limit set for it, has no room for what leaves the device. ``kind`` is the kind of those bytes."""
+    """The host, or the limit set for it, has no room for offloaded tensors. ``kind`` says what they are, such as activations."""
 
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)
         self.kind = kind
 
     def __reduce__(self) -> tuple[type[HostMemoryError], tuple[str, str]]:
-        # It travels from a worker to the driver, and pickle would call the class with the message alone.
+        # The error travels from a worker to the driver, and pickle would call the class with the message alone.
         return HostMemoryError, (str(self), self.kind)
 
 

@@ -1,7 +1,7 @@
-"""The primitives of a training step, for your own loop: :func:`session`.
+"""The primitives of a training step, for a training loop of your own: :func:`session`.
 
-A session builds what a run builds, with the same settings, and calls the same code. Residency, offload, packing, shared prompts
-and sharding work inside as they do in a run, so a loop that calls the primitives in a run's order gives a run's numbers.
+A session has the same settings and the same code as a run. Residency, offload, packing, shared prompts and sharding work as in a
+run. A loop that calls the primitives in the order of a run therefore computes the same numbers.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ logger = logging.getLogger(__name__)
 
 
 class Answers:
-    """Answers to prompts, in the row order used everywhere: row = prompt * n + sample."""
+    """Answers to prompts, in the row order of the whole package: row = prompt * n + sample."""
 
     def __init__(self, batch: StepBatch, temperature: float | None = None) -> None:
         self._batch = batch
-        self._temperature = temperature  # None = the session's
+        self._temperature = temperature  # None = the temperature of the session
 
     def __len__(self) -> int:
         return self._batch.rows.num_rows
 
     @property
     def texts(self) -> list[str]:
-        """Each answer as text, without special tokens."""
+        """The text of each answer, without special tokens."""
         return self._batch.answers.texts
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The dataset's row of each answer, as a reward function ``f(answer, row)`` gets it, with its ``prompt``."""
+        """The dataset row of each answer, as the ``row`` of a reward function ``f(answer, row)``, plus the ``prompt``."""
         return [
             {**row.extra_info, "data_source": row.data_source, "ground_truth": row.ground_truth}
             | {"prompt": row.messages or row.text}
@@ -89,31 +89,31 @@ class Answers:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Why each answer ended: ``stop``, or ``length`` at the limit."""
+        """Why each answer ended: ``stop`` = by itself, ``length`` = at the length limit."""
         return list(self._batch.answers.generation.finish_reasons)
 
     @property
     def engine_log_probs(self) -> list[list[float]] | None:
-        """The engine's log-prob of each answer's tokens. None if it was not asked for them."""
+        """The engine's log-probs of the tokens of each answer. None = the engine was not asked for log-probs."""
         return self._batch.answers.generation.log_probs
 
 
 class Session:
-    """A policy with its engine, and the parts of a training step. Made by :func:`session`."""
+    """A policy, its rollout engine, and the primitives of a training step. :func:`session` makes one."""
 
     def __init__(self, context: RunContext, learner: TrainingStep, folder: Path, has_dataset: bool) -> None:
         self._context, self._parts, self.folder, self._has_dataset = context, learner, folder, has_dataset
         self.closed = False
-        """Whether the block of ``with`` has ended."""
+        """Whether the ``with`` block has ended."""
         self._state = RunState(context, learner.workers, learner)
         own = context.settings.actor_rollout_ref.actor.policy_loss
         self._own_loss = {"loss_mode": own.loss_mode, "custom.path": own.custom.path, "custom.name": own.custom.name}
         self._losses: list[Callable[..., Any]] = []
         self._num_gradients = 0
         self.step = 0
-        """Number of the step of the last :meth:`generate`."""
+        """Step number of the last :meth:`generate`."""
         if context.checkpoint is None:
-            RunFolder(context.folder).set_aside(to_yaml(context.settings, secrets=False))  # what an earlier one left
+            RunFolder(context.folder).set_aside(to_yaml(context.settings, secrets=False))  # the files of an earlier session
         else:
             self._state.load(context.checkpoint, logger.info)
             self.step = context.checkpoint.step
@@ -125,9 +125,10 @@ class Session:
 
         Args:
             prompts: Texts, lists of ``{role, content}``, or rows with a column ``prompt``. None = the dataset's next prompts.
-            n: Answers to each prompt. None = ``actor_rollout_ref.rollout.n``.
-            temperature: For these answers only; 0 = the most likely token each time. Such answers can be read and scored, but not
-                learned, because log-probs have the session's temperature. None = ``actor_rollout_ref.rollout.temperature``.
+            n: Number of answers per prompt. None = ``actor_rollout_ref.rollout.n``.
+            temperature: Temperature of these answers only; 0 = always the most likely token. :meth:`update` refuses answers of
+                another temperature than the session's, because the policy's log-probs are computed at the session's temperature.
+                None = ``actor_rollout_ref.rollout.temperature``.
 
         Raises:
             UserError: A prompt or a temperature is wrong, or there is no dataset.
@@ -157,10 +158,10 @@ class Session:
         return Answers(rollouts.generate(encoded, self.step), temperature)
 
     def log_probs(self, answers: Answers, reference: bool = False) -> list[Tensor]:
-        """Return the policy's log-prob of each token, fp32 [tokens] per answer; with ``reference``, those of the reference.
+        """Return the log-prob of each token by the policy, or with ``reference`` by the reference: fp32 [tokens] per answer.
 
         Raises:
-            ConfigError: There is no reference.
+            ConfigError: The session has no reference.
         """
         learner, batch = self._learner, answers._batch
         if not reference:
@@ -172,9 +173,9 @@ class Session:
         return list(log_probs.split(batch.rows.responses.sizes()))
 
     def advantages(self, answers: Answers, scores: Sequence[float]) -> list[Tensor]:
-        """Return the advantage of each token by the session's algorithm, fp32 [tokens] per answer. :meth:`update` reads them.
+        """Compute the advantage of each token by the session's algorithm: fp32 [tokens] per answer.
 
-        ``scores`` is the reward of each answer.
+        ``scores`` has one reward per answer. :meth:`update` uses these advantages if it is given no others.
 
         Raises:
             RewardError: The number of scores is wrong, or one is not a number.
@@ -192,23 +193,23 @@ class Session:
     def update(
         self, answers: Answers, advantages: Sequence[Any] | None = None, loss: str | Callable[..., Any] | None = None
     ) -> dict[str, float]:
-        """Take the optimizer steps on answers, and return their metrics.
+        """Train the policy on answers, with one optimizer step per mini-batch, and return the metrics.
 
         Args:
-            answers: Of :meth:`generate`.
-            advantages: A number for each answer, or one for each of its tokens. None = those of :meth:`advantages`.
+            answers: Answers from :meth:`generate`.
+            advantages: One number per answer, or per answer one number per token. None = the result of :meth:`advantages`.
             loss: The loss of this call: a name as in ``policy_loss.loss_mode``, or a function of ``log_prob``, ``old_log_prob``,
-                ``advantages``, ``response_mask`` and ``config``, as in ``policy_loss.custom``. None = that of the settings.
+                ``advantages``, ``response_mask`` and ``config``, as in ``policy_loss.custom``. None = the loss in the settings.
 
         Raises:
-            ConfigError: Advantages are missing, or not as many as answers or tokens; or the loss is unknown, or conflicts with
-                another setting.
+            ConfigError: Advantages are missing, or their number does not match the answers or tokens. Or the loss is unknown, or
+                conflicts with another setting.
         """
         learner, batch = self._learner, answers._batch
         self._prepare("update", answers, advantages, loss)
         if self._num_gradients:
-            raise ConfigError("update: a gradient of forward_backward waits. Call optim_step before.")
-        # The call may have more answers per prompt, or more prompts, than a step of the dataset.
+            raise ConfigError("update: forward_backward() has left a gradient without a step. Call optim_step() first.")
+        # The number of prompts and of answers per prompt may differ from the settings.
         rows, names = batch.for_update()
         policy, critic, samples = self._policy, learner.critic, batch.rows.num_rows // batch.rows.group.unique().numel()
         cutter = replace(policy.policy_update.cutter, samples=samples)
@@ -219,7 +220,7 @@ class Session:
         policy = replace(policy, policy_update=replace(policy.policy_update, cutter=cutter))
         if len(minis) == 1:
             policy.update(batch)
-        else:  # only in the forward of the first step the policy is still that of the rollout
+        else:  # the first step changes the policy, so compute the old log-probs before it
             if rows.old_log_probs is None:
                 policy.add_old_log_probs(batch)
             batch.metrics |= policy.take_steps(batch)
@@ -234,17 +235,18 @@ class Session:
     def forward_backward(
         self, answers: Answers, advantages: Sequence[Any] | None = None, loss: str | Callable[..., Any] | None = None
     ) -> dict[str, float]:
-        """Add the gradient of answers to that of earlier calls, and return its metrics. :meth:`optim_step` takes the step.
+        """Add the gradient of answers to the gradient of earlier calls, and return the metrics. Then call :meth:`optim_step`.
 
-        The answers are one mini-batch, over whose tokens or rows the loss is averaged. Arguments and errors are as in
-        :meth:`update`, of which this is the first half.
+        All answers form one mini-batch: the loss is averaged over its tokens or rows. Arguments and errors are as in
+        :meth:`update`.
         """
         learner, batch = self._learner, answers._batch
         if learner.critic is not None:
             raise ConfigError("forward_backward: this session has a critic, which update() trains. Use update().")
         if self._context.settings.actor_rollout_ref.actor.optim.in_backward:
             raise ConfigError(
-                "actor_rollout_ref.actor.optim.in_backward=true: forward_backward has no step. Set it to false, or use update()."
+                "actor_rollout_ref.actor.optim.in_backward=true: the backward would take the optimizer step, but "
+                "forward_backward() takes none. Set it to false, or use update()."
             )
         self._prepare("forward_backward", answers, advantages, loss)
         rows, names = batch.for_update()
@@ -262,9 +264,10 @@ class Session:
         return {name: sum(part.metrics[name] for part in parts) for name in parts[0].metrics}
 
     def optim_step(self, learning_rate: float | None = None) -> dict[str, float]:
-        """Take the optimizer step of the gradients of :meth:`forward_backward`, and return gradient norm and learning rate.
+        """Take one optimizer step with the gradient of :meth:`forward_backward`; return gradient norm and learning rate.
 
-        ``learning_rate`` is for this step alone. None = that of the session's schedule, which advances in either case.
+        ``learning_rate`` applies to this step alone. None = the rate of the session's schedule. The schedule advances in both
+        cases.
 
         Raises:
             ConfigError: There is no gradient, or the learning rate is negative or not a number.
@@ -272,40 +275,40 @@ class Session:
         if learning_rate is not None and not (isinstance(learning_rate, int | float) and 0 <= learning_rate < math.inf):
             raise ConfigError(f"optim_step: learning_rate={learning_rate!r:.100}: give a number of at least 0.")
         if not self._num_gradients:
-            raise ConfigError("optim_step: there is no gradient. Call forward_backward(answers, advantages) before.")
+            raise ConfigError("optim_step: there is no gradient. Call forward_backward(answers, advantages) first.")
         metrics = self._learner.workers.all("update_actor", Worker.take_step, learning_rate)
         self._num_gradients = 0
         return global_metrics(metrics, ACTOR)
 
     def sample(self, prompts: Sequence[Any] | None = None, num_samples: int | None = None) -> Answers:
-        """Answer prompts, ``num_samples`` times each. Another name of :meth:`generate`."""
+        """Another name for :meth:`generate`, with ``num_samples`` answers per prompt."""
         return self.generate(prompts, num_samples)
 
     def save_state(self) -> Path:
-        """Write weights, optimizer, schedule and position in the data to ``global_step_N`` in the folder, and return that path.
+        """Save a checkpoint: weights, optimizer state, learning-rate schedule and position in the data. Return its folder.
 
-        :meth:`load_state` reads it, as does a run with ``trainer.resume_from_path``. ``trainer.max_actor_ckpt_to_keep`` limits
-        how many are kept.
+        The checkpoint is ``global_step_N`` in the session's folder. :meth:`load_state` loads it, and a run loads it with
+        ``trainer.resume_from_path``. ``trainer.max_actor_ckpt_to_keep`` limits the number of checkpoints that are kept.
 
         Raises:
-            CheckpointError: The disk refuses.
+            CheckpointError: A file cannot be written.
         """
         self._check_open()
         return self._state.save(self.step)
 
     def load_state(self, path: str | Path) -> None:
-        """Continue after the step of a checkpoint, from :meth:`save_state` or a run. The engine gets its weights.
+        """Load a checkpoint of :meth:`save_state` or of a run, and continue after its step. The engine gets its weights too.
 
         Raises:
             CheckpointError: There is no intact checkpoint.
-            UserError: The checkpoint is of another model or dataset.
+            UserError: The checkpoint belongs to another model or dataset.
         """
         context, rollouts = self._context, self._learner.rollouts
         checkpoint = read_checkpoint(usable_path(path, "load_state(path)"), key="load_state: ")
         check_driver(checkpoint)
         own, seed = context.settings, checkpoint.driver["seed"]
         seeds = {"data.seed": seed}
-        if own.actor_rollout_ref.rollout.seed == own.data.seed:  # it follows the seed of the data
+        if own.actor_rollout_ref.rollout.seed == own.data.seed:  # the rollout's seed is set to the seed of the data by default
             seeds["actor_rollout_ref.rollout.seed"] = seed
         settings = replaced(own, seeds)
         compare_settings(settings, context.environment, checkpoint)
@@ -326,15 +329,16 @@ class Session:
         self._learner.sync_weights()
 
     def save(self, path: str | Path) -> Path:
-        """Write the policy as a folder that transformers and vLLM load, and return it. A model saved there before is replaced.
+        """Save the policy in the form that transformers and vLLM load, and return the folder. An earlier saved model is replaced.
 
         Raises:
-            ConfigError: The folder has files other than a saved model's.
+            ConfigError: The folder contains a file that does not belong to a saved model.
         """
         target = usable_path(path, "save(path)", ConfigError).expanduser().absolute()
         if others := others_in_model(target):
             raise ConfigError(
-                f"save: {target} is no model's folder of a run: {others[0]} is there. Give another folder, or remove it."
+                f"save: {target} is not the folder of a saved model: {others[0]} does not belong to one. Give another folder, or "
+                "remove it."
             )
         context = self._context
         dtype = saved_dtype(context.environment.folder, context.settings.actor_rollout_ref.actor.fsdp_config)
@@ -351,8 +355,8 @@ class Session:
     def _check_open(self) -> None:
         if self.closed:
             raise ConfigError(
-                "the session is closed: its processes ended with the block of `with`. Use it inside, or make another with "
-                "resume=True, which goes on from the last save_state()."
+                "the session is closed: its processes ended with the `with` block. Use it inside the block, or open another "
+                "session with resume=True, which continues from the last save_state()."
             )
 
     def _encoded(self, prompts: Sequence[Any], samples: int) -> StepPrompts:
@@ -374,13 +378,14 @@ class Session:
         own = self._learner.rollouts.generator.rollout.temperature
         if answers._temperature not in (None, own):
             raise ConfigError(
-                f"{name}: these answers were drawn with temperature={answers._temperature}, and log-probs are those of {own}. "
-                "Learn answers of generate() without a temperature, or set actor_rollout_ref.rollout.temperature."
+                f"{name}: these answers were sampled with temperature={answers._temperature}, but the session computes log-probs "
+                f"at temperature {own}. Use answers of generate() without a temperature, or set "
+                "actor_rollout_ref.rollout.temperature."
             )
         if advantages is not None:
             rows.advantages = _per_token(name, advantages, rows.responses.sizes())
         if rows.advantages is None:
-            raise ConfigError(f"{name}: there are no advantages. Give them, or call advantages(answers, scores) before.")
+            raise ConfigError(f"{name}: there are no advantages. Give them, or call advantages(answers, scores) first.")
         self._use_loss(loss)
         self._complete(batch)
         self._learner.correct(batch)
@@ -408,7 +413,10 @@ class Session:
         self._parts.policy = replace(policy, policy_update=update)
 
     def _written(self, function: Callable[..., Any]) -> dict[str, Any]:
-        """Write a loss function into a file that every worker reads, once per function, and return the settings that name it."""
+        """Pickle a loss function into a file that every worker reads, and return the settings that name the file.
+
+        A function that was written before is not written again.
+        """
         import cloudpickle
 
         if function not in self._losses:
@@ -416,10 +424,10 @@ class Session:
             file = (self.folder / INPUTS / f"loss_{len(self._losses)}.py").absolute()
             try:
                 pickled = cloudpickle.dumps(function)
-            except Exception as problem:  # objects pickle themselves, and may raise anything
+            except Exception as problem:  # an object may define its own pickling, which may raise anything
                 raise ConfigError(
                     f"loss: the function cannot be sent to the workers, because something that it uses cannot be pickled "
-                    f"({type(problem).__name__}: {problem}). Make that inside the function."
+                    f"({type(problem).__name__}: {problem}). Create it inside the function."
                 ) from problem
             say_secrets("loss", function, pickled, file.with_suffix(".pkl"))
             file.with_suffix(".pkl").write_bytes(pickled)
@@ -429,7 +437,7 @@ class Session:
         return {"loss_mode": CUSTOM, "custom.path": str(file), "custom.name": "loss"}
 
     def _complete(self, batch: StepBatch) -> None:
-        """Add what update and advantages read, if missing: log-probs before the update and of the reference, and values."""
+        """Compute what the batch still lacks for advantages and update: old log-probs, reference log-probs, and values."""
         learner, rows = self._learner, batch.rows
         if learner.critic is not None and rows.old_values is None and learner.critic.workers.is_apart:
             batch.values = learner.critic.begin_values(rows, batch.names)
@@ -459,7 +467,7 @@ def _result(number: int, score: Any) -> RewardResult:
     try:
         return RewardResult(float(score))
     except (TypeError, ValueError) as problem:
-        raise RewardError(f"advantages: the score of answer {number} is {score!r:.100}, no number.") from problem
+        raise RewardError(f"advantages: the score of answer {number} is {score!r:.100}. Give a number.") from problem
 
 
 def _per_token(name: str, advantages: Sequence[Any], sizes: Sequence[int]) -> Tensor:
@@ -471,7 +479,9 @@ def _per_token(name: str, advantages: Sequence[Any], sizes: Sequence[int]) -> Te
         try:
             part = torch.as_tensor(value, dtype=torch.float32).flatten()
         except (TypeError, ValueError, RuntimeError) as problem:
-            raise ConfigError(f"{name}: the advantage of answer {number}, {value!r:.100}, is no number or numbers.") from problem
+            raise ConfigError(
+                f"{name}: the advantage of answer {number} is {value!r:.100}. Give one number, or one per token."
+            ) from problem
         if part.numel() not in (1, size):
             raise ConfigError(f"{name}: answer {number} has {size} tokens, but {part.numel()} advantages. Give 1 or {size}.")
         if not part.isfinite().all():
@@ -494,20 +504,18 @@ def session(
     tokenizer: Any = None,
     **settings: Any,
 ) -> Iterator[Session]:
-    """Yield the primitives of a training step. All processes end with the body.
-
-    Arguments are as in :func:`verl_memopt.train`, with these differences.
+    """Yield a :class:`Session`, which has the primitives of a training step. Its processes end with the ``with`` block.
 
     Args:
-        model: As there.
-        dataset: None = prompts are given to :meth:`Session.generate`.
-        algorithm: As there.
-        memory: As there.
-        steps: Length of the learning-rate schedule.
-        run_dir: As there.
-        resume: Continue at the last :meth:`Session.save_state`, or at the checkpoint of a run.
-        tokenizer: As there.
-        settings: As there.
+        model: As in :func:`verl_memopt.train`.
+        dataset: Rows as in :func:`verl_memopt.train`. None = each call of :meth:`Session.generate` gives its prompts.
+        algorithm: As in :func:`verl_memopt.train`.
+        memory: As in :func:`verl_memopt.train`.
+        steps: Length of the learning-rate schedule in steps.
+        run_dir: As in :func:`verl_memopt.train`.
+        resume: As in :func:`verl_memopt.train`. Continue from the last :meth:`Session.save_state`, or from a run's checkpoint.
+        tokenizer: As in :func:`verl_memopt.train`.
+        settings: As in :func:`verl_memopt.train`.
 
     Raises:
         UserError: For what the user must correct.
@@ -516,7 +524,7 @@ def session(
 
     setup_logging()
     rows = NO_ROWS if dataset is None else dataset
-    # With a reward function, rows need no columns for the built-in rules.
+    # A reward function spares the rows the columns that the built-in reward rules require.
     call = Call(model, rows, settings, algorithm, memory, run_dir, tokenizer, rewards=_no_reward, steps=steps, resume=resume)
     with only_run("session"):
         folder, loaded, inputs = call.load()
@@ -531,7 +539,7 @@ def session(
 @contextlib.contextmanager
 def _opened(loaded: Settings, folder: Path, has_dataset: bool, rows: PythonRows | None) -> Iterator[Session]:
     if loaded.algorithm.rollout_correction.bypass_mode:
-        raise ConfigError("algorithm.rollout_correction.bypass_mode=true: a session has no such update. Leave it out.")
+        raise ConfigError("algorithm.rollout_correction.bypass_mode=true: a session does not support this mode. Leave it out.")
     if (name := loaded.algorithm.adv_estimator) in (SFT, *WITH_GREEDY_RESPONSES):
         raise ConfigError(f"algorithm={name!r}: a session has no step of this kind. Use verl_memopt.train, or another algorithm.")
     context = build_run(loaded, rows=rows)

@@ -1,6 +1,7 @@
-"""Read files that others may have written: regular files of a bounded size, and JSON whose types are checked.
+"""Read files that nobody vouches for: only regular files of limited size, and JSON only after a check of its types.
 
-A checkpoint with valid checksums can come from anybody. So can the folder of a run, and the record of a model.
+Valid checksums do not make a checkpoint trustworthy, because anybody can write them. The same holds for the folder of a run and
+the record of a model.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from typing import Any, BinaryIO, NotRequired, Union, get_args, get_origin, get_
 from verl_memopt.errors import UserError
 
 RECORD_BYTES = 64 * 2**20
-"""Largest record in bytes. A record is read as one text."""
+"""Largest record in bytes. A record is read into memory as a whole."""
 LARGEST = 2**63 - 1
 """Largest whole number in a record."""
 
 
 class RecordError(ValueError):
-    """A record is too large, is not JSON, or has other types than were written. The message says which, without the path."""
+    """A record is too large, is not JSON, or has unexpected types. The message names the fault, but not the path."""
 
 
 def opened(path: Path, follow: bool = False) -> BinaryIO:
-    """Open a regular file for reading. A pipe would block for ever, and a device never end.
+    """Open a regular file for reading. Reading a pipe could block for ever, and a device may never end.
 
-    With ``follow`` a link to a regular file is allowed. It is refused otherwise, because it may lead anywhere.
+    ``follow`` allows a link to a regular file. Without it every link is refused, because a link may lead anywhere.
 
     Raises:
-        OSError: It is not a regular file, or cannot be opened.
+        OSError: The path is not a regular file, or cannot be opened.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
@@ -48,10 +49,10 @@ def opened(path: Path, follow: bool = False) -> BinaryIO:
 
 
 def read_record(path: Path, most: int = RECORD_BYTES, follow: bool = False) -> bytes:
-    """Return the contents of a regular file of at most ``most`` bytes. ``follow`` is as in :func:`opened`.
+    """Return the contents of a regular file of at most ``most`` bytes. For ``follow`` see :func:`opened`.
 
     Raises:
-        OSError: As :func:`opened`.
+        OSError: As in :func:`opened`.
         RecordError: The file is larger.
     """
     with opened(path, follow) as file:
@@ -62,19 +63,19 @@ def read_record(path: Path, most: int = RECORD_BYTES, follow: bool = False) -> b
 
 
 def path_fault(path: str | Path) -> str | None:
-    """Say why no file can have a path. None if one can.
+    """Return why no file can have this path. None = the path is possible.
 
-    Python tells such a path in many ways: by a ValueError, by an OSError, or as if there were no file.
+    Python reports an impossible path in several ways: as a ValueError, as an OSError, or as a missing file.
     """
     try:
         data = os.fsencode(path)
     except UnicodeEncodeError:
-        return "half of a character is in it"
+        return "it contains half of a character"
     longest = max(map(len, data.split(b"/")))
     if b"\0" in data:
-        return "a NUL byte is in it"
+        return "it contains a NUL byte"
     if longest > LONGEST_NAME or len(data) > LONGEST_PATH:
-        return f"a name in it has {longest} bytes, and the longest of a file has {LONGEST_NAME}"
+        return f"its longest name has {longest} bytes (at most {LONGEST_NAME}), all of it {len(data)} (at most {LONGEST_PATH})"
     return None
 
 
@@ -82,10 +83,10 @@ LONGEST_NAME, LONGEST_PATH = 255, 4095
 
 
 def usable_path(path: str | Path, address: str, kind: type[UserError] = UserError) -> Path:
-    """Return a path that a caller gave.
+    """Check and return a path that the user gave.
 
     Raises:
-        UserError: No file can have it. The error is of this ``kind``, and begins with ``address``.
+        UserError: No file can have this path. The error has class ``kind``, and its message begins with ``address``.
     """
     if fault := path_fault(path):
         raise kind(f"{address}={str(path)!r:.100}: this is no path of a file: {fault}. Correct it.")
@@ -93,10 +94,10 @@ def usable_path(path: str | Path, address: str, kind: type[UserError] = UserErro
 
 
 def odd_entry(root: Path, follow: bool = False) -> str | None:
-    """Describe the first entry below a folder that is neither a folder nor a regular file. None if there is none.
+    """Describe the first entry below a folder that is neither a folder nor a regular file. None = all entries are.
 
-    ``follow``: A link is what it leads to, as in the hub's cache; one that leads nowhere is as good as missing. False = a link is
-    odd itself.
+    With ``follow``, a link counts as the file or folder that it leads to, as in the hub's cache, and a broken link is ignored.
+    Without it, the first link is described.
     """
     for folder, folders, files in os.walk(root):
         for name in sorted((*folders, *files)):
@@ -113,7 +114,7 @@ def odd_entry(root: Path, follow: bool = False) -> str | None:
 
 
 def is_inside(name: str) -> bool:
-    """Return whether a name in a record is a plain path that stays in the record's own folder."""
+    """Return whether a file name in a record is a plain relative path inside the record's folder."""
     path = PurePosixPath(name)
     return bool(name) and "\0" not in name and not path.is_absolute() and ".." not in path.parts and str(path) == name
 
@@ -122,7 +123,7 @@ def parse_json(data: str | bytes, form: Any) -> Any:
     """Parse JSON and check its types with :func:`checked`.
 
     Raises:
-        RecordError: It is not JSON, or has other types.
+        RecordError: The text is not JSON, or its types are wrong.
     """
     try:
         value = json.loads(data.decode() if isinstance(data, bytes) else data)
@@ -135,10 +136,10 @@ def parse_json(data: str | bytes, form: Any) -> Any:
 
 
 def read_json(path: Path, form: Any, follow: bool = False) -> Any:
-    """Parse a JSON file with :func:`parse_json`. ``follow``: see :func:`opened`.
+    """Parse a JSON file with :func:`parse_json`. For ``follow`` see :func:`opened`.
 
     Raises:
-        OSError, RecordError: As :func:`read_record` and :func:`parse_json`.
+        OSError, RecordError: As in :func:`read_record` and :func:`parse_json`.
     """
     return parse_json(read_record(path, follow=follow), form)
 
@@ -147,8 +148,8 @@ def json_of(path: Path, form: Any, way_out: str, kind: type[UserError] = UserErr
     """Parse a JSON file with :func:`parse_json`. A link is followed.
 
     Raises:
-        UserError: The file cannot be read or has another form. The error is of this ``kind``, names the file, and ends with
-            ``way_out``.
+        UserError: The file cannot be read, or its contents do not match ``form``. The error has class ``kind``, names the file,
+            and ends with ``way_out``.
     """
     try:
         return read_json(path, form, follow=True)
@@ -159,12 +160,13 @@ def json_of(path: Path, form: Any, way_out: str, kind: type[UserError] = UserErr
 
 
 def checked(value: Any, form: Any, place: str = "") -> Any:
-    """Return a value after a check that it has the types of a form. A dataclass is made from a mapping of its fields.
+    """Check that a value has the types of ``form``, and return it. If ``form`` is a dataclass, build it from the mapping.
 
     Args:
-        value: As JSON or ``torch.load`` gives it.
-        form: ``Any``, bool, int, float, str or None, a ``list`` or ``dict`` of forms, a union, a TypedDict, or a dataclass. Whole
-            numbers lie within 64 bits, and keys are texts. A TypedDict may have further keys, a dataclass none.
+        value: A value from JSON or ``torch.load``.
+        form: ``Any``, bool, int, float, str or None, a ``list`` or ``dict`` of forms, a union, a TypedDict, or a dataclass.
+            Integers must fit into 64 bits, and keys must be strings. Unknown keys are kept for a TypedDict, and are an error for
+            a dataclass.
         place: Name of the value in errors.
 
     Raises:
@@ -196,7 +198,7 @@ def _of_union(value: Any, forms: tuple[Any, ...], place: str) -> Any:
             return checked(value, form, place)
         except RecordError:
             continue
-    # The last form raises the error, because it is the one that people mean.
+    # No form fits. Report the error of the last form, which is the main one.
     return checked(value, next(form for form in reversed(forms) if form is not NoneType), place)
 
 
