@@ -1,4 +1,4 @@
-"""The sections ``actor_rollout_ref.actor`` and ``actor_rollout_ref.ref``."""
+"""The sections of the roles: ``actor_rollout_ref.actor``, ``.ref``, ``.model`` and ``.rollout``, ``critic``, and ``data``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from verl_memopt.memory.tiled_mlp import TiledMlpSettings
 from verl_memopt.memory.token_budget import CriticBudget, LogProbBudget, UpdateBudget
 from verl_memopt.memory.weight_buckets import WeightBuckets
 
-# The sections ``optim`` and ``fsdp_config``, which say how a model is sharded and updated.
+# The sections ``optim`` and ``fsdp_config``: how a model is updated and sharded.
 
 Schedule = Literal[
     "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "cosine_with_restarts", "polynomial",
@@ -58,7 +58,8 @@ Schedule = Literal[
 DECAYS = Range("must each be at least 0 and below 1", lambda pair: all(0 <= decay < 1 for decay in pair))
 
 
-# A section has the fields of its knobs. Fields of the last base come first, so that the page lists knobs in their order.
+# A section inherits the fields of its knobs. Python puts the fields of the last base class first, so the bases stand in reverse
+# order: the settings page then lists the knobs in their usual order.
 @dataclass(frozen=True)
 class ModelKnobs(
     Lora, ActivationOffloadSettings, ActivationCheckpointing, TiledBlock, TiledMlpSettings, PruneLastBlock, RecomputeElementwise
@@ -69,54 +70,57 @@ class ModelKnobs(
 @dataclass(frozen=True)
 class Optim(OptimizerInBackward, StochasticRounding, OptimizerStateDtype, BucketedAdamWSettings):
     lr: NaturalFloat = 1e-6
-    """Peak learning rate. SGD needs one that is larger by orders of magnitude, as its update has the size of the gradient."""
+    """Peak learning rate. SGD needs a rate that is larger by orders of magnitude, because its update is proportional to the
+    gradient."""
     weight_decay: NaturalFloat = 0.01
-    """Decoupled weight decay; with SGD it is added to the gradient, as in torch."""
+    """Weight decay, decoupled as in AdamW; with SGD it is added to the gradient, as in torch."""
     betas: Annotated[tuple[float, float], DECAYS] = (0.9, 0.999)
-    """Adam's moment decays."""
+    """Decay rates of AdamW's two moments."""
     clip_grad: Annotated[float | None, POSITIVE] = 1.0
-    """Global gradient-norm clip; null = no clipping, the norm is still reported."""
+    """Largest global norm of the gradient; a larger gradient is scaled down to it. null = no clipping, but the norm is still
+    reported."""
     lr_scheduler_type: Schedule = "constant"
-    """Shape of the learning rate after the warm-up, by transformers' names. constant keeps ``lr``; the others lower it."""
+    """Learning-rate schedule after the warm-up, by transformers' names. constant keeps ``lr``; the others lower it."""
     lr_scheduler_kwargs: dict[str, Any] | None = None
     """Further arguments of transformers' schedule, such as ``power`` of polynomial or ``num_decay_steps`` of
     warmup_stable_decay."""
     min_lr_ratio: Share = 0.0
-    """Floor of the schedule as a share of ``lr``."""
+    """Lowest learning rate of the schedule, as a share of ``lr``."""
     num_cycles: PositiveFloat = 0.5
-    """Waves of cosine over the run: 0.5 falls once from ``lr`` to the floor. cosine_with_restarts takes a whole number."""
+    """Number of cosine waves over the run. 0.5 is half a wave, which falls once from ``lr`` to the lowest rate.
+    cosine_with_restarts takes a whole number."""
     lr_warmup_steps: Annotated[int, MINUS_ONE_OR_MORE] = -1
-    """Steps of linear warm-up, as ``lr_schedule_steps`` counts them; -1 or 0 = use ``lr_warmup_steps_ratio``."""
+    """Steps of linear warm-up, in the unit of ``lr_schedule_steps``; -1 or 0 = use ``lr_warmup_steps_ratio``."""
     lr_warmup_steps_ratio: Share = 0.0
-    """Warm-up as a share of the schedule's length."""
+    """Steps of linear warm-up, as a share of the schedule's length."""
     total_training_steps: CountOrMinusOne = -1
-    """Length of the schedule, as ``lr_schedule_steps`` counts; -1 = the run's own number."""
+    """Length of the schedule, in the unit of ``lr_schedule_steps``; -1 = the length of the run."""
     lr_schedule_steps: Literal["rollouts", "updates"] = "rollouts"
-    """What the schedule counts. rollouts: as in verl, all optimizer steps of a rollout have one rate, and a warm-up begins with a
-    rollout at rate 0. updates: the rate changes with each optimizer step, and a warm-up of w steps begins at 1 / (w + 1), so
-    that no rollout is wasted."""
+    """What the schedule counts. rollouts = training steps, as in verl: all optimizer steps of a rollout have the same rate, and
+    the first rollout of a warm-up has rate 0. updates = optimizer steps: the rate changes after each, and a warm-up of w steps
+    starts at 1 / (w + 1) of ``lr``, so that the first rollout already trains."""
 
     def state_bytes(self, master_bytes: int) -> float:
-        """Bytes of optimizer state per parameter, for a master copy of ``master_bytes``."""
+        """Bytes of optimizer state per parameter. ``master_bytes``: bytes per parameter of the master weights."""
         return self.num_moments * self.moment_bytes(master_bytes)
 
 
 @dataclass(frozen=True)
 class WrapPolicy:
     transformer_layer_cls_to_wrap: list[str] | None = None
-    """Block classes that become shards; null = the model's own decoder blocks."""
+    """Names of module classes that FSDP shards as units; null = the decoder blocks of the model."""
 
 
 @dataclass(frozen=True)
 class Fsdp(PrecisionSettings, ShardingUnits, SequenceParallel, Resharding, NativeOffload, ParamOffload):
     wrap_policy: WrapPolicy = field(default_factory=WrapPolicy)
-    """Which modules become FSDP units."""
+    """Which modules FSDP shards as units."""
     forward_prefetch: bool = False
-    """Gather the next block while the present one computes."""
+    """Gather the weights of the next block while the current block computes."""
     seed: NaturalInt = 42
-    """Seed of every worker's torch generator."""
+    """Seed of torch's random generator on every worker."""
     full_determinism: bool = False
-    """Deterministic kernels on every worker."""
+    """Use deterministic kernels on every worker."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,7 @@ ABOVE_ONE = Range("must be above 1", lambda value: value > 1)
 @dataclass(frozen=True)
 class CheckpointContents:
     save_contents: list[Part] = field(default_factory=lambda: ["model", "optimizer", "extra"])
-    """Parts to save: model, optimizer, extra (scheduler and RNG), hf_model (a Hugging Face folder)."""
+    """Parts to save: model, optimizer, extra (schedule and random state), hf_model (a folder in Hugging Face format)."""
     load_contents: list[Part] | None = None
     """Parts to load on resume; follows ``save_contents``."""
 
@@ -142,15 +146,15 @@ class CheckpointContents:
 @dataclass(frozen=True)
 class EntropyControl:
     target: Annotated[float | None, POSITIVE] = None
-    """Mean entropy of a token, in nats, below which the policy is pushed to explore. After a step with at most this much the
-    weight grows, and the next step has the bonus; after one with more it shrinks, and the next step has none. null = the weight
-    stays as it is."""
+    """Target of the mean entropy per token, in nats. If a step's entropy is at or below the target, the weight of the bonus
+    grows, and the next step applies the bonus. If it is above, the weight shrinks, and the next step applies no bonus. null = the
+    weight is fixed."""
     delta: NaturalFloat = 0.005
-    """How far the weight moves for each optimizer step."""
+    """Change of the weight per optimizer step."""
     min: NaturalFloat = 0.0
-    """Smallest weight."""
+    """Smallest weight of the bonus."""
     max: NaturalFloat = 1.0
-    """Largest weight."""
+    """Largest weight of the bonus."""
 
 
 @dataclass(frozen=True)
@@ -158,63 +162,65 @@ class Actor(UpdateBudget, SharedPrompt):
     strategy: Literal["fsdp2"] = "fsdp2"
     """Sharding backend; fsdp2 is the only one."""
     ppo_mini_batch_size: PositiveInt = 256
-    """Prompts per optimizer step. Null = all of ``data.train_batch_size``."""
+    """Prompts per optimizer step. null = all prompts of ``data.train_batch_size``."""
     old_log_prob_pass: Literal["always", "auto"] = "auto"
-    """always, or auto: left out where the update's own forward gives the same log-probs, which is with one optimizer step a
-    rollout and neither ``algorithm.use_kl_in_reward`` nor ``calculate_entropy`` nor the losses clip_cov and kl_cov, which select
-    tokens before the update."""
+    """When a separate pass computes the old log-probs. always = in every step. auto = only if it is needed: with one optimizer
+    step per rollout, the forward of the update gives the same log-probs. Even then the pass is needed by settings that read
+    log-probs or entropies before the update, such as ``algorithm.use_kl_in_reward``, ``algorithm.rollout_correction``,
+    ``algorithm.use_pf_ppo``, ``algorithm.top_entropy_quantile``, ``calculate_entropy``, and the losses clip_cov and kl_cov."""
     clip_ratio: PositiveFloat = 0.2
-    """Clip of the ratio on both sides."""
+    """The ratio of new to old probability is clipped to the range from 1 - clip_ratio to 1 + clip_ratio."""
     clip_ratio_low: Annotated[float | None, POSITIVE] = None
-    """Lower clip; follows ``clip_ratio``."""
+    """Distance of the lower clip from 1; follows ``clip_ratio``."""
     clip_ratio_high: Annotated[float | None, POSITIVE] = None
-    """Upper clip; follows ``clip_ratio``."""
+    """Distance of the upper clip from 1; follows ``clip_ratio``."""
     clip_ratio_c: Annotated[float | None, ABOVE_ONE] = 3.0
-    """Dual clip: bound of the loss for negative advantages; above 1. null = none."""
+    """Dual clip: upper bound of the ratio at tokens with a negative advantage; above 1. null = no dual clip."""
     loss_agg_mode: Aggregation = "token-mean"
-    """token-mean, token-sum (grows with the batch), seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm; always over
-    the global mini-batch."""
+    """How the loss is averaged over the global mini-batch: token-mean, token-sum (which grows with the batch),
+    seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm."""
     loss_scale_factor: Annotated[int | None, POSITIVE] = None
-    """Divisor of seq-mean-token-sum-norm; follows ``data.max_response_length``."""
+    """Divisor of the token sums in seq-mean-token-sum-norm; follows ``data.max_response_length``."""
     off_policy_mask_threshold: Annotated[float | None, POSITIVE] = None
-    """Leave a response with a negative advantage out of the policy's loss where the mean of log engine - log policy over its
-    tokens is above this: it has become too unlikely to be learned from (DeepSeek-V3.2, arXiv 2512.02556). Without the engine's
-    log-probs the old ones take their place. null = off."""
+    """Leave a response with a negative advantage out of the policy's loss if the mean over its tokens of log-prob under the
+    engine minus log-prob under the policy is above this threshold: the policy has moved too far away from it (DeepSeek-V3.2,
+    arXiv 2512.02556). Without the engine's log-probs, the old log-probs are used. null = off."""
     entropy_coeff: NaturalFloat = 0.0
-    """Weight of the entropy bonus; with ``entropy_ctrl.target`` the first one."""
+    """Weight of the entropy bonus; with ``entropy_ctrl.target`` its first value."""
     entropy_ctrl: EntropyControl = field(default_factory=EntropyControl)
-    """Adapt that weight to the entropy."""
+    """Adapts the weight of the entropy bonus to the entropy."""
     entropy_agg_mode: Aggregation | None = None
-    """How the bonus is averaged; null = as ``loss_agg_mode`` says."""
+    """How the entropy bonus is averaged; null = as ``loss_agg_mode``."""
     calculate_entropy: bool = False
-    """Report the entropy even when its weight is 0."""
+    """Report the entropy even if the weight of its bonus is 0."""
     calculate_sum_pi_squared: bool = False
     """Compute the sum of squared probabilities over the vocabulary at each token, in the pass for old log-probs. The optimal
-    token baselines read it."""
+    token baselines need it."""
     use_kl_loss: bool = False
     """Add a KL term against the reference to the loss."""
     kl_loss_coef: NaturalFloat = 0.001
-    """Weight of that term."""
+    """Weight of the KL term."""
     kl_loss_type: KlWithGradient = "low_var_kl"
-    """kl (k1), abs, mse (k2), low_var_kl (k3); a trailing + takes k2's gradient."""
+    """Estimator of the KL term: kl (k1), abs, mse (k2), low_var_kl (k3). With a trailing + the term has the gradient of k2."""
     kl_loss_by_ratio: bool = False
-    """Multiply that term at each token by the ratio of new to old, with its gradient, which makes the gradient of low_var_kl that
-    of the KL (DeepSeek-V3.2, arXiv 2512.02556). With gspo it is the ratio of the response."""
+    """Multiply the KL term of each token by the ratio of new to old probability, and differentiate the ratio too. With low_var_kl
+    this gives the gradient of the KL itself (DeepSeek-V3.2, arXiv 2512.02556). With gspo the ratio is that of the response."""
     use_torch_compile: bool = True
-    """Compile the log-prob head, and norms, rotations and activations of all models. GPU only; off under full_determinism, and
-    with one warning where there is no C compiler."""
+    """Compile the log-prob head, and the norms, rotary embeddings and activation functions of all models. GPU only. It is off
+    under full_determinism, and, with one warning, if there is no C compiler."""
     ppo_epochs: PositiveInt = 1
-    """Passes over the rollout batch."""
+    """Number of passes of the update over the rollout batch."""
     shuffle: bool = False
-    """Shuffle groups before they are cut into mini-batches."""
+    """Shuffle the groups before they are split into mini-batches."""
     data_loader_seed: NaturalInt = 42
-    """Seed of that shuffle, and of the tokens that the loss clip_cov draws."""
+    """Seed of this shuffle, and of the tokens that the loss clip_cov draws."""
     tau_pos: PositiveFloat = 1.0
-    """sapo: steepness of the gate for positive advantages."""
+    """sapo: steepness of the gate at tokens with a positive advantage."""
     tau_neg: PositiveFloat = 1.05
-    """sapo: steepness for the others; above ``tau_pos``, their gradient falls faster as the ratio leaves 1."""
+    """sapo: steepness of the gate at all other tokens. If it is above ``tau_pos``, their gradient falls faster as the ratio moves
+    away from 1."""
     policy_loss: PolicyLoss = field(default_factory=PolicyLoss)
-    """The loss of the policy."""
+    """The policy loss."""
     optim: Optim = field(default_factory=Optim)
     """Optimizer and schedule."""
     fsdp_config: TrainedFsdp = field(default_factory=TrainedFsdp)
@@ -226,22 +232,23 @@ class Actor(UpdateBudget, SharedPrompt):
 @dataclass(frozen=True)
 class RefModel:
     path: str | None = None
-    """Another reference model with the same tokenizer; follows ``actor_rollout_ref.model.path``."""
+    """Folder or hub id of the reference model, which must have the policy's tokenizer; follows
+    ``actor_rollout_ref.model.path``."""
 
 
 @dataclass(frozen=True)
 class Ref(LogProbBudget, QuantizedFrozen, LoraReference):
-    """The reference; built only when a KL is asked for."""
+    """The reference model; built only if a KL is used."""
 
     model: RefModel = field(default_factory=RefModel)
     """Where the reference comes from."""
     use_torch_compile: bool | None = None
     """Compile the reference's log-prob head; follows ``actor.use_torch_compile``."""
     sync_every_steps: Annotated[int | None, POSITIVE] = None
-    """Steps between two moves of the reference towards the policy; steps that do not update the policy do not count. The
-    reference is then part of every checkpoint. null = the reference keeps its weights."""
+    """Steps between two updates of the reference, which move it towards the policy. Steps that do not update the policy are not
+    counted. Checkpoints then hold the reference too. null = the reference keeps its weights."""
     sync_mixup_alpha: PositiveShare = 0.9
-    """Weight of the policy in such a move: reference = alpha x policy + (1 - alpha) x reference."""
+    """alpha in the update of the reference: new reference = alpha x policy + (1 - alpha) x reference."""
     fsdp_config: Fsdp = field(default_factory=Fsdp)
     """Sharding and precision of the reference."""
 
@@ -252,43 +259,43 @@ class Ref(LogProbBudget, QuantizedFrozen, LoraReference):
 @dataclass(frozen=True)
 class CriticModel(ModelKnobs):
     path: str | None = None
-    """Folder in Hugging Face format, or a hub id. Its decoder computes the values; its value head is read where it has one, and
-    starts at 0 where not. Follows ``actor_rollout_ref.model.path``."""
+    """Folder in Hugging Face format, or a hub id. The critic starts from its decoder, and from its value head if it has one; a
+    missing value head starts at 0. Follows ``actor_rollout_ref.model.path``."""
     hf_config_path: str | None = None
-    """Read config.json from this folder in place of ``path``."""
+    """Read config.json from this folder instead of ``path``."""
     tokenizer_path: str | None = None
-    """Read the tokenizer that is compared with the policy's from this folder in place of ``path``."""
+    """Read the critic's tokenizer from this folder instead of ``path``. It must equal the policy's tokenizer."""
     trust_remote_code: bool | None = None
-    """Let transformers run code from the model's folder; follows the policy's."""
+    """Let transformers run code from the model's folder; follows ``actor_rollout_ref.model.trust_remote_code``."""
     external_lib: str | None = None
-    """Module imported before the model is built; follows the policy's."""
+    """Python module that is imported before the model is built; follows ``actor_rollout_ref.model.external_lib``."""
     override_config: dict[str, Any] = field(default_factory=dict)
-    """Merged into the model's config.json; a name the config does not have is an error."""
+    """Values that replace those of the model's config.json. A name that the config does not have is an error."""
     attn_implementation: Literal["auto", "flash_attention_2", "sdpa", "eager"] | None = None
-    """auto, flash_attention_2, sdpa, eager; follows the policy's."""
+    """auto, flash_attention_2, sdpa, eager; follows ``actor_rollout_ref.model.attn_implementation``."""
     fsdp_config: TrainedFsdp = field(default_factory=TrainedFsdp)
     """Sharding and precision of the critic."""
 
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """Devices of a role's own, beside those of the policy."""
+    """Separate devices for one role."""
 
     enable_resource_pool: bool = False
-    """Give the model ``nnodes`` x ``n_gpus_per_node`` devices of its own, on which it computes while the policy does on its own.
+    """Give the model ``nnodes`` x ``n_gpus_per_node`` separate devices, so that it can compute at the same time as the policy.
     Needs ``trainer.worker_group=ray``."""
     nnodes: NaturalInt = 1
-    """Machines of the pool. They may be those of the policy, where they have devices enough for both."""
+    """Number of machines in the pool. They may be the policy's machines, if these have enough devices for both."""
     n_gpus_per_node: NaturalInt = 1
-    """Devices of the pool per machine; on a CPU, worker processes."""
+    """Devices per machine in the pool; on a CPU, worker processes per machine."""
 
 
 @dataclass(frozen=True)
 class Critic(CriticBudget, ResourcePool):
-    """The critic: built with ``algorithm.adv_estimator=gae`` alone, which is what reads its values."""
+    """The critic; built only with ``algorithm.adv_estimator=gae``, the one estimator that reads values."""
 
     enable: bool | None = None
-    """null = the estimator decides: gae has a critic, the others have none. true and false only repeat that."""
+    """null = the estimator decides: gae has a critic, the others have none. Another value cannot change that."""
     strategy: Literal["fsdp2"] = "fsdp2"
     """Sharding backend; fsdp2 is the only one."""
     model: CriticModel = field(default_factory=CriticModel)
@@ -296,27 +303,27 @@ class Critic(CriticBudget, ResourcePool):
     optim: Optim = field(default_factory=lambda: Optim(lr=1e-5))
     """Optimizer and schedule."""
     checkpoint: CheckpointContents = field(default_factory=CheckpointContents)
-    """What a checkpoint holds of the critic."""
+    """Which parts of the critic a checkpoint holds."""
     ppo_mini_batch_size: Annotated[int | None, POSITIVE] = None
-    """Prompts per optimizer step; follows the actor's."""
+    """Prompts per optimizer step; follows the key of the actor."""
     ppo_epochs: Annotated[int | None, POSITIVE] = None
-    """Passes over the rollout batch; follows the actor's."""
+    """Number of passes of the update over the rollout batch; follows the key of the actor."""
     shuffle: bool | None = None
-    """Shuffle groups before they are cut into mini-batches; follows the actor's."""
+    """Shuffle the groups before they are split into mini-batches; follows the key of the actor."""
     data_loader_seed: NaturalInt = 42
-    """Seed of that shuffle."""
+    """Seed of this shuffle."""
     cliprange_value: PositiveFloat = 0.5
-    """Values move at most this far from the old ones before the loss is clipped."""
+    """Largest distance between new and old value at which the value loss is not clipped."""
     loss_agg_mode: Aggregation | None = None
-    """How the value loss is averaged over the global mini-batch; follows the actor's."""
+    """How the value loss is averaged over the global mini-batch; follows the key of the actor."""
     loss_scale_factor: Annotated[int | None, POSITIVE] = None
-    """Divisor of seq-mean-token-sum-norm; follows the actor's."""
+    """Divisor of the token sums in seq-mean-token-sum-norm; follows the key of the actor."""
 
 
 # The section ``data``.
 
 REQUIRED: Any = "???"
-"""Marks a key that has no default; the loader reports every one that is still missing."""
+"""Default of a key that the user must set; the loader reports every such key that is still missing."""
 
 
 @dataclass(frozen=True)
@@ -324,9 +331,9 @@ class CustomClass:
     """A dataset class of the user's own."""
 
     path: str | None = None
-    """Python file that holds the class; null = the built-in one."""
+    """Python file that holds the class; null = the built-in class."""
     name: str | None = None
-    """Class name inside ``path``."""
+    """Name of the class in this file."""
 
 
 @dataclass(frozen=True)
@@ -334,78 +341,80 @@ class CustomSampler:
     """A sampler class of the user's own."""
 
     class_path: str | None = None
-    """Python file that holds a sampler class; it is called with (num_rows, seed, epoch) and yields row indices."""
+    """Python file that holds the sampler class. It is called with (num_rows, seed, epoch), and iterating over it gives row
+    indices. null = the built-in sampler."""
     class_name: str | None = None
-    """Class name inside ``class_path``."""
+    """Name of the class in this file."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """Rows, their prompts and how they are drawn."""
+    """The rows of training and validation, how prompts are made from them, and in which order they are drawn."""
 
     train_files: Any = REQUIRED
-    """A path or a list of paths (.parquet, .json, .jsonl), or a dataset of the hub: hub:owner/name, with :config and @split where
-    it has several. ``reward_model.reward_manager`` says what else a recipe reads."""
+    """A path or a list of paths (.parquet, .json, .jsonl), or a dataset of the hub: hub:owner/name, with :config and @split if it
+    has several. For the files of a recipe see ``reward_model.reward_manager``."""
     val_files: Any = REQUIRED
-    """As ``train_files``; null switches validation off."""
+    """Validation rows, given as in ``train_files``; null = no validation."""
     train_max_samples: CountOrMinusOne = -1
-    """Cap on training rows: a seeded random subset with ``shuffle``, else the first rows, as always of a stream; -1 = all."""
+    """Largest number of training rows that are used. With ``shuffle`` they are a seeded random subset, else the first rows. With
+    ``streaming`` they are always the first rows. -1 = all rows."""
     val_max_samples: CountOrMinusOne = -1
-    """Cap on validation rows; -1 = all."""
+    """Largest number of validation rows that are used; -1 = all rows."""
     max_prompt_length: PositiveInt = 512
-    """Hard cap of a prompt in tokens; what happens beyond it is ``truncation``."""
+    """Largest length of a prompt in tokens; ``truncation`` decides what happens to a longer one."""
     max_response_length: PositiveInt = 512
-    """Hard cap of a response in tokens."""
+    """Largest length of a response in tokens."""
     train_batch_size: PositiveInt = 1024
-    """Prompts per step (each is answered ``rollout.n`` times)."""
+    """Prompts per training step. Each prompt gets ``rollout.n`` responses."""
     gen_batch_size: Annotated[int | None, POSITIVE] = None
-    """Prompts of one round of generation under ``algorithm.filter_groups``; follows ``train_batch_size``."""
+    """Prompts per round of generation with ``algorithm.filter_groups``; follows ``train_batch_size``."""
     val_batch_size: Annotated[int | None, POSITIVE] = None
-    """Prompts per validation call; null = the whole validation set at once."""
+    """Prompts per call to the engine in validation; null = all prompts in one call."""
     shuffle: bool = True
-    """Draw a new order of the training rows each epoch."""
+    """Draw a new order of the training rows for each epoch."""
     streaming: bool = False
-    """Read the training rows as steps need them, and not whole at the start: for files that are too large, and for rows without
-    an end. The number of rows is unknown then, so ``trainer.total_training_steps`` says how long the run is. A class of
-    ``custom_cls`` needs ``__iter__``. Held-out rows are read whole. From Python, a dataset without a length is read so by
-    itself if it has ``shuffle_buffer_size`` rows or more."""
+    """Read training rows when a step needs them, instead of all rows at the start. Use it for files that do not fit in memory,
+    and for endless data. The number of rows is then unknown, so set ``trainer.total_training_steps``. A ``custom_cls`` needs
+    ``__iter__``. Validation rows are always read at the start. From Python, a dataset that has no length and at least
+    ``shuffle_buffer_size`` rows is streamed without this key."""
     shuffle_buffer_size: PositiveInt = 1000
-    """Rows of a stream that are held, with ``shuffle``: each step draws its rows from these, and further ones take their
-    place. The first step waits until so many are read."""
+    """With ``streaming`` and ``shuffle``: number of rows in the shuffle buffer. Each step draws its rows from the buffer, and
+    newly read rows replace them. The first step waits until the buffer is full."""
     validation_shuffle: bool = False
-    """Shuffle the validation rows once."""
+    """Shuffle the validation rows once, when they are read."""
     seed: Annotated[int | None, NOT_NEGATIVE] = None
-    """Seed of the data order; null = drawn once, logged, saved in the checkpoint."""
+    """Seed of the order of the rows; null = draw a seed at the start, log it, and save it in checkpoints."""
     filter_overlong_prompts: bool = False
-    """Drop prompts over ``max_prompt_length`` when the dataset is read; the number dropped is logged. Supervised fine-tuning also
-    drops responses over ``max_response_length``."""
+    """Drop rows whose prompt is longer than ``max_prompt_length`` when the dataset is read, and log their number. Supervised
+    fine-tuning also drops rows whose response is longer than ``max_response_length``."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """What happens to a prompt over the cap: error, left, right, middle. Tokens lost are counted and logged. Supervised
-    fine-tuning then cuts the end of a response over its cap, too."""
+    """What happens to a prompt that is too long. error = stop the run; left, right, middle = remove tokens at this place, and log
+    how many. Supervised fine-tuning then also cuts the end of a response that is too long."""
     prompt_key: str = "prompt"
-    """Column that holds the prompt: a list of {role, content}; or a text, which is encoded as the tokenizer encodes any text,
-    with BOS where it adds one; or a list of token ids that is used as it is."""
+    """Column of the prompt. It holds a list of {role, content}; or a text, which the tokenizer encodes as any other text, with
+    BOS if the tokenizer adds it; or a list of token ids, which is used unchanged."""
     response_key: str = "response"
-    """Supervised fine-tuning: column that holds the response, a text. A dot leads into an object: ``extra_info.answer``."""
+    """Supervised fine-tuning: column of the response, a text. A dot names a field of an object: ``extra_info.answer``."""
     messages_key: str = "messages"
-    """Supervised fine-tuning, in rows without ``response_key``: column that holds a whole conversation, a list of
-    {role, content}. Its last turn is the assistant's and is the response. The turns before it are the prompt."""
+    """Supervised fine-tuning, for rows without ``response_key``: column of a whole conversation, a list of {role, content}. Its
+    last turn must be the assistant's; this turn is the response, and the turns before it are the prompt."""
     tools_key: str | None = "tools"
-    """Column that holds the tools of a row, a list of JSON schemas, for the chat template. null = the column is left out."""
+    """Column of the tools of a row, a list of JSON schemas, which the chat template renders. null = tools are not read."""
     enable_thinking_key: str | None = "enable_thinking"
-    """Column that says whether a row's prompt asks for a thought, the argument ``enable_thinking`` of the chat template. null =
-    the column is left out."""
+    """Column with the value of ``enable_thinking`` for a row, an argument of the chat template. null = the column is not read."""
     allow_special_tokens: bool = False
-    """Let the tokenizer read special tokens such as ``<|im_end|>`` inside messages as tokens. false = they are plain text, and
-    only those of the chat template are tokens. In a prompt that is a text, special tokens are always tokens."""
+    """Encode special tokens such as ``<|im_end|>`` within messages as special tokens. false = they are encoded as plain text, and
+    only the chat template gives special tokens. A prompt that is a text, and not a list of messages, is always encoded with
+    special tokens."""
     answer_key: str = "answer"
-    """Column that holds the reference answer, in rows without verl's ``reward_model``."""
+    """Column of the reference answer, for rows that have no ``reward_model`` column as in verl."""
     reward_fn_key: str = "data_source"
-    """Column that chooses the default reward and groups validation metrics."""
+    """Column that chooses the default reward, and by which validation metrics are grouped."""
     trust_remote_code: bool = False
     """Let the tokenizer run code from its folder."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Extra arguments of the tokenizer's chat template."""
+    """Further arguments of the tokenizer's chat template."""
     custom_cls: CustomClass = field(default_factory=CustomClass)
     """A dataset class of the user's own."""
     sampler: CustomSampler = field(default_factory=CustomSampler)
@@ -418,21 +427,21 @@ class Data:
 @dataclass(frozen=True)
 class Model(LoadMode, QuantizedBase, ChunkedLogprob, ModelKnobs):
     path: str = REQUIRED
-    """Folder in Hugging Face format, or a hub id; ``verl-memopt toy`` makes a tiny one."""
+    """Folder in Hugging Face format, or a hub id; ``verl-memopt toy`` makes a tiny model."""
     hf_config_path: str | None = None
-    """Read config.json from this folder in place of ``path``."""
+    """Read config.json from this folder instead of ``path``."""
     tokenizer_path: str | None = None
-    """Read the tokenizer from this folder in place of ``path``."""
+    """Read the tokenizer from this folder instead of ``path``."""
     trust_remote_code: bool = False
     """Let transformers run code from the model's folder."""
     external_lib: str | None = None
-    """Module imported before the model is built (it may register architectures)."""
+    """Python module that is imported before the model is built, such as one that registers an architecture."""
     custom_chat_template: str | None = None
-    """Jinja text that replaces the tokenizer's chat template."""
+    """Jinja template that replaces the tokenizer's chat template."""
     override_config: dict[str, Any] = field(default_factory=dict)
-    """Merged into the model's config.json; a name the config does not have is an error."""
+    """Values that replace those of the model's config.json. A name that the config does not have is an error."""
     attn_implementation: Literal["auto", "flash_attention_2", "sdpa", "eager"] = "auto"
-    """auto, flash_attention_2, sdpa, eager. auto = flash kernels where device and dtype support them, else sdpa."""
+    """auto, flash_attention_2, sdpa, eager. auto = flash attention if device and dtype support it, else sdpa."""
 
 
 # The section ``actor_rollout_ref.rollout``.
@@ -442,7 +451,7 @@ NATS = Range("must be a number above 0, or auto", lambda value: value == "auto" 
 
 
 LEAST_TEMPERATURE = 1e-4
-"""Logits that are divided by less overflow in fp32."""
+"""Dividing logits by a smaller temperature overflows fp32."""
 WARM = Range(f"must be at least {LEAST_TEMPERATURE}", lambda value: value >= LEAST_TEMPERATURE)
 OFF_OR_WARM = Range(f"must be 0, or at least {LEAST_TEMPERATURE}", lambda value: value == 0 or value >= LEAST_TEMPERATURE)
 
@@ -450,93 +459,95 @@ OFF_OR_WARM = Range(f"must be 0, or at least {LEAST_TEMPERATURE}", lambda value:
 @dataclass(frozen=True)
 class ValKwargs:
     n: PositiveInt = 1
-    """Samples per validation prompt."""
+    """Responses per validation prompt."""
     do_sample: bool | None = None
-    """false = greedy; null = samples if the temperature is above 0, as verl does."""
+    """true = sample; false = greedy decoding; null = sample if ``temperature`` is above 0, as in verl."""
     temperature: Annotated[float, OFF_OR_WARM] = 0.0
-    """Temperature when sampling; 0 = greedy."""
+    """Sampling temperature; 0 = greedy decoding."""
     top_p: PositiveShare = 1.0
-    """Nucleus when sampling."""
+    """Sample from the most likely tokens that together have this probability; 1 = off."""
     top_k: CountOrMinusOne = -1
-    """Top-k when sampling; -1 = off."""
+    """Sample from this number of most likely tokens; -1 = off."""
     min_p: Share = 0.0
-    """As ``rollout.min_p``, when sampling."""
+    """As ``rollout.min_p``; 0 = off."""
 
 
 @dataclass(frozen=True)
 class EngineKwargs:
     vllm: dict[str, Any] = field(default_factory=dict)
-    """Passed to vLLM last; a name that a rollout key already sets is an error."""
+    """Further arguments of vLLM's engine. An argument that a key of ``rollout`` already sets is an error."""
 
 
 @dataclass(frozen=True)
 class Rollout(LogProbBudget, RolloutMemory, SharedWeights, WeightBuckets):
     name: Literal["vllm", "hf"] = "vllm"
-    """vllm, or hf (transformers generate)."""
+    """vllm, or hf (generation with transformers)."""
     mode: Literal["async"] = "async"
-    """Accepted for compatibility; the engine lives in the worker's process."""
+    """Accepted for compatibility with verl. The engine always runs in the worker's process."""
     n: PositiveInt = 1
-    """Samples per prompt (the group size)."""
+    """Responses per prompt (the group size)."""
     temperature: Annotated[float, WARM] = 1.0
-    """Sampling temperature; the trainer's log-probs use the same."""
+    """Sampling temperature. The trainer's log-probs use the same temperature."""
     top_k: CountOrMinusOne = -1
-    """-1 = off."""
+    """Sample from this number of most likely tokens; -1 = off."""
     top_p: PositiveShare = 1.0
-    """1 = off."""
+    """Sample from the most likely tokens that together have this probability; 1 = off."""
     min_p: Share = 0.0
-    """Leave out tokens whose probability is below this share of the most likely one's, before top_k and top_p; 0 = off."""
+    """Remove the tokens whose probability is below this share of the largest probability, before top_k and top_p; 0 = off."""
     repetition_penalty: PositiveFloat = 1.0
-    """1 = off."""
+    """Above 1, tokens that already occurred in the prompt or the response become less likely; 1 = off."""
     stop: Annotated[list[str], FILLED] = field(default_factory=list)
-    """Texts at which a response ends, besides the end-of-sequence tokens; in validation too. The token that completes one is the
-    last of the response."""
+    """Texts that end a response, besides the end-of-sequence tokens, also in validation. The token that completes such a text is
+    the last token of the response."""
     stop_token_ids: list[int] = field(default_factory=list)
-    """Tokens at which a response ends, besides the end-of-sequence tokens; in validation too."""
+    """Tokens that end a response, besides the end-of-sequence tokens, also in validation."""
     do_sample: bool = True
-    """false = greedy."""
+    """true = sample; false = greedy decoding."""
     prompt_length: Annotated[int | None, POSITIVE] = None
-    """Follows ``data.max_prompt_length``."""
+    """Longest prompt in tokens that the engine takes; follows ``data.max_prompt_length``."""
     response_length: Annotated[int | None, POSITIVE] = None
-    """Exact cap of generated tokens; follows ``data.max_response_length``."""
+    """Largest number of tokens that the engine generates for a response; follows ``data.max_response_length``."""
     ignore_eos: bool = False
-    """Generate exactly ``response_length`` tokens, for measurements."""
+    """Generate exactly ``response_length`` tokens for each prompt, for measurements."""
     seed: Annotated[int | None, NOT_NEGATIVE] = None
-    """Seed of sampling, mixed with step, prompt and sample; follows ``data.seed``."""
+    """Seed of sampling. Each response gets its own seed from this one, the step, the prompt and its place in the group. Follows
+    ``data.seed``."""
     dtype: Literal["bfloat16", "fp16", "fp32"] = "bfloat16"
     """dtype of the engine's weights and KV cache."""
     load_format: Literal["dummy", "auto"] = "dummy"
-    """dummy = weights come from the trainer at the first sync; auto = read from the model folder as well."""
+    """dummy = the engine starts without weights, and gets them from the trainer at the first sync; auto = the engine also loads
+    weights from the model folder when it starts."""
     tensor_model_parallel_size: PositiveInt = 1
-    """Ranks that share one engine."""
+    """Number of ranks that share one engine."""
     enable_chunked_prefill: bool = True
-    """Split long prefills."""
+    """Let vLLM split the prefill of a long prompt over several forwards."""
     cudagraph_capture_sizes: list[int] | None = None
-    """Passed to vLLM."""
+    """Batch sizes for which vLLM captures CUDA graphs; null = vLLM decides."""
     calculate_log_probs: bool = True
-    """Return the engine's log-probs and log how far they are from the trainer's."""
+    """Return the engine's log-probs, and log how far they are from the trainer's."""
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs"
-    """processed_logprobs (after repetition penalty and temperature) or raw_logprobs (before them). Both are of the whole
-    distribution, before top_k and top_p leave tokens out of it, as the trainer's are."""
+    """processed_logprobs = log-probs after repetition penalty and temperature; raw_logprobs = before them. Both are over the
+    whole vocabulary, before top_k and top_p remove tokens, as the trainer's log-probs are."""
     max_logprob_diff: Annotated[float | str | None, NATS] = "auto"
-    """Stop the run when ``rollout/logprob_diff_mean`` passes this (nats). auto = by the dtypes of engine and trainer: 0.001 where
-    both compute in fp32, 0.2 where one of them rounds to 16 bits, 1 with an fp8 KV cache. null = never."""
+    """Stop the run if ``rollout/logprob_diff_mean`` is above this limit, in nats. auto = a limit that depends on the dtypes:
+    0.001 if engine and trainer compute in fp32, 0.2 if one of them rounds to 16 bits, 1 with an fp8 KV cache. null = no limit."""
     skip_rollout: bool | None = None
-    """Read the responses of each step from a dump instead of generating them; null = true in ``debug.mode`` score_only and
-    train_only."""
+    """Read the responses of each step from a dump instead of generating them; null = true with ``debug.mode`` score_only or
+    train_only, else false."""
     skip_dump_dir: str | None = None
-    """Folder of that dump, with one {step}.jsonl per step; follows ``trainer.rollout_data_dir``, and is
-    {default_local_dir}/rollouts where that is null."""
+    """Folder of the dump for ``skip_rollout``, with one {step}.jsonl per step; follows ``trainer.rollout_data_dir``. If both are
+    null, it is {default_local_dir}/rollouts."""
     disable_log_stats: bool = True
-    """Passed to vLLM."""
+    """Do not let vLLM log its statistics."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    """Passed to vLLM: fcfs or priority."""
+    """Order in which vLLM schedules requests: fcfs (first come, first served) or priority."""
     engine_kwargs: EngineKwargs = field(default_factory=EngineKwargs)
-    """Further engine arguments."""
+    """Further arguments of the engine."""
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
     """Sampling in validation."""
 
     @property
     def scoring_temperature(self) -> float:
-        """What log-probs divide the logits by: the temperature of the rollouts, or 1 if they are greedy."""
-        # Greedy rollouts have no distribution that they sample from, and a temperature of 0 would divide by 0.
+        """The temperature of log-probs: ``temperature``, or 1 if decoding is greedy."""
+        # Greedy decoding samples from no distribution, so no temperature belongs to it.
         return self.temperature if self.do_sample else 1.0
