@@ -36,7 +36,7 @@ def test_modes_decide_keys_that_exist():
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["debug=forge", "trainer.val_only=true", "data.val_files=b"], "a validation alone runs none of what this mode looks at"),
+        (["debug=forge", "trainer.val_only=true", "data.val_files=b"], "a validation alone runs none of what this mode checks"),
         (["debug=train_only", f"{AR}.rollout.skip_rollout=false"], "this mode replays stored rollouts"),
         (["debug=sync_check", f"{AR}.rollout.skip_rollout=true"], "this mode does not replay stored rollouts"),
         (["debug=train_only", "algorithm.adv_estimator=remax"], "a dump has no greedy responses"),

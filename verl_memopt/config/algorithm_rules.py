@@ -1,4 +1,7 @@
-"""What estimators, losses, a critic, supervised fine-tuning and the rollout correction refuse, and their keys without effect."""
+"""Rules of the algorithm's settings: which combinations are refused, and which keys have no effect.
+
+They cover estimators, losses, the critic, supervised fine-tuning and the rollout correction.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def _groups() -> Iterator[Refusal]:
     batch, round_batch, n = "data.train_batch_size", "data.gen_batch_size", f"{_ROLLOUT}.n"
     on, metric, kl = "algorithm.filter_groups.enable", "algorithm.filter_groups.metric", "algorithm.use_kl_in_reward"
     compared = {n: 1, _ESTIMATOR: other_than(*WITHOUT_GROUPS, *WITHOUT_BASELINE)}
-    yield refused(compared, "a group of one has no baseline to compare with", f"Set {n} to 2 or more.")
+    yield refused(compared, "a group of one has no baseline", f"Set {n} to 2 or more.")
     yield Refusal(
         (round_batch, batch),
         lambda settings: settings.data.gen_batch_size != settings.data.train_batch_size and not _filters(settings),
@@ -47,12 +50,12 @@ def _groups() -> Iterator[Refusal]:
     )
     yield refused(
         {on: True, f"{_ROLLOUT}.do_sample": False},
-        "greedy samples of one prompt are all alike, so every group would be left out",
+        "greedy responses to one prompt are identical, so every group would be dropped",
         f"Set {_ROLLOUT}.do_sample=true, or {on}=false.",
         lambda settings: settings.actor_rollout_ref.rollout.n > 1,
     )
     filtered = {metric: "seq_final_reward", kl: True}
-    yield refused(filtered, "groups are filtered before the KL is known", f"Set {metric}=score.", _filters)
+    yield refused(filtered, "groups are filtered before the KL is computed", f"Set {metric}=score.", _filters)
 
 
 def _has_no_weight(settings: Settings) -> bool:
@@ -63,24 +66,24 @@ def _has_no_weight(settings: Settings) -> bool:
 def _losses() -> Iterator[Refusal]:
     mask, bypass = "algorithm.mask_truncated_responses", f"{KEY}.bypass_mode"
     way_out = f"Set {mask}=false, or {bypass}=false."
-    yield refused({mask: True, bypass: True}, "the losses of bypass mode read every token", way_out)
+    yield refused({mask: True, bypass: True}, "the losses of bypass mode always use all tokens", way_out)
     quantile, entropies = (
         "algorithm.top_entropy_quantile",
-        "the entropies come from a pass that bypass mode leaves out",
+        "the entropies come from the pass for old log-probs, which bypass mode skips",
     )
     yield refused({quantile: other_than(1.0), bypass: True}, entropies, f"Set {quantile}=1.0, or {bypass}=false.")
     lowest, highest = (f"{_ACTOR}.entropy_ctrl.{name}" for name in ("min", "max"))
     yield Refusal((lowest, highest), _has_no_weight, "the smallest weight is above the largest", f"Lower {lowest}.")
-    endless = "no response ends by itself, so nothing would be learned"
+    endless = "with ignore_eos every response is truncated, so nothing would be learned"
     yield refused({mask: True, f"{_ROLLOUT}.ignore_eos": True}, endless, f"Set {mask}=false.")
 
 
 def _custom(choice: str, section: str) -> Iterator[Refusal]:
     path = f"{section}.path"
     way_out = f"Set {path}=/path/to/file.py and {section}.name, or choose another {choice}."
-    yield refused({choice: CUSTOM, path: None}, "a function of your own needs its file", way_out)
+    yield refused({choice: CUSTOM, path: None}, "custom needs the file of your function", way_out)
     unchosen, way_out = {choice: other_than(CUSTOM), path: IS_SET}, f"Set {choice}=custom, or remove {path}."
-    yield refused(unchosen, "a file is named, but its function is not chosen", way_out)
+    yield refused(unchosen, "the function of this file is not chosen", way_out)
 
 
 ALGORITHM_RULES: tuple[Refusal, ...] = (
@@ -90,10 +93,10 @@ ALGORITHM_RULES: tuple[Refusal, ...] = (
     *_custom(f"{_LOSS}.loss_mode", f"{_LOSS}.custom"),
     *(refusal for record in RECORDS for refusal in record.refuses),
 )
-"""The rules above and those of the records, for :mod:`verl_memopt.config.checks`."""
+"""The rules above, and the rules that estimators and losses declare in their records."""
 
 
-# What the critic's keys must hold together, and when they have no effect.
+# The critic: refused combinations of its keys, and when its keys have no effect.
 
 
 _ENABLE = "critic.enable"
@@ -113,7 +116,7 @@ def _critic_rules() -> Iterator[Refusal]:
     batch, mini = "data.train_batch_size", "critic.ppo_mini_batch_size"
     yield refused(
         {_ENABLE: False},
-        "algorithm.adv_estimator=gae reads the values of a critic",
+        "algorithm.adv_estimator=gae needs a critic",
         f"Remove {_ENABLE}, or set algorithm.adv_estimator=rloo, grpo or another estimator without a critic.",
     )
     yield Refusal(
@@ -123,7 +126,7 @@ def _critic_rules() -> Iterator[Refusal]:
             and settings.data.train_batch_size % max(settings.critic.ppo_mini_batch_size or 0, 1) != 0
         ),
         "the prompts of a step do not divide into mini-batches",
-        f"Set {mini} to a divisor of {batch}, or leave it out: it follows the actor's.",
+        f"Set {mini} to a divisor of {batch}, or remove it: then it follows {_ACTOR}.ppo_mini_batch_size.",
     )
     yield from even_shards("critic.model.fsdp_config", "critic")
     yield from own_pool("critic")
@@ -131,13 +134,13 @@ def _critic_rules() -> Iterator[Refusal]:
         (_KEPT, "trainer.max_actor_ckpt_to_keep"),
         lambda settings: settings.trainer.max_critic_ckpt_to_keep != settings.trainer.max_actor_ckpt_to_keep,
         "a checkpoint holds policy and critic of one step, and is kept or removed as a whole",
-        f"Set trainer.max_actor_ckpt_to_keep alone, or both to one number; {_KEPT} follows it.",
+        f"Set trainer.max_actor_ckpt_to_keep only, which {_KEPT} follows, or set both to the same number.",
     )
     yield Refusal(
         (_WARMUP, "trainer.total_training_steps"),
         lambda settings: settings.trainer.critic_warmup > (settings.trainer.total_training_steps or math.inf),
         "the policy would never be updated",
-        f"Set {_WARMUP} to at most the steps of the run.",
+        f"Set {_WARMUP} to at most the number of training steps.",
     )
 
 
@@ -149,16 +152,17 @@ def _unused_critic() -> Iterator[UnusedKey]:
 
 
 CRITIC_RULES: tuple[Refusal, ...] = tuple(map(with_critic, _critic_rules()))
-"""Rules of several keys, for :mod:`verl_memopt.config.checks`. They hold in runs with a critic."""
+"""The rules of the critic. They apply only to runs with a critic."""
 
 WITHOUT_CRITIC = {unused.key: unused for unused in _unused_critic()}
 """Key -> why it has no effect in a run without a critic."""
 
 
-# What supervised fine-tuning (``algorithm.adv_estimator=sft``) refuses, and the keys that have no effect in it.
+# Supervised fine-tuning (``algorithm.adv_estimator=sft``): what it refuses, and which keys have no effect in it.
 
 
-OTHER_LOSS, NO_ROLLOUT = "the loss would not be the mean negative log-prob of the responses", "there is no rollout, and no reward"
+OTHER_LOSS = "the loss would not be the mean negative log-prob of the responses"
+NO_ROLLOUT = "supervised fine-tuning has no rollout and no reward"
 _ONLY: dict[str, tuple[tuple[str, Any], ...]] = {
     OTHER_LOSS: (
         (f"{_ACTOR}.use_kl_loss", False), ("algorithm.use_kl_in_reward", False), (f"{_LOSS}.loss_mode", "gpg"),
@@ -166,7 +170,7 @@ _ONLY: dict[str, tuple[tuple[str, Any], ...]] = {
         (f"{_ROLLOUT}.temperature", 1.0),
         (f"{_ACTOR}.off_policy_mask_threshold", None), ("algorithm.top_entropy_quantile", 1.0),
     ),
-    "the dataset has one response to a prompt": ((f"{_ROLLOUT}.n", 1),),
+    "the dataset has one response per prompt": ((f"{_ROLLOUT}.n", 1),),
     NO_ROLLOUT: (
         (f"{_ROLLOUT}.skip_rollout", False), (f"{KEY}.bypass_mode", False), (f"{KEY}.rollout_is", None),
         (f"{KEY}.rollout_rs", None), ("custom_reward_function.path", None), ("algorithm.filter_groups.enable", False),
@@ -174,10 +178,10 @@ _ONLY: dict[str, tuple[tuple[str, Any], ...]] = {
         ("algorithm.reward_clip_range", None),
     ),
 }  # fmt: skip
-"""Why only one value of a key makes sense -> each such key with this value."""
+"""Reason -> the keys that allow only one value for this reason, each with that value."""
 _MODES = ("rollout_only", "score_only", "train_only", "sync_check")
 _READ = ("temperature", "n", "skip_rollout", "name", "mode", "seed", "do_sample")
-"""Keys of ``rollout`` that a supervised run reads, or refuses."""
+"""Keys of ``rollout`` that a supervised run uses or refuses. The others have no effect in it."""
 
 
 def is_supervised(settings: Settings) -> bool:
@@ -185,7 +189,7 @@ def is_supervised(settings: Settings) -> bool:
 
 
 def _brings_no_dataset(settings: Settings) -> bool:
-    # A recipe brings its own dataset, and the key that switches it on is the one that switches on a reward model.
+    # `reward_model.enable` also switches on a recipe. A recipe has a dataset that a supervised run can train on.
     return settings.reward_model.reward_manager not in RECIPES
 
 
@@ -208,17 +212,17 @@ SUPERVISED_RULES: tuple[Refusal, ...] = (
     ),
     refused(
         {"debug.mode": _MODES.__contains__, _ESTIMATOR: SFT},
-        "this mode looks at rollouts",
+        "this debug mode needs rollouts, and supervised fine-tuning has none",
         "Set debug.mode=off, dry, forge, memory or deterministic.",
     ),
     refused(
         {QUANTIZATION: other_than("none"), _ESTIMATOR: SFT, **dict.fromkeys(DEVICES, above(0))},
-        "on several devices FSDP2 would shard the bytes, unless they are an engine's weights, and there is no engine",
+        "on several devices FSDP2 would shard the quantised bytes unless they belong to an engine, and there is no engine",
         f"Use one device, or set {QUANTIZATION}=none.",
         lambda settings: num_devices(settings) > 1,
     ),
 )
-"""What a supervised run refuses, for :mod:`verl_memopt.config.checks`."""
+"""What a supervised run refuses."""
 
 WITHOUT_ENGINE = {unused.key: unused for unused in _without_engine()}
 """Key -> why it has no effect in a supervised run."""
@@ -230,11 +234,11 @@ REJECTIONS = (
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
     "seq_max_k2", "seq_max_k3",
 )  # fmt: skip
-"""Values of ``rollout_rs``. One setting may have several."""
+"""The names that ``rollout_rs`` accepts, separated by commas."""
 
 
 def importance_bounds(threshold: float | str) -> tuple[float | None, float]:
-    """Parse ``rollout_is_threshold`` into a lower bound, None if there is none, and an upper bound.
+    """Parse ``rollout_is_threshold`` into (lower bound, upper bound). One number is an upper bound, and the lower bound is None.
 
     Raises:
         ConfigError: A bound cannot be read.
@@ -242,20 +246,22 @@ def importance_bounds(threshold: float | str) -> tuple[float | None, float]:
     bounds = _numbers(threshold)
     if len(bounds) not in (1, 2) or bounds[0] > bounds[-1]:
         raise ConfigError(
-            f"{KEY}.rollout_is_threshold={threshold}: give one positive number, or lower_upper with lower <= upper, as 0.5_5.0."
+            f"{KEY}.rollout_is_threshold={threshold}: give one positive number, or two as lower_upper with lower <= upper, "
+            "such as 0.5_5.0."
         )
     return (bounds[0] if len(bounds) == 2 else None), bounds[-1]
 
 
 def rejection_bounds(names: str, threshold: float | str | None) -> dict[str, tuple[float, float]]:
-    """Parse the lower and the upper bound of each rejection, in the units of its divergence.
+    """Return name of a rejection -> (lower bound, upper bound) of its divergence.
 
-    k1 reads ``lower_upper`` as bounds of a ratio, or one number as an upper bound whose reciprocal is the lower bound. k2 and k3
-    read one number; their lower bound is minus infinity.
+    k1 takes ``lower_upper``, two bounds of a ratio, or one upper bound whose reciprocal is the lower bound. Its divergence is the
+    log-ratio, so the logarithms of these bounds are returned. k2 and k3 take one upper bound; their lower bound is minus
+    infinity.
 
     Args:
-        names: Rejections, separated by commas.
-        threshold: One threshold for all of them, or one for each, separated by commas.
+        names: Names of rejections, separated by commas.
+        threshold: One threshold for all rejections, or one for each, separated by commas.
 
     Raises:
         ConfigError: A name or a threshold cannot be read.
@@ -275,7 +281,7 @@ def rejection_bounds(names: str, threshold: float | str | None) -> dict[str, tup
 
 
 def _numbers(text: float | str) -> list[float]:
-    # The empty list stands for a text that has a part that is no finite number above 0.
+    # Return [] if a part of the text is not a finite number above 0.
     try:
         numbers = [float(part) for part in str(text).split("_")]
     except ValueError:
@@ -290,7 +296,7 @@ def _bounds(name: str, spec: str) -> tuple[float, float]:
         or numbers[0] > numbers[-1]
         or (ratio and len(numbers) == 1 and numbers[0] < 1)
     ):
-        form = "lower_upper with lower <= upper, as 0.5_2.0, or one number of at least 1" if ratio else "one positive number"
+        form = "lower_upper with lower <= upper, such as 0.5_2.0, or one number of at least 1" if ratio else "one positive number"
         raise ConfigError(f"{KEY}.rollout_rs_threshold={spec}: {name} needs {form}.")
     if not ratio:
         return -math.inf, numbers[0]
@@ -302,14 +308,14 @@ _WEIGHTS, _WEIGHTS_BOUND = f"{KEY}.rollout_is", f"{KEY}.rollout_is_threshold"
 _REJECTION, _REJECTION_BOUND = f"{KEY}.rollout_rs", f"{KEY}.rollout_rs_threshold"
 _BYPASS, _BYPASS_LOSS = f"{KEY}.bypass_mode", f"{KEY}.loss_type"
 _SWITCHED = tuple((f"{_ACTOR}.{row.key}", with_input(row.name), row.help) for row in STATISTICS.values() if row.key)
-"""Key, the estimators that require it, and what it makes a pass compute."""
+"""(key, estimators that need it, name of the statistic that the pass for old log-probs then computes)."""
 
 
 def _fault(read: Callable[..., Any], *values: Any) -> str | None:
     try:
         read(*values)
     except ConfigError as error:
-        # The address is cut off, because the rule that reports the fault writes its own.
+        # Cut off the address: the rule that reports the fault adds its own.
         return str(error).partition(": ")[2].rstrip(".")
     return None
 
@@ -336,7 +342,7 @@ def _correction_rules() -> Iterator[Refusal]:
     yield Refusal(
         (_WEIGHTS_BOUND,),
         lambda settings: _weights_fault(settings) is not None,
-        "it does not spell one bound or two",
+        "expected one bound or two",
         "",
         lambda settings: str(_weights_fault(settings)),
     )
@@ -348,18 +354,18 @@ def _correction_rules() -> Iterator[Refusal]:
         lambda settings: str(_rejection_fault(settings)),
     )
     returned, mode, temperature = (f"{_ROLLOUT}.{key}" for key in ("calculate_log_probs", "logprobs_mode", "temperature"))
-    compared, way_out = f"{KEY} compares with the engine's log-probs", f"Set {returned}=true, or remove the correction."
+    compared, way_out = f"{KEY} needs the engine's log-probs", f"Set {returned}=true, or remove the correction."
     yield refused({returned: False}, compared, way_out, _corrects)
     yield refused(
         {mode: "raw_logprobs", temperature: other_than(1)},
-        f"{KEY} needs the log-probs of the distribution that was sampled, and raw ones are of temperature 1",
+        f"{KEY} needs log-probs at the sampling temperature, and raw log-probs are at temperature 1",
         f"Set {mode}=processed_logprobs.",
         _corrects,
     )
     for switch, estimators, what in _SWITCHED:
         reads = {_ESTIMATOR: estimators.__contains__, switch: False}
-        yield refused(reads, f"this estimator reads {what} at each token", f"Set {switch}=true.")
-    left_out = "this estimator reads a log-prob pass, which bypass mode leaves out"
+        yield refused(reads, f"this estimator needs {what} at each token", f"Set {switch}=true.")
+    left_out = "this estimator needs the pass for old log-probs, which bypass mode skips"
     yield refused({_ESTIMATOR: WITH_STATISTICS.__contains__, _BYPASS: True}, left_out, f"Set {_BYPASS}=false.")
 
 
@@ -375,17 +381,17 @@ def _unused_corrections() -> Iterator[UnusedKey]:
     yield UnusedKey(
         _WEIGHTS,
         _reports_weights_alone,
-        f"with {_BYPASS} the ratio of {_BYPASS_LOSS}=ppo_clip is the correction already, and weights are only reported",
+        f"with {_BYPASS} the ratio of {_BYPASS_LOSS}=ppo_clip already is the correction, so weights are only reported",
     )
     for key in ("calculate_entropy", "old_log_prob_pass"):
-        yield UnusedKey(f"{_ACTOR}.{key}", _bypasses, f"{_BYPASS} leaves out the pass for old log-probs")
+        yield UnusedKey(f"{_ACTOR}.{key}", _bypasses, f"{_BYPASS} skips the pass for old log-probs")
     for switch, estimators, _ in _SWITCHED:
         yield belongs(switch, _ESTIMATOR, estimators, f"it belongs to {' and '.join(estimators)}")
     yield from idle("algorithm.use_pf_ppo", False, "algorithm.pf_ppo.reweight_method", "algorithm.pf_ppo.weight_pow")
 
 
 CORRECTION_RULES: tuple[Refusal, ...] = tuple(_correction_rules())
-"""The combinations that are refused, for :mod:`verl_memopt.config.checks`."""
+"""What the rollout correction refuses, alone and together with estimators."""
 
 CORRECTION_UNUSED: tuple[UnusedKey, ...] = tuple(_unused_corrections())
-"""The settings without effect, for :mod:`verl_memopt.config.checks`."""
+"""When a key of the rollout correction or of PF-PPO has no effect."""

@@ -1,6 +1,6 @@
-"""Spellings of verl that mean one of our keys: each is read as that key, and a conflict between two is a problem.
+"""verl's other names for our keys: each is read as our key, and two names of one key with different values are a problem.
 
-Rows are (spelling, our key). A spelling may carry a value of another unit or vocabulary.
+A spelling is such a name, or such a word for a value. Some spellings also need their value converted, to another unit or word.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _AR = "actor_rollout_ref"
 _CHUNK = f"{_AR}.model.logprob_chunk_tokens"
 _LOSS_MODE = f"{_AR}.actor.policy_loss.loss_mode"
 _MODELS = {f"{_AR}.actor": f"{_AR}.model", "critic": "critic.model"}
-"""Section of a trained role -> section of its model."""
+"""Section of a trained role -> section of the role's model."""
 _FSDP = {f"{_AR}.actor": f"{_AR}.actor.fsdp_config", f"{_AR}.ref": f"{_AR}.ref.fsdp_config", "critic": "critic.model.fsdp_config"}
-"""Section of a role -> section of its sharding."""
+"""Section of a role -> the ``fsdp_config`` of the role's model."""
 _REWARD_FSDP = "reward_model.model.fsdp_config"
 _ATTENTION = "attn_implementation"
 
@@ -78,7 +78,7 @@ RENAMED = {
     "reward.reward_manager.source": "reward_manager.source",
     "reward_manager.name": "reward_model.reward_manager",
 }
-"""Spelling -> key, with the same value."""
+"""Spelling -> our key, for spellings whose value needs no conversion."""
 
 RENAMED_SECTIONS = {
     "critic.fsdp.": "critic.model.fsdp_config.",
@@ -88,7 +88,7 @@ RENAMED_SECTIONS = {
     "reward.sandbox_fusion.": "reward_model.sandbox_fusion.",
     "sandbox_fusion.": "reward_model.sandbox_fusion.",
 }
-"""Section -> section: a key below the first means the same key below the second."""
+"""Other name of a section -> our name, as prefixes of keys."""
 
 GLOBAL_MICRO_BATCHES = {
     f"{_AR}.actor.ppo_micro_batch_size": f"{_AR}.actor.ppo_micro_batch_size_per_gpu",
@@ -98,7 +98,7 @@ GLOBAL_MICRO_BATCHES = {
     "critic.forward_micro_batch_size": "critic.forward_micro_batch_size_per_gpu",
     "reward_model.micro_batch_size": "reward_model.micro_batch_size_per_gpu",
 }
-"""Sequences over all devices -> sequences per device."""
+"""verl's key that counts sequences over all devices -> our key, which counts sequences per device."""
 
 MET_BY_CHUNKING = frozenset(
     f"{_AR}.{key}"
@@ -113,11 +113,12 @@ MET_BY_CHUNKING = frozenset(
         "actor.sum_pi_squared_checkpointing",
     )
 )
-"""Switches that ``model.logprob_chunk_tokens`` makes unnecessary."""
+"""Switches of verl whose effect ``model.logprob_chunk_tokens`` has here."""
 
 REMOVE_PREVIOUS = "trainer.remove_previous_ckpt_in_save"
 PROMPTS, MINI_BATCH = "data.train_batch_size", f"{_AR}.actor.ppo_mini_batch_size"
-"""Prompts of a step, and those of an optimizer step. Null for the second = all of the step."""
+"""Keys of the prompts per training step and of the prompts per optimizer step. Null for the second means all prompts of the
+step."""
 
 _KL_TYPES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
 _PRECISIONS = {"bf16": "bfloat16", "float32": "fp32"}
@@ -143,9 +144,9 @@ VALUES = {
 
 
 def translate(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Rename the given keys to ours and convert their values; return them with the problems that were found.
+    """Rename the given keys to our keys and convert their values; return them with the problems that were found.
 
-    A key without effect here is left out, with a warning.
+    A key of verl that has no effect here is dropped with a warning, or is a problem (see :func:`refuse`).
     """
     flat = {key: value for key, value in flatten(tree, our_key).items() if value != REQUIRED}
     for overrides in (f"{model}.override_config" for model in _MODELS.values()):
@@ -171,7 +172,7 @@ def translate(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
         meant, *others = meanings.values()
         if any(other != meant for other in others):
             written = {key: flat[key] for key in meanings}
-            problems.append(problem(written, "spellings of one key with different values", f"Keep one; the name is {name}."))
+            problems.append(problem(written, "spellings of one key with different values", f"Keep {name} only."))
         refusal = refusal_of(name)
         if refusal is None:
             values[name] = meant
@@ -191,7 +192,7 @@ def our_key(key: str) -> str:
 
 
 def _without_attention(key: str, overrides: Any) -> dict[str, Any]:
-    # verl writes the attention implementation inside of ``override_config``, and here it is a key of its own.
+    # In verl the attention implementation is an entry of ``override_config``. Here it is a separate key.
     if not isinstance(overrides, Mapping) or _ATTENTION not in overrides:
         return {}
     others = {name: value for name, value in overrides.items() if name != _ATTENTION}
@@ -207,7 +208,7 @@ def _our_words(key: str, value: Any) -> Any:
 
 
 _Meaning = tuple[str, Any, list[Problem]]
-"""Our key, our value (None = not set), and the problems of the given value."""
+"""(our key, our value or None if nothing is set, problems of the given value)."""
 
 
 def _met_by_chunking(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
@@ -215,10 +216,10 @@ def _met_by_chunking(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
         return _CHUNK, None, [problem({key: value}, "expected true or false", f"Remove it: {_CHUNK} decides.")]
     chunk = flat.get(_CHUNK, Model.logprob_chunk_tokens)
     if value and chunk == 0:
-        what = "one asks for chunking, the other switches it off"
-        return _CHUNK, None, [problem({key: value, _CHUNK: chunk}, what, "Keep one of the two.")]
+        what = "the first key switches chunking on, the second switches it off"
+        return _CHUNK, None, [problem({key: value, _CHUNK: chunk}, what, "Remove one of the two.")]
     if value is not None:
-        logger.info("%s=%s: log-probs and entropy are chunked by %s=%s, whatever this key says", key, shown(value), _CHUNK, chunk)
+        logger.info("%s=%s has no effect: %s=%s decides how log-probs and entropy are chunked", key, shown(value), _CHUNK, chunk)
     return _CHUNK, None, []
 
 
@@ -238,19 +239,19 @@ def _per_device(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
 def _devices_of(section: str, flat: Mapping[str, Any]) -> int | None:
     where = section if flat.get(f"{section}.enable_resource_pool") is True else "trainer"
     counts = [flat.get(f"{where}.{count}", getattr(Trainer, count)) for count in POOL]
-    # A count of a wrong type is reported elsewhere.
+    # The type check reports a count that has a wrong type.
     return counts[0] * counts[1] if all(map(is_count, counts)) else None
 
 
 def _at_most_all(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
-    # Read a shard group with more devices than there are as one group of all devices, as verl does.
+    # A shard group larger than the number of devices means one group of all devices, as in verl.
     name = our_key(key)
     devices = _devices_of(name.partition(".")[0], flat)
     return name, -1 if devices is not None and is_count(value) and value > devices else value, []
 
 
 def is_count(value: Any) -> bool:
-    # True is an int in Python, and no count.
+    # In Python, True is an int. It is not a count.
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -259,25 +260,25 @@ def _whole_batch(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
 
 
 def _never(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
-    # Read false as -1, because verl only asks whether the number is above 0.
+    # Read false as -1: verl only checks whether the number is above 0.
     return key, -1 if value is False else value, []
 
 
 def _unless_null(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
-    # Read null as a key that is not set: the caller drops it.
+    # The caller drops a value of None, so null counts as not set.
     return our_key(key), value, []
 
 
 def _threshold(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
-    # Read null as a key that is not set, if there are no importance weights.
+    # Without importance weights null counts as not set.
     if value is None and flat.get(f"{KEY}.rollout_is") is not None:
         what = "importance weights need a threshold"
-        return key, None, [problem({key: value}, what, "Give a number, or two as low_high.")]
+        return key, None, [problem({key: value}, what, "Give one number, or two as lower_upper.")]
     return key, value, []
 
 
 def _lora_number(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
-    # Read 0 as a key that is not set, if there are no adapters or the folder of trained adapters has the number.
+    # 0 and null count as not set if there are no adapters, or if the folder of trained adapters gives the number.
     name = our_key(key)
     model = name.rpartition(".")[0]
     given = {our_key(spelling): number for spelling, number in flat.items() if our_key(spelling).startswith(f"{model}.lora_")}
@@ -285,7 +286,8 @@ def _lora_number(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
     is_open = has_folder and not rank if name.endswith("rank") else not rank
     if value not in (0, None) or isinstance(value, bool) or not is_open:
         return name, value, []
-    logger.info("%s=%s asks for nothing: %s", key, shown(value), "the adapters' folder decides" if has_folder else "no adapters")
+    why = "the folder of the adapters decides" if has_folder else "there are no adapters"
+    logger.info("%s=%s has no effect: %s", key, shown(value), why)
     return name, None, []
 
 
@@ -307,20 +309,20 @@ _MEANINGS: dict[str, Callable[[str, Any, Mapping[str, Any]], _Meaning]] = {
     f"{KEY}.rollout_is_threshold": _threshold,
     **{f"{model}.{name}": _lora_number for model in _MODELS.values() for name in ("lora_rank", "lora_alpha")},
 }
-"""Spelling whose value has another unit -> what it means, from the spelling, its value and all given keys."""
+"""Key whose value needs a conversion -> the function that converts it, from the key, its value and all given keys."""
 
 
-# verl's named settings of ``algorithm.rollout_correction``.
+# verl's presets of ``algorithm.rollout_correction``.
 #
-# A decoupled preset computes old log-probs with the trainer and corrects from the rollout engine to them. A bypass preset takes
-# the engine's log-probs as the old ones and skips that pass. In the names, ``is`` stands for importance weights, ``tis`` for
-# truncated ones, ``rs`` for rejection, ``geo`` for the geometric mean of a response's ratios, ``k3`` for the estimator k3 and
-# ``pg`` for a loss without a clip. Source: ``RolloutCorrectionConfig`` of verl 0.8 and 0.9; "When Speed Kills Stability" (Liu et
-# al., 2025).
+# A ``decoupled`` preset computes old log-probs with the trainer, and corrects the difference between them and the engine's
+# log-probs. A ``bypass`` preset uses the engine's log-probs as old log-probs, and skips the pass that computes these. In the
+# names, ``is`` means importance weights, ``tis`` truncated importance weights, ``rs`` rejection, ``geo`` the geometric mean of a
+# response's ratios, ``k3`` the estimator k3, and ``pg`` a loss without a clip. Source: ``RolloutCorrectionConfig`` of verl 0.8
+# and 0.9; "When Speed Kills Stability" (Liu et al., 2025).
 
 
 PRESET = f"{KEY}.preset"
-"""The key that names a preset. The name may also be the value of the section itself."""
+"""The key that selects a preset. The preset's name may also be given as the value of the section itself."""
 
 _OFF = RolloutCorrection()
 _TOKEN, _SEQUENCE = replace(_OFF, rollout_is="token"), replace(_OFF, rollout_is="sequence")
@@ -350,13 +352,13 @@ PRESETS: dict[str, RolloutCorrection] = {
     "bypass_pg_geo_rs_seq_tis": replace(_SEQUENCE, **_PG, **_GEO),
     "bypass_pg_geo_rs_token_tis": replace(_TOKEN, **_PG, **_GEO),
 }
-"""Name of each factory of verl's section -> its values."""
+"""Name of a preset (a factory method of verl's config class) -> its values."""
 
 
 def with_preset(written: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """Replace the name of a preset by the preset's values; return the settings with the problems that were found.
 
-    Keys of the section that are given besides the name keep their own values. Null means no preset.
+    Other keys of the section that the user gave win over the preset's values. Null means no preset.
     """
     settings = {key: value for key, value in written.items() if key not in (KEY, PRESET)}
     names = {key: written[key] for key in (KEY, PRESET) if written.get(key) is not None}

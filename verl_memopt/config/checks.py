@@ -1,6 +1,7 @@
-"""What keys must hold together: every rule that can be decided before a device or a file is looked at.
+"""Rules about several keys: every combination of settings that can be refused without a look at devices or files.
 
-A rule is a :class:`verl_memopt.memory.knob.Refusal`, as the knobs declare theirs: a question about the typed settings.
+A rule is a :class:`verl_memopt.memory.knob.Refusal`, a predicate of the typed settings. Knobs declare further rules in their
+files.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _ROLLOUT = f"{_AR}.rollout"
 _ENGINE_ARGUMENTS = f"{_ROLLOUT}.engine_kwargs.vllm"
 
 COLDEST, HOTTEST = 0.01, 2
-"""Lowest and highest temperature of vLLM besides 0. It refuses higher ones, and silently raises lower ones."""
+"""Lowest and highest temperature of vLLM besides 0. vLLM refuses a higher one, and silently raises a lower one."""
 
 ENGINE_NAMES = {
     "model": f"{_AR}.model.path",
@@ -63,11 +64,11 @@ ENGINE_NAMES = {
 
 
 class WrongKeyError(Exception):
-    """A rule has read a key whose own value is wrong, so it cannot be decided."""
+    """A rule read a key whose value is already known to be wrong, so the rule cannot be checked."""
 
 
 def without_wrong(settings: Settings, wrong: Set[str]) -> Settings:
-    """Return the settings as rules may read them: reading a key in ``wrong`` raises :class:`WrongKeyError`."""
+    """Return a view of the settings for rules: reading a key in ``wrong`` raises :class:`WrongKeyError`."""
 
     def address(key: str) -> str:
         if key in wrong:
@@ -78,19 +79,19 @@ def without_wrong(settings: Settings, wrong: Set[str]) -> Settings:
 
 
 def check(settings: Settings, values: Mapping[str, Any], user_keys: frozenset[str], wrong: set[str]) -> list[Problem]:
-    """Find all problems of the settings at once, and log a warning for each given key that has no effect.
+    """Return all problems of the settings, and log a warning for each key of the user that has no effect.
 
-    A value that is wrong by itself is reported alone: no rule about several keys looks at it.
+    A key whose value is wrong is reported once: rules about several keys skip it.
 
     Args:
-        settings: Typed settings, with the default of each key whose value is of a wrong type.
-        values: Key -> value of every key.
-        user_keys: Keys that the user wrote.
+        settings: Typed settings. A key whose value has a wrong type has its default here.
+        values: The value of every key.
+        user_keys: Keys that the user set.
         wrong: Keys that already have a problem.
     """
     wrong = followers_of(wrong)
     problems = [found for found in check_values(values) if wrong.isdisjoint(found.keys)]
-    # A key that follows a wrong key has a wrong value too, and a rule about it would name a mistake that nobody made.
+    # A key that follows a wrong key has a wrong value too. A rule about it would report a mistake that the user did not make.
     wrong = wrong | followers_of(key for found in problems for key in found.keys)
     readable, warned = without_wrong(settings, wrong), set[str]()
     if_not_given = leaf_values(Settings()) | {key: values[target] for key, target in LINKS.items()}
@@ -132,9 +133,9 @@ def _is_no_folder_name(name: str) -> bool:
 
 
 def _files() -> Iterator[Refusal]:
-    # Names become folders, so they must not lead anywhere else.
+    # These names become folders, so they must not be a path to another place.
     folder = "this is one part of the run folder's path, and cannot be empty, a dot, or hold a slash"
-    plain = "Give a plain name; trainer.default_local_dir sets the run folder itself."
+    plain = "Give a plain name, or set the whole run folder by trainer.default_local_dir."
     for key in ("trainer.project_name", "trainer.experiment_name"):
         yield refused({key: _is_no_folder_name}, folder, plain)
     no_path = "expected a path or a list of paths"
@@ -167,15 +168,15 @@ def _streams() -> Iterator[Refusal]:
             and not settings.trainer.val_only
             and settings.debug.mode not in WITHOUT_DATA
         ),
-        "a stream has no known number of rows, so trainer.total_epochs says no number of steps",
-        f"Set {steps} (from Python steps=..., in TRL's names max_steps). From Python, list(dataset) reads the rows whole.",
+        "a stream has no known number of rows, so trainer.total_epochs does not give a number of steps",
+        f"Set {steps} (steps=... in Python, max_steps in TRL's names), or pass list(dataset) from Python to read all rows first.",
     )
-    places = "a sampler names rows by their place, and a stream has none"
+    places = "a sampler selects rows by their index, and the rows of a stream have none"
     yield refused({key: True, sampler: lambda path: path is not None}, places, f"Remove {sampler}, or set {key}=false.")
     yield Refusal(
         (key, "reward_model.reward_manager"),
         lambda settings: settings.data.streaming and settings.reward_model.recipe is not None,
-        "this recipe reads its rows whole",
+        "this recipe cannot stream its rows",
         f"Set {key}=false.",
     )
 
@@ -185,7 +186,7 @@ def _best_checkpoint() -> Iterator[Refusal]:
     yield refused(
         {key: lambda name: name is not None and name.removeprefix("min:").removeprefix("max:").strip() == ""},
         "expected the name of a validation metric",
-        f"Set {key}=val-core/openai/gsm8k/reward/mean@1, or min:val/loss where less is better.",
+        f"Set {key}=val-core/openai/gsm8k/reward/mean@1, or min:val/loss for a metric that should be low.",
     )
     yield Refusal(
         (key, "data.val_files", "trainer.test_freq"),
@@ -199,8 +200,8 @@ def _best_checkpoint() -> Iterator[Refusal]:
     yield Refusal(
         (key, "trainer.keep_best"),
         lambda settings: settings.trainer.keep_best_checkpoint is not None and settings.trainer.keep_best is False,
-        "one asks to keep the best checkpoint, and the other not to",
-        "Leave one of them out.",
+        "the first key keeps the best checkpoint, the second does not",
+        "Remove one of the two.",
     )
 
 
@@ -231,15 +232,15 @@ def _batches() -> Iterator[Refusal]:
     yield Refusal(
         (response, "data.max_response_length"),
         lambda settings: (settings.actor_rollout_ref.rollout.response_length or 0) > settings.data.max_response_length,
-        "the engine would generate more than the trainer takes",
+        "the engine would generate longer responses than the trainer accepts",
         f"Remove {response}.",
     )
     yield Refusal(
         (prompt, response, longest),
         lambda settings: (settings.actor_rollout_ref.rollout.max_model_len or 0) < _engine_tokens(settings),
-        "prompt and response need more tokens",
+        "prompt and response together need more tokens",
         lambda settings: f"Raise {longest} to at least {_engine_tokens(settings)}, or remove it.",
-        lambda settings: f"prompt and response need {_engine_tokens(settings)} tokens",
+        lambda settings: f"prompt and response together need {_engine_tokens(settings)} tokens",
     )
 
 
@@ -275,7 +276,7 @@ def _devices() -> Iterator[Refusal]:
 def _runs() -> Iterator[Refusal]:
     yield refused(
         {"custom_reward_function.fallback_score": lambda score: abs(score) > LARGEST_SCORE},
-        f"scores beyond {LARGEST_SCORE:g} would train nothing",
+        f"scores beyond {LARGEST_SCORE:g} would train nothing, because their gradients overflow",
         f"Give a score between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}.",
     )
     sample, heat = (f"{_ROLLOUT}.val_kwargs.{key}" for key in ("do_sample", "temperature"))
@@ -285,7 +286,7 @@ def _runs() -> Iterator[Refusal]:
     for key in (heat, f"{_ROLLOUT}.temperature"):
         beyond = {f"{_ROLLOUT}.name": "vllm", key: lambda value: value > HOTTEST or 0 < value < COLDEST}
         way_out = f"Set {_ROLLOUT}.name=hf, or a temperature in that range."
-        yield refused(beyond, f"vLLM samples at temperatures from {COLDEST} to {HOTTEST}", way_out)
+        yield refused(beyond, f"vLLM accepts temperatures from {COLDEST} to {HOTTEST}", way_out)
     nothing = {"trainer.val_only": True, "data.val_files": None}
     yield refused(nothing, "there is nothing to validate on", "Set data.val_files, or trainer.val_only=false.")
     mode, path = "trainer.resume_mode", "trainer.resume_from_path"
@@ -298,4 +299,4 @@ RULES: tuple[Refusal, ...] = (
     *(rule for recipe in RECIPES.values() for rule in recipe.rules()), *SANDBOX_RULES, *_devices(),
     *CRITIC_RULES, *REFERENCE_RULES, *SUPERVISED_RULES, *_runs(), *debug_rules(),
 )  # fmt: skip
-"""The rules that belong to no knob."""
+"""All rules that are not declared by knobs."""

@@ -1,4 +1,4 @@
-"""What each debug mode leaves out of a run, and the settings that follow from it."""
+"""The debug modes: which parts of a training run each one has, and which settings it changes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 @dataclass(frozen=True)
 class DebugMode:
-    """The parts of a training run that a mode runs.
+    """The parts of a training run that a mode has.
 
     Attributes:
         reads_data: Prompts come from ``data.train_files``.
         has_engine: The rollout engine is built, and gets the policy's weights.
         replays: Responses come from a dump.
-        scores: Answers get a reward from functions or models.
+        scores: Reward functions or models score the responses.
         computes_log_probs: The policy and the reference compute log-probs.
-        updates: The policy learns.
-        supervised: The policy learns the responses of the dataset, which nothing scores.
-        default_steps: Steps where ``trainer.total_training_steps`` is null; None = as in a training run.
+        updates: The policy is updated.
+        supervised: The policy learns the responses of the dataset, without rewards.
+        default_steps: Number of steps if ``trainer.total_training_steps`` is null; None = as in a training run.
     """
 
     reads_data: bool = True
@@ -41,7 +41,7 @@ class DebugMode:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the mode is a whole training run: it validates, saves, and keeps checkpoints."""
+        """Whether the mode is a complete training run, which also validates and saves checkpoints."""
         return self.reads_data and self.updates
 
 
@@ -56,13 +56,16 @@ MODES: dict[str, DebugMode] = {
     "deterministic": DebugMode(),
     "sync_check": DebugMode(),
 }
-"""Value of ``debug.mode`` -> what it runs. The second step of ``forge`` is the first with optimizer state."""
+"""Value of ``debug.mode`` -> the parts of a run that it has.
+
+``forge`` takes two steps, because the optimizer's state is allocated in the first one, and the second shows the full memory.
+"""
 
 REPLAYING = frozenset(name for name, mode in MODES.items() if mode.replays)
 WITHOUT_DATA = frozenset(name for name, mode in MODES.items() if not mode.reads_data)
 NOT_WHOLE = frozenset(name for name, mode in MODES.items() if not mode.is_whole)
 DATA_KEYS = ("data.train_files", "data.val_files")
-"""Required keys that a mode without data does not need."""
+"""Required keys that may be missing in a mode that reads no data."""
 
 
 def mode_settings(mode: str) -> dict[str, Any]:
@@ -84,19 +87,19 @@ def debug_rules() -> Iterator[Refusal]:
     no_greedy, remove, off = WITH_GREEDY_RESPONSES.__contains__, f"Remove {skip}.", operator.not_
     yield refused(
         {_MODE: NOT_WHOLE.__contains__, "trainer.val_only": True},
-        "a validation alone runs none of what this mode looks at",
+        "a validation alone runs none of what this mode checks",
         "Set trainer.val_only=false, or debug.mode=off.",
     )
     yield refused({skip: off, _MODE: REPLAYING.__contains__}, "this mode replays stored rollouts", remove)
     generating = {skip: bool, _MODE: ("rollout_only", "forge", "sync_check").__contains__}
     yield refused(generating, "this mode does not replay stored rollouts", remove)
     yield refused({skip: bool, estimator: no_greedy}, "a dump has no greedy responses", "Choose another estimator.")
-    kept = "a dump holds the groups that were kept, and no further ones"
+    kept = "a dump holds the groups that were kept, and no groups to replace dropped ones"
     yield refused({skip: bool, groups: True}, kept, f"Set {groups}=false.")
     returned, limit = f"{_ROLLOUT}.calculate_log_probs", f"{_ROLLOUT}.max_logprob_diff"
     compared = "the check compares the engine's log-probs with the trainer's"
     yield refused({_MODE: "sync_check", returned: False}, compared, f"Set {returned}=true.")
-    unlimited = "the check needs a limit for the difference of log-probs"
+    unlimited = "the check needs a limit for the difference between log-probs"
     yield refused({_MODE: "sync_check", limit: None}, unlimited, f"Set {limit}=auto.")
     forged = {_MODE: "forge", estimator: no_greedy}
     yield refused(forged, "forged rows have no greedy responses", "Choose another estimator.")

@@ -1,4 +1,7 @@
-"""The dotted keys of the settings tree: which exist, of which type, and how one is read or replaced."""
+"""The dotted keys of the settings tree: which keys exist, their types, and how to read or replace their values.
+
+Below them are the helpers that describe problems and rules of settings.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ Section = TypeVar("Section")
 
 @cache
 def field_types(section: type, annotated: bool = False) -> dict[str, Any]:
-    """Map each field of a section class to its resolved type: first its own fields, then those of its knobs.
+    """Return field -> type for a section class: first the fields of the class itself, then the fields of its knobs.
 
-    ``annotated``: keep ``Annotated`` with its ranges.
+    ``annotated``: keep ``Annotated`` types, which hold the ranges.
     """
     hints = get_type_hints(section, include_extras=annotated)
     fields = [field.name for field in dataclasses.fields(section)]
@@ -55,7 +58,7 @@ def section_keys() -> frozenset[str]:
 
 
 MAIN = ("actor_rollout_ref.model.", "actor_rollout_ref.actor.", "data.", "trainer.")
-"""Sections that win if the last part of a key is ambiguous, unless several of their own keys end in it."""
+"""Prefixes of preferred keys. If several keys end in the same last part, a short name means the one key among these."""
 
 
 def leaf_values(settings: Settings) -> dict[str, Any]:
@@ -80,9 +83,11 @@ def replaced(section: Section, values: Mapping[str, Any]) -> Section:
 
 
 def flatten(tree: Mapping[str, Any], name_of: Callable[[str], str] = str, prefix: str = "") -> dict[str, Any]:
-    """Map dotted keys to the values of a nested mapping. Mappings of the schema stay whole; empty sections vanish.
+    """Return dotted key -> value for a nested mapping.
 
-    ``name_of``: maps another spelling of a dotted key to the schema's key.
+    A mapping that is the value of a key in the schema is not flattened. Empty sections are dropped.
+
+    ``name_of``: returns the schema's key for another spelling of a dotted key.
     """
     flat: dict[str, Any] = {}
     for name, value in tree.items():
@@ -96,12 +101,12 @@ def flatten(tree: Mapping[str, Any], name_of: Callable[[str], str] = str, prefix
     return flat
 
 
-# What is wrong with one set of settings, gathered so that everything is reported at once.
+# Problems of the settings. They are collected, so that one error reports all of them.
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake in the settings: the keys that it is about, and the sentence that the user reads."""
+    """One mistake in the settings: the keys that it concerns, and the text that the user reads."""
 
     keys: tuple[str, ...]
     text: str
@@ -123,7 +128,7 @@ def shown(value: Any) -> str:
 
 
 def raise_together(problems: Iterable[Problem]) -> None:
-    """Raise one ConfigError with a line for each problem. Without problems, return."""
+    """Raise one ConfigError with one line per problem, if there are problems."""
     lines = list(dict.fromkeys(found.text for found in problems))
     if len(lines) == 1:
         raise ConfigError(lines[0])
@@ -131,19 +136,19 @@ def raise_together(problems: Iterable[Problem]) -> None:
         raise ConfigError(f"{len(lines)} problems in the settings:\n" + "\n".join(lines))
 
 
-# Rules as rows of a table: each key that a rule shows, with the value that takes part in it.
+# Rules as tables: each key that a rule shows, with the value that the rule refuses.
 
 Ask = Callable[[Any], bool]
-"""A predicate of the value of one key."""
+"""A predicate of one key's value."""
 
 
 def other_than(*values: Any) -> Ask:
-    """Return a predicate that is true for any value but these."""
+    """Return a predicate that is true for every value except ``values``."""
     return lambda value: value not in values
 
 
 def above(limit: float) -> Ask:
-    """Return a predicate that is true above a limit. It is false for null."""
+    """Return a predicate that is true for numbers above ``limit``, and false for null."""
     return lambda value: value is not None and value > limit
 
 
@@ -153,14 +158,15 @@ IS_SET = other_than(None)
 def refused(
     where: Mapping[str, Any], because: str, way_out: str | Sentence, given: Predicate | None = None, here: Sentence | None = None
 ) -> Refusal:
-    """Return the rule that refuses a combination of values.
+    """Return a rule that refuses a combination of values.
 
     Args:
-        where: Dotted key -> the value that it must have for the rule to hold, or a predicate of it. All must hold.
-        because: See :class:`Refusal`, as for ``way_out`` and ``here``.
-        way_out: What the user can do.
-        given: A further condition.
-        here: See :class:`Refusal`.
+        where: Dotted key -> refused value, or a predicate that is true for refused values. The rule refuses the settings if all
+            keys have such values.
+        because: Why, as a sentence without a full stop.
+        way_out: What the user can set instead.
+        given: A further condition that must hold.
+        here: Returns the reason with numbers of the settings; see ``because_here`` of :class:`Refusal`.
     """
     assert leaf_types().keys() >= where.keys(), where
 
@@ -174,11 +180,11 @@ def refused(
 
 
 def idle(switch: str, off: Any, *keys: str) -> Iterator[UnusedKey]:
-    """Yield the rules of keys that have no effect while ``switch`` has the value ``off``."""
+    """Yield the rules that ``keys`` have no effect while ``switch`` has the value ``off``."""
     for key in keys:
         yield UnusedKey(key, lambda settings: value_at(settings, switch) == off, f"{switch} is {shown(off)}")
 
 
 def belongs(key: str, choice: str, owners: tuple[str, ...], because: str) -> UnusedKey:
-    """Return the rule of a key that has an effect only if ``choice`` is one of its owners, or a function of the user's own."""
+    """Return the rule that ``key`` has an effect only if the value of the key ``choice`` is in ``owners`` or is ``custom``."""
     return UnusedKey(key, lambda settings: value_at(settings, choice) not in (*owners, CUSTOM), because)
