@@ -1,7 +1,7 @@
-"""TRL's trainers by name: a script of TRL runs with ``from verl_memopt.trl import GRPOConfig, GRPOTrainer``.
+"""TRL's trainers under their own names. A TRL script runs with ``from verl_memopt.trl import GRPOConfig, GRPOTrainer``.
 
-The arguments are TRL's. Those with a counterpart here are translated to it (docs/from_trl.md), and the others are refused by
-name. ``trainer.run`` is the finished run (:class:`verl_memopt.api.Run`).
+The trainers take TRL's arguments. An argument with a counterpart here is translated to it (docs/from_trl.md). Any other argument
+is refused with an error that names it. ``trainer.run`` is the finished run (:class:`verl_memopt.api.Run`).
 """
 
 from __future__ import annotations

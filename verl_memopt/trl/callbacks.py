@@ -1,4 +1,4 @@
-"""Callbacks of transformers in this training loop: a listener that turns moments into events, and keeps TRL's log history."""
+"""Transformers' callbacks in this training loop. A listener calls their events, and keeps the log history under TRL's names."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ NEVER = (
     "on_epoch_begin", "on_epoch_end", "on_substep_end", "on_optimizer_step", "on_pre_optimizer_step", "on_prediction_step",
     "on_predict",
 )  # fmt: skip
-"""Events of transformers that never happen here, because micro-batches and optimizer steps run in the workers."""
+"""Events that never happen here, because micro-batches and optimizer steps run in the workers."""
 
 
 NOTHING = dict.fromkeys(("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"))
-"""Further arguments of an event. They are None: model and optimizer are in the workers."""
+"""Arguments of every event that are always None here: the model and the optimizer are in the workers."""
 
 
 class Callbacks:
-    """The callbacks of a trainer, with the state and the control that transformers passes to them.
+    """The callbacks of a trainer, with the ``TrainerState`` and the ``TrainerControl`` that each event receives.
 
     Args:
         given: Objects or classes of transformers' ``TrainerCallback``.
@@ -45,7 +45,7 @@ class Callbacks:
         self.begin()
 
     def begin(self) -> None:
-        """Reset state and control for a new run."""
+        """Reset the state and the control for a new run."""
         from transformers import TrainerControl, TrainerState
 
         self.state, self.control = TrainerState(), TrainerControl()
@@ -54,17 +54,19 @@ class Callbacks:
         self._began, self._tokens = time.monotonic(), 0
 
     def add(self, callback: Any) -> None:
-        """Add a callback, an object or a class.
+        """Add a callback: an object, or a class, which is called without arguments.
 
         Raises:
-            ConfigError: It is no callback of transformers.
+            ConfigError: The callback is not a ``TrainerCallback``.
         """
         from transformers import TrainerCallback
 
         with users_code("callbacks", ConfigError):
             added = callback() if isinstance(callback, type) else callback
         if not isinstance(added, TrainerCallback):
-            raise ConfigError(f"callbacks: {type(added).__name__} is no TrainerCallback of transformers. Derive it from that.")
+            raise ConfigError(
+                f"callbacks: {type(added).__name__} is no TrainerCallback. Derive it from transformers' TrainerCallback."
+            )
         never_called = [name for name in NEVER if getattr(type(added), name) is not getattr(TrainerCallback, name)]
         if never_called:
             logger.warning("callbacks: %s of %s is never called here", ", ".join(never_called), type(added).__name__)
@@ -75,7 +77,7 @@ class Callbacks:
         self.objects = [kept for kept in self.objects if kept is not callback and type(kept) is not callback]
 
     def evaluation(self, prefix: str, take: Callable[[dict[str, float]], None]) -> Listener:
-        """Return the listener of a separate validation, which passes its metrics to ``take``."""
+        """Return a listener for a separate validation run. It passes the validation metrics to ``take``."""
 
         def listen(progress: Progress) -> None:
             if progress.validation is not None:
@@ -86,14 +88,14 @@ class Callbacks:
         return listen
 
     def listen(self, progress: Progress) -> None:
-        """Turn a moment of the run into an event of the callbacks, and what they request into requests to the run."""
+        """Call the callbacks' event for this moment of the run, and pass on their requests to validate, save or stop."""
         state, control = self.state, self.control
         state.global_step, state.max_steps = progress.step, progress.total_steps
         if progress.moment == "begin":
             self._began, control.should_training_stop = time.monotonic(), False
             self._call("on_train_begin")
         elif progress.moment == "step_begin":
-            state.global_step = progress.step - 1  # it counts whole steps
+            state.global_step = progress.step - 1  # transformers counts finished steps
             control.should_save = control.should_evaluate = control.should_log = False
             self._call("on_step_begin")
         elif progress.moment == "step":
@@ -106,7 +108,7 @@ class Callbacks:
         elif progress.moment == "validated":
             metrics = self._validated(progress, "eval")
             self._call("on_evaluate", metrics=metrics)
-            self._note_best(metrics)  # early stopping compares with the best before
+            self._note_best(metrics)  # after the event, in which early stopping compares with the previous best
         elif progress.moment == "logged":
             log = training_log(progress, {**self._answered, "num_tokens": float(self._tokens)})
             self._losses.append(log.get("loss", math.nan))
@@ -159,6 +161,6 @@ class Callbacks:
 
 
 def last_metrics(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics of the whole run from the log history, as TRL's ``train`` returns them."""
+    """Return the metrics of the whole run from the log history, in the form that TRL's ``train`` returns."""
     last = history[-1] if history else {}
     return {name: value for name, value in last.items() if name.startswith("train_") or name in ("epoch", "total_flos")}

@@ -1,4 +1,4 @@
-"""TRL's configs by name: a dict of the given arguments, with TRL's defaults for all others as attributes."""
+"""TRL's config classes as dicts of the given arguments. Arguments that were not given are attributes with TRL's defaults."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from verl_memopt.memory.lora import PEFT, not_here
 logger = logging.getLogger(__name__)
 
 PEFT_PASSES = {"task_type": "CAUSAL_LM", "peft_type": "LORA", "bias": "none", "init_lora_weights": True}
-"""Fields of peft's LoraConfig without a counterpart here, and the only value that is accepted."""
+"""Fields of peft's LoraConfig without a counterpart here -> the only accepted value."""
 PEFT_NOTES = ("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version")
-"""Fields in which peft notes what it has adapted. They are ignored."""
+"""Fields of peft's LoraConfig that peft itself fills in when it adapts a model. They are ignored."""
 PEFT_TARGETS = ("q_proj", "v_proj")
 """The layers that peft adapts in most models by default."""
 MACHINE = ("output_dir", "use_cpu", "bf16", "fp16")
-"""Fields that a config of transformers checks against the machine when it is made."""
+"""Fields that transformers checks against the machine whenever a config is created."""
 
 
 class GRPOConfig(dict[str, Any]):
-    """TRL's arguments by name, for the trainers of this package: a dict of those that were given.
+    """TRL's ``GRPOConfig`` for the trainers of this package: a dict of the arguments that were given.
 
-    An argument is an attribute too, which can be read and set. One that was not given has TRL's default there. The trainers also
-    accept a ``GRPOConfig`` or ``RLOOConfig`` of TRL.
+    Each argument is also an attribute, which can be read and set. The attribute of an argument that was not given has TRL's
+    default. The trainers also accept TRL's own ``GRPOConfig`` and ``RLOOConfig``.
     """
 
     algorithm: ClassVar[str] = "grpo"
@@ -60,24 +60,24 @@ class GRPOConfig(dict[str, Any]):
 
 
 class RLOOConfig(GRPOConfig):
-    """As :class:`GRPOConfig`, for RLOO."""
+    """TRL's ``RLOOConfig``, in the form of :class:`GRPOConfig`."""
 
     algorithm: ClassVar[str] = "rloo"
 
 
 def as_attributes(args: Any, kind: type[GRPOConfig]) -> Any:
-    """Return a config whose arguments are attributes: a config of TRL unchanged, anything else as ``kind``."""
+    """Return a config whose arguments are attributes. None or a plain dict becomes a ``kind``; a config stays as it is."""
     if args is None or (isinstance(args, Mapping) and not isinstance(args, GRPOConfig)):
         return kind(args or {})
     if not isinstance(args, GRPOConfig) and (isinstance(args, type) or not dataclasses.is_dataclass(args)):
-        raise ConfigError(f"args: {type(args).__name__} is no config. Give a dict, or a config of TRL.")
+        raise ConfigError(f"args: {type(args).__name__} is not a config. Give a dict, or a config of TRL.")
     return args
 
 
 def given_and_defaults(args: Any, name: str = "args") -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a config into the arguments that were given and the defaults of the others.
 
-    A dict holds only what was given. In a config of TRL or peft, values that differ from the defaults were given.
+    Every entry of a dict counts as given. In a config of TRL or peft, a value counts as given if it differs from the default.
     """
     if args is None:
         return {}, {}
@@ -85,37 +85,37 @@ def given_and_defaults(args: Any, name: str = "args") -> tuple[dict[str, Any], d
         return dict(args), {}
     if not dataclasses.is_dataclass(args) or isinstance(args, type):
         raise ConfigError(
-            f"{name}: {type(args).__name__} is no config. Give a dict, or a config of TRL (of peft for peft_config)."
+            f"{name}: {type(args).__name__} is not a config. Give a dict, or a config of TRL (of peft for peft_config)."
         )
     make: Any = type(args)
     fields = {field.name: field.default for field in dataclasses.fields(args) if field.init}
     values = {name: getattr(args, name) for name in fields}
-    # Without these, a config of transformers cannot be made on some machines.
+    # On some machines transformers refuses to create a config without the given values of these fields.
     given = {name: values[name] for name in MACHINE if name in fields and values[name] != fields[name]}
     plain = make(**given)
     changed = {name: value for name, value in values.items() if value != getattr(plain, name)}
     given |= {name: value for name, value in changed.items() if fields[name] is not None}
     for name, value in changed.items():
-        # TRL derives fields that were not given. Only a value that it would not derive was given.
+        # TRL fills in some fields from others. Such a field counts as given only if TRL would have filled in another value.
         if name not in given and value != _derived(make, given).get(name):
             given[name] = value
     if "generation_batch_size" in given:
-        # It may come from steps_per_generation. Both mean the same passes once the rows of a pass are fixed.
+        # TRL may have computed it from steps_per_generation. With per_device_train_batch_size fixed too, both say the same.
         given["per_device_train_batch_size"] = values["per_device_train_batch_size"]
-    # A field that TRL derives from others has no default.
+    # A field that TRL fills in from others has no default.
     return given, {name: getattr(plain, name) for name in fields if fields[name] is not None}
 
 
 def _derived(make: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return dict(vars(make(**given)))
-    # The given fields alone may not make a valid config. Then nothing can be derived.
+    # The given fields alone may be refused by TRL. Then TRL fills in nothing.
     except ValueError:
         return {}
 
 
 def adapter_arguments(config: Any) -> dict[str, Any]:
-    """Translate peft's LoraConfig into LoRA settings of this package."""
+    """Translate peft's LoraConfig into the LoRA settings of this package."""
     if config is None:
         return {}
     settings: dict[str, Any] = {"lora_rank": 8, "lora_alpha": 8, "target_modules": list(PEFT_TARGETS)}  # peft's defaults
@@ -128,9 +128,9 @@ def adapter_arguments(config: Any) -> dict[str, Any]:
         elif name in PEFT_NOTES:
             continue
         elif name == "lora_dropout":
-            logger.warning("peft_config: lora_dropout=%s does nothing here: adapters are computed without dropout", value)
+            logger.warning("peft_config: lora_dropout=%s does nothing here: adapters have no dropout", value)
         elif value and PEFT_PASSES.get(name) != value:
             raise ConfigError(
-                f"peft_config: {name}={value!r:.100} has no equal here. LoRA reads {', '.join(PEFT)}. Leave it out."
+                f"peft_config: {name}={value!r:.100} has no equal here. Supported are {', '.join(PEFT)}. Leave it out."
             )
     return {f"actor_rollout_ref.model.{name}": value for name, value in settings.items()}

@@ -24,32 +24,32 @@ OURS = {
     "clip_ratio/region_mean": "actor/pg_clipfrac", "sampling/sampling_logp_difference/mean": "rollout/logprob_diff_mean",
     "sampling/sampling_logp_difference/max": "rollout/logprob_diff_max", "step_time": "timing_s/step",
 }  # fmt: skip
-"""TRL's name -> our metric of a training step, or several metrics of which a run logs one."""
+"""TRL's name -> our metric of a training step, or several metrics of which a run logs only one."""
 
 
 @dataclass(frozen=True)
 class RewardNames:
-    """The reward functions in their order, and the weight of each."""
+    """The names and weights of the reward functions, in the order in which they were given."""
 
     names: Sequence[str]
     weights: Sequence[float]
 
     def of(self, result: RewardResult) -> dict[str, float | None]:
-        """Return the score of each function before its weight. None if the function does not apply to the row."""
+        """Return the unweighted score of each function. None = the function does not apply to the row."""
         if len(self.names) == 1 and self.names[0] not in result.extra:
-            # One function's weighted score is the reward. A weight of 0 hides it.
+            # With one function only its weighted score is stored, as the reward. A weight of 0 loses it.
             return {self.names[0]: result.score / self.weights[0] if self.weights[0] else None}
         return {name: result.extra.get(name) for name in self.names}
 
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """The fields of an answer that the metrics read."""
+    """The facts about one answer from which the metrics are computed."""
 
     index: int
-    """Number of the dataset's row that was answered."""
+    """Index of the answered row in the dataset."""
     set_name: str
-    """Name of the dataset; "" = it has none."""
+    """Name of the validation set; "" = it has no name."""
     length: int
     """Number of response tokens."""
     ended: bool
@@ -57,7 +57,7 @@ class ScoredRow:
 
     @property
     def score(self) -> float:
-        """The reward; NaN = none."""
+        """The reward; NaN = the row has no reward."""
         return self.result.score
 
 
@@ -72,7 +72,7 @@ def scored_rows(answers: RowAnswers, results: Sequence[RewardResult]) -> list[Sc
 
 
 def training_log(progress: Progress, answered: Mapping[str, float]) -> dict[str, float]:
-    """Return a training step's metrics under TRL's names. ``answered`` holds those of its answers, from :func:`answer_log`."""
+    """Return a training step's metrics under TRL's names, with ``answered``, the metrics from :func:`answer_log`."""
     metrics = progress.metrics
     log: dict[str, float] = {}
     for name, ours in OURS.items():
@@ -82,7 +82,7 @@ def training_log(progress: Progress, answered: Mapping[str, float]) -> dict[str,
 
 
 def answer_log(rows: Sequence[ScoredRow], functions: RewardNames) -> dict[str, float]:
-    """Return metrics of answers and their rewards under TRL's names. Rows without a reward count only in the lengths."""
+    """Return metrics of answers and rewards under TRL's names. Rows without a reward count only in the metrics of length."""
     log = _lengths(rows)
     scored = [row for row in rows if not math.isnan(row.score)]
     if not scored:
@@ -98,7 +98,7 @@ def answer_log(rows: Sequence[ScoredRow], functions: RewardNames) -> dict[str, f
 
 
 def evaluation_log(rows: Sequence[ScoredRow], functions: RewardNames, prefix: str) -> dict[str, float]:
-    """Return the metrics of a validation. Each named dataset has metrics of its own."""
+    """Return the metrics of a validation, separately for each validation set."""
     log: dict[str, float] = {}
     for name in dict.fromkeys(row.set_name for row in rows):
         in_set = [row for row in rows if row.set_name == name]
@@ -108,10 +108,13 @@ def evaluation_log(rows: Sequence[ScoredRow], functions: RewardNames, prefix: st
 
 
 def policy_loss(rows: Sequence[ScoredRow]) -> float:
-    """Return the loss of answers under the policy that generated them, a mean over tokens, without a KL.
+    """Return the loss of the policy that generated the answers, as a mean over tokens and without a KL term.
 
-    Every ratio is 1 there, so it is minus the mean advantage, normalised by each group's deviation. Rows without a reward count
-    0.
+    Every importance ratio is 1, so the loss is minus the mean advantage::
+
+        advantage = (reward - group mean) / (group standard deviation + 1e-4)
+
+    Rows without a reward are left out.
     """
     total, tokens = 0.0, 0
     for group in _groups([row for row in rows if not math.isnan(row.score)]):

@@ -1,4 +1,4 @@
-"""The models of a trainer as objects of transformers and peft, on the host. The workers train models of their own."""
+"""The models of a trainer as objects of transformers and peft, in host memory. The workers train separate copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REFERENCE_PATH = "actor_rollout_ref.ref.model.path"
 
 
 class ArgumentError(ConfigError, ValueError):
-    """A wrong argument of a trainer. It is a ValueError too, because TRL's trainers raise one, which a script may expect."""
+    """A trainer got a wrong argument. The class is also a ValueError, because TRL raises one and a script may catch it."""
 
 
 def loaded(name: str | Path, arguments: Mapping[str, Any] | None, trusted: bool) -> Any:
@@ -32,12 +32,12 @@ def with_adapters(model: Any, config: Any) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as problem:
-        raise ArgumentError("model: a model with adapters is one of peft, which is not installed. Install peft.") from problem
+        raise ArgumentError("model: a model with adapters needs peft, which is not installed. Install peft.") from problem
     return get_peft_model(model, LoraConfig(**config) if isinstance(config, Mapping) else config)
 
 
 def take_trained(model: Any, folder: Path, trusted: bool) -> None:
-    """Copy the trained weights in ``folder`` into a model, or only the adapters if it has some."""
+    """Copy the trained weights in ``folder`` into a model. If the model has adapters, copy only the adapters."""
     if is_adapted(model):
         from peft import set_peft_model_state_dict
         from safetensors.torch import load_file
@@ -62,7 +62,7 @@ def starting_model(run: Path) -> str:
 
 
 def take_moved(model: Any, run: Path) -> None:
-    """Copy the weights of a moving reference from the run's newest checkpoint. A reference that does not move is unchanged.
+    """Copy the weights of a moving reference from the run's newest checkpoint. If the reference never moves, do nothing.
 
     Raises:
         ArgumentError: The run saved no checkpoint.
@@ -78,7 +78,7 @@ def take_moved(model: Any, run: Path) -> None:
         raise ArgumentError(f"ref_model: the reference has moved, and {run} has no checkpoint of it. Set save_strategy=steps.")
     stored = StoredTensors(newest.folder / REFERENCE)
     weights = {name.removeprefix("lm."): stored.read(name) for name in stored.names}
-    model.load_state_dict(weights, strict=False)  # a head that is the embedding has no weights of its own
+    model.load_state_dict(weights, strict=False)  # a head that is tied to the embedding is not stored
 
 
 def _settings_of(run: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""TRL's reward functions by name: what a script imports from ``trl.rewards``. They take TRL's arguments and give its values.
+"""The reward functions of ``trl.rewards`` with the same names, arguments and values, for scripts that import them.
 
-A completion is a text, or the messages of one turn. The score None means that the row has no reward and leaves its group. What
-a function reads beside the completions is a column of the dataset (``solution``), or comes from the rollout (``completion_ids``).
+A completion is a string, or the messages of one turn. The score None means that the row has no reward and is left out of its
+group. The other arguments are columns of the dataset (``solution``), or come from the rollout (``completion_ids``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from verl_memopt.rewards.math_answers import LatexAnswer, latex_answer
 
 LogExtra = Callable[[str, list[Any]], None]
-"""Called with the name of a column for the table of samples, and one value per row."""
+"""Adds a column to the table of samples. It is called with the column's name and one value per row."""
 
 # A reward function with settings is an object and not a closure, so that it can be sent to a reward process.
 
@@ -30,10 +30,10 @@ def think_format_reward(completions: Sequence[Any], **columns: Any) -> list[floa
 def accuracy_reward(
     completions: Sequence[Any], solution: Sequence[str], log_extra: LogExtra | None = None, **columns: Any
 ) -> list[float | None]:
-    """Return 1.0 if the LaTeX of a completion equals its solution, else 0.0; None if the solution cannot be read.
+    """Return 1.0 if the LaTeX in a completion equals its solution, else 0.0. None = the solution cannot be parsed.
 
-    The boxed answer is tried first. A text without LaTeX has no answer. Outside the main thread nothing bounds the time of
-    math-verify, because its alarm works only in the main thread.
+    A boxed answer is preferred. Only LaTeX counts as an answer. math-verify limits its own time with an alarm, which works only
+    in the main thread; in any other thread its time has no limit.
     """
     compared = [latex_answer(_text(text), wanted) for text, wanted in zip(completions, solution, strict=True)]
     return _logged(compared, solution, log_extra)
@@ -46,10 +46,10 @@ def reasoning_accuracy_reward(
     log_extra: LogExtra | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    """Return what :func:`accuracy_reward` gives for the text after the reasoning, and 0.0 if the reasoning does not end.
+    """Apply :func:`accuracy_reward` to the text after the reasoning. The score is 0.0 if the reasoning does not end.
 
-    ``reasoning_delimiters`` are texts that end the reasoning. The first of them that occurs counts, at its last position. None =
-    ``</think>``.
+    ``reasoning_delimiters`` lists strings that end the reasoning; None = ``</think>``. The first string of the list that occurs
+    in the completion is used, and the reasoning ends where it occurs last.
     """
     ends = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
     compared = []
@@ -67,8 +67,9 @@ def reasoning_accuracy_reward(
 class _CosineScaled:
     max_len: int
     wrong: tuple[float, float]
-    """At no token, and at ``max_len``."""
+    """Score of a wrong answer with 0 tokens, and with ``max_len`` tokens."""
     right: tuple[float, float]
+    """Score of a right answer with 0 tokens, and with ``max_len`` tokens."""
     __name__ = "cosine_scaled_reward"
 
     def __call__(
@@ -79,7 +80,7 @@ class _CosineScaled:
 
     def _scaled(self, right: bool, length: int) -> float:
         first, last = self.right if right else self.wrong
-        # Longer ones count as max_len, because the cosine would rise again.
+        # Longer completions count as max_len tokens, because the cosine would rise again.
         share = min(length / self.max_len, 1.0)
         return last + 0.5 * (first - last) * (1.0 + math.cos(share * math.pi))
 
@@ -125,31 +126,34 @@ def get_cosine_scaled_reward(
     min_value_correct: float = 0.5,
     max_value_correct: float = 1.0,
 ) -> Callable[..., list[float | None]]:
-    """Return a reward function that prefers short right answers and long wrong ones, along a cosine of the length in tokens.
+    """Return a reward function that prefers short right answers and long wrong answers.
 
-    A right answer falls from ``max_value_correct`` to ``min_value_correct`` at ``max_len`` tokens, and a wrong one rises from
-    ``min_value_wrong`` to ``max_value_wrong``. :func:`accuracy_reward` decides which is right. Source: arXiv 2502.03373, C.1.
+    From 0 to ``max_len`` tokens the score follows a cosine. The score of a right answer falls from ``max_value_correct`` to
+    ``min_value_correct``, and that of a wrong answer rises from ``min_value_wrong`` to ``max_value_wrong``. An answer is right if
+    :func:`accuracy_reward` says so. Source: arXiv 2502.03373, C.1.
     """
     return _CosineScaled(max_len, (min_value_wrong, max_value_wrong), (max_value_correct, min_value_correct))
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Callable[..., list[float]]:
-    """Return a reward function: ``max_penalty`` times the share of a completion's token n-grams that repeat earlier ones.
+    """Return a reward function that penalises repetition.
 
-    Source: arXiv 2502.03373, C.2.
+    The score is ``max_penalty`` times the share of a completion's token n-grams that repeat an earlier n-gram. Source: arXiv
+    2502.03373, C.2.
 
     Raises:
         ValueError: ``max_penalty`` is above 0.
     """
     if max_penalty > 0:
-        raise ValueError(f"max_penalty={max_penalty}: a penalty is not above 0. Give its negative.")
+        raise ValueError(f"max_penalty={max_penalty}: a penalty must not be above 0. Give a negative number.")
     return _RepetitionPenalty(ngram_size, max_penalty)
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
-    """Return a reward function that is 0 up to the last ``soft_punish_cache`` tokens, and falls to -1 at ``max_completion_len``.
+    """Return a reward function that penalises completions near or beyond the length limit.
 
-    Source: DAPO, arXiv 2503.14476, equation 13.
+    The score is 0 up to ``max_completion_len - soft_punish_cache`` tokens. It then falls linearly to -1 at
+    ``max_completion_len``, and stays at -1. Source: DAPO, arXiv 2503.14476, equation 13.
     """
     return _SoftOverlong(max_completion_len, soft_punish_cache)
 

@@ -1,4 +1,4 @@
-"""The common part of TRL's trainers: their arguments, the run, and the models before and after it."""
+"""The common base of the trainers with TRL's arguments: it starts the run, and gives the models before and after it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REFUSED = {
-    "compute_metrics": "a validation reports rewards. Return a dict with further numbers from the reward function",
+    "compute_metrics": "a validation reports rewards only. For other metrics return a dict of numbers from the reward function",
     "environment_factory": "there are no environments with several turns. Leave it out",
     "optimizers": "the optimizer is set by actor_rollout_ref.actor.optim. Leave it out",
     "rollout_func": "the engine is chosen by actor_rollout_ref.rollout.name. Leave it out",
@@ -48,7 +48,7 @@ REFUSED = {
 
 
 ENTROPY = "actor_rollout_ref.actor.calculate_entropy"
-"""TRL always logs the entropy."""
+"""Set to true unless the arguments say otherwise, because TRL always logs the entropy."""
 SUMS_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")
 """Values of ``loss_type`` that give a longer response more weight."""
 
@@ -59,7 +59,7 @@ class TrlTrainer:
     algorithm: ClassVar[str] = ""
     config: ClassVar[type[GRPOConfig]] = GRPOConfig
     aux_loss_enabled: ClassVar[bool] = False
-    """Whether the loss has a term for the balance of experts."""
+    """Whether the loss has a load-balancing term for experts. It never has one here."""
 
     def __init__(
         self,
@@ -76,21 +76,24 @@ class TrlTrainer:
         quantization_config: Any = None,
         **others: Any,
     ) -> None:
-        """Check the arguments. Nothing is started yet.
+        """Check the arguments. No process starts before :meth:`train`.
 
         Args:
-            model: Folder, hub id, or a model of transformers or peft.
-            reward_funcs: One reward function or several. Some may be reward models: folder, hub id or object.
+            model: Folder or hub id of a model, or a model object of transformers or peft.
+            reward_funcs: One reward function or several. A reward model (folder, hub id or object) may stand in place of a
+                function.
             args: A config of TRL or of this package, or a dict with TRL's names.
-            train_dataset: Rows with ``prompt`` and further columns, as TRL has them.
-            eval_dataset: Held-out rows, or name -> rows.
-            processing_class: The tokenizer. None = that of the model's folder.
-            reward_processing_classes: The tokenizer of the only reward model, or one entry per reward, None for a function.
+            train_dataset: Rows with a ``prompt`` and other columns, as in TRL.
+            eval_dataset: Held-out rows, or a dict of name -> rows.
+            processing_class: The tokenizer. None = the tokenizer in the model's folder.
+            reward_processing_classes: One entry per reward: the tokenizer of a reward model, and None for a function. A single
+                reward needs no list.
             callbacks: Objects or classes of transformers' ``TrainerCallback``.
-            optimizers: Refused unless it is None, as are ``others``.
+            optimizers: Must be None.
             peft_config: A LoraConfig of peft, or a dict of its fields.
-            quantization_config: A BitsAndBytesConfig of transformers, or a dict of its fields, for the base below the adapters.
-            others: Further arguments of TRL.
+            quantization_config: A BitsAndBytesConfig of transformers, or a dict of its fields, for the base model under the
+                adapters.
+            others: Other arguments of TRL. They are refused, except that those in ``REFUSED`` may be None.
 
         Raises:
             ConfigError: An argument is wrong or has no equal here.
@@ -105,15 +108,15 @@ class TrlTrainer:
         self._quantization = quantization_config
         self._loaded = None if isinstance(model, str | Path) else model
         self._reference: Any = None
-        self._settings()  # so that its mistakes show here
+        self._settings()  # raise its errors now, not in train()
         self._check_code()
         self._warn_of_lengths()
         self._callbacks = Callbacks(callbacks or (), self.args, self._functions(), processing_class)
 
-    # What a run is made of.
+    # From the arguments to a run.
 
     def _refuse(self, others: Mapping[str, Any], train_dataset: Any, reward_funcs: Any) -> None:
-        # Reported all at once, with TRL's own words, which a script may match.
+        # One error reports all faults. It keeps TRL's own words, because a script may match them.
         found = [
             f"{name}: {REFUSED.get(name, f'{type(self).__name__} has no such argument. Remove it')}."
             for name, value in others.items()
@@ -136,23 +139,23 @@ class TrlTrainer:
         return settings, defaults or DEFAULTS[self.algorithm]
 
     def _check_code(self) -> None:
-        # A folder whose model brings code would run it here, in the script's process.
+        # Transformers would run the model's custom code in this process.
         file = Path(str(self._given)).expanduser() / "config.json"
         if not isinstance(self._given, str | Path) or self._trusted or not file.is_file():
             return
         if "AutoModelForCausalLM" in (json_of(file, dict[str, Any], "Save the model again.").get("auto_map") or {}):
             raise ArgumentError(
-                f"model: {self._given} brings custom code, which would run here. Read it, and set trust_remote_code=True if you "
-                "trust it."
+                f"model: {self._given} contains custom code, which would run in this process. Read it, and set "
+                "trust_remote_code=True if you trust it."
             )
 
     def _warn_of_lengths(self) -> None:
         level, loss = (getattr(self.args, name, None) for name in ("importance_sampling_level", "loss_type"))
-        # A ratio of sequences ignores length, but the sum over tokens brings it back.
+        # The importance ratio of a sequence does not depend on its length, but a loss that sums over tokens does.
         if level == "sequence" and loss in SUMS_TOKENS:
             logger.warning(
                 "importance_sampling_level=sequence, loss_type=%s: the loss is a sum over tokens, so it "
-                "weights each sequence by its completion length. loss_type=grpo weights them alike", loss,
+                "weights each sequence by its completion length. With loss_type=grpo all sequences have the same weight", loss,
             )  # fmt: skip
 
     def _functions(self) -> RewardNames:
@@ -164,8 +167,8 @@ class TrlTrainer:
         tokenizers = [given] if given is not None and not isinstance(given, list | tuple) else list(given or [])
         if tokenizers and len(tokenizers) != len(self.reward_funcs):
             raise ArgumentError(
-                f"reward_processing_classes: there are {len(tokenizers)} for {len(self.reward_funcs)} rewards, and the numbers "
-                "must match. Give None for a function."
+                f"reward_processing_classes: there are {len(tokenizers)} entries for {len(self.reward_funcs)} rewards. Give one "
+                "per reward, and None for a function."
             )
         return tokenizers or [None] * len(self.reward_funcs)
 
@@ -196,8 +199,8 @@ class TrlTrainer:
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> Any:
         """Train, and return TRL's ``TrainOutput``: ``global_step``, ``training_loss`` and ``metrics``.
 
-        ``resume_from_checkpoint``: True = continue in ``output_dir``; a path = continue at that ``global_step_N`` folder, or at
-        the newest one of that run. None = as the config says.
+        ``resume_from_checkpoint``: True = continue in ``output_dir``. A path = continue from that ``global_step_N`` folder, or
+        from the newest checkpoint in that run folder. None = use the argument of the same name in ``args``.
 
         Raises:
             UserError: As :func:`verl_memopt.train`.
@@ -207,7 +210,7 @@ class TrlTrainer:
         call = self._call() if resume_from_checkpoint is None else self._call(resume=resume_from_checkpoint)
         self._callbacks.begin()
         self.run = api.train_call(call, self._callbacks.listen)
-        self._reference = None  # it may have moved
+        self._reference = None  # training may have moved the reference
         if self._loaded is not None:
             take_trained(self._loaded, self.run.model_path, self._trusted)
         metrics = last_metrics(self.state.log_history)
@@ -216,17 +219,18 @@ class TrlTrainer:
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Answer held-out rows with the present model, and return their metrics, each name with the prefix before it.
+        """Validate the current model on held-out rows, and return the metrics.
 
-        This is a separate run with its own engine, in ``evaluations/`` of the last run's folder.
+        The validation is a separate run with its own engine. Its folder is in ``evaluations/`` of the last run's folder, or of
+        ``output_dir`` before the first run.
 
         Args:
-            eval_dataset: Rows, or name -> rows. None = those of the trainer.
+            eval_dataset: Rows, or a dict of name -> rows. None = the ``eval_dataset`` of the trainer.
             ignore_keys: Not used.
-            metric_key_prefix: Begins each name.
+            metric_key_prefix: Prefix of each metric's name.
 
         Raises:
-            UserError: There are no rows, or as :func:`verl_memopt.train`.
+            UserError: There are no rows, or :func:`verl_memopt.train` would raise it.
         """
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         if rows is None:
@@ -245,10 +249,10 @@ class TrlTrainer:
         return {**log, f"{metric_key_prefix}_runtime": seconds, "epoch": self.state.epoch}
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Copy the trained model to a folder. None = the run's folder, beside ``model/`` with the same files.
+        """Copy the files of the trained model to a folder. None = from ``model/`` in the run's folder into the run's folder.
 
         Raises:
-            ConfigError: Nothing was trained yet, or the folder has another file with the name of one of the model's.
+            ConfigError: Nothing was trained yet, or a copy would overwrite a file that no run has written.
         """
         run = self._done("save_model")
         given = run.path if output_dir is None else usable_path(output_dir, "save_model: output_dir", ArgumentError)
@@ -256,11 +260,11 @@ class TrlTrainer:
         names, ours = model_files(run.model_path), model_files(target)
         if others := sorted(name for name in names - ours if os.path.lexists(target / name)):
             raise ArgumentError(f"save_model: {target / others[0]} is there, and no run wrote it. Give another folder.")
-        copy = _link if target == run.path else shutil.copy2  # within the run's folder no file is there twice
+        copy = _link if target == run.path else shutil.copy2  # hard links keep the run's folder from growing
         shutil.copytree(run.model_path, target, dirs_exist_ok=True, copy_function=copy)
 
     def push_to_hub(self, commit_message: str = "End of training", **details: Any) -> str:
-        """Upload the trained model to the hub, and return its address. ``details`` of a model card are ignored.
+        """Upload the trained model to the hub, and return its address. ``details`` (for a model card) are ignored.
 
         Raises:
             ConfigError: Nothing was trained yet, or the hub refuses the model.
@@ -273,15 +277,15 @@ class TrlTrainer:
             hub = HfApi(token=getattr(args, "hub_token", None))
             place = hub.create_repo(name, private=getattr(args, "hub_private_repo", None), exist_ok=True)
             hub.upload_folder(repo_id=place.repo_id, folder_path=run.model_path, commit_message=commit_message)
-        except Exception as problem:  # the hub's client raises many kinds
+        except Exception as problem:  # the hub's client raises many classes of errors
             raise ArgumentError(
-                f"push_to_hub: the hub did not take the model ({type(problem).__name__}: {problem!s:.300}). It needs the "
+                f"push_to_hub: the hub did not accept the model ({type(problem).__name__}: {problem!s:.300}). It needs the "
                 f"network and a token that may write (hf auth login). The model is in {run.model_path}."
             ) from problem
         return str(place)
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback of transformers."""
+        """Add a callback of transformers: an object or a class."""
         self._callbacks.add(callback)
 
     def remove_callback(self, callback: Any) -> None:
@@ -292,11 +296,11 @@ class TrlTrainer:
         """Return True: the script runs in one process, whatever the number of devices."""
         return True
 
-    # What there is to see.
+    # Attributes of TRL's trainers.
 
     @property
     def state(self) -> TrainerState:
-        """TRL's state: ``log_history`` under TRL's names, ``global_step`` and the others."""
+        """Transformers' ``TrainerState``. Its ``log_history`` has TRL's metric names."""
         return self._callbacks.state
 
     @property
@@ -311,9 +315,9 @@ class TrlTrainer:
 
     @property
     def model(self) -> Any:
-        """The model as an object of transformers or peft: the starting one, after training the trained one. Loaded on first use.
+        """The model as an object of transformers or peft: the starting model, or after training the trained model.
 
-        It is on the host. The workers train another copy.
+        It is loaded on first use, into host memory. The workers train a separate copy.
         """
         if self._loaded is None:
             self._loaded = loaded(self._given, getattr(self.args, "model_init_kwargs", None), self._trusted)
@@ -327,9 +331,10 @@ class TrlTrainer:
 
     @property
     def ref_model(self) -> Any:
-        """The reference of the KL as an object of transformers, with its moved weights after training. Loaded on first use.
+        """The reference model of the KL as an object of transformers. It is loaded on first use.
 
-        None without a KL. None with adapters too, because the reference is then the model with other adapters or none.
+        If training moves the reference, it has the moved weights. None = there is no KL, or the model has adapters: the
+        reference is then the same model without adapters or with other adapters.
         """
         settings, defaults = self._settings()
         values = {**defaults, **settings}
@@ -354,7 +359,7 @@ class TrlTrainer:
         return bool(getattr(self.args, "trust_remote_code", False))
 
     def _trained(self) -> dict[str, Any]:
-        """Return arguments for a call that starts from the trained model, with adapters merged."""
+        """Return arguments for a call that starts from the trained model, whose adapters are merged."""
         settings, _ = self._settings()
         lora = ("lora", "target_modules", "exclude_modules")
         kept = {name: value for name, value in settings.items() if not name.rpartition(".")[2].startswith(lora)}
