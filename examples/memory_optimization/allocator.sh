@@ -1,6 +1,6 @@
 # Sourced by the scripts beside it. Chooses the allocators of the run and of its workers:
-#   ALLOCATOR=tcmalloc|jemalloc   host allocator, preloaded; gives freed pages back sooner than glibc's
-#   PYTORCH_ALLOC_CONF=...        options of PyTorch's device allocator, passed on as they are
+#   ALLOCATOR=tcmalloc|jemalloc   host allocator, preloaded; returns freed pages to the system sooner than glibc's allocator
+#   PYTORCH_ALLOC_CONF=...        options of PyTorch's device allocator, passed on unchanged
 #   ALLOCATOR_DIRS="a b"          where to look for the library before the system's folders
 find_allocator() {
     local folder name library

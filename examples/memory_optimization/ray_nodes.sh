@@ -1,5 +1,5 @@
-# Sourced by run_multi_node.sh: starts Ray on each of NODES (default: those of the Slurm job), the first of which is its head, waits until
-# all have joined, and sets RAY_ADDRESS and NNODES. Ray ends with this shell. A node that is named localhost is a process here.
+# Sourced by run_multi_node.sh. It starts Ray on each of NODES (default: the nodes of the Slurm job), waits until all have joined, and sets
+# RAY_ADDRESS and NNODES. The first node is Ray's head. Ray ends with this shell. For a node named localhost, Ray starts on this machine.
 read -ra nodes <<<"${NODES:-$(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" 2>/dev/null | tr '\n' ' ' || true)}"
 if [ ${#nodes[@]} -eq 0 ]; then
     echo "run_multi_node.sh: no nodes. Run it in a Slurm job, or set NODES=\"host1 host2\", or RAY_ADDRESS and NNODES." >&2
@@ -16,29 +16,30 @@ start_ray() {
         exec srun --nodes=1 --ntasks=1 --overlap --nodelist="$node" "$RAY" start --block "$@"
     fi
     { set +x; } 2>/dev/null
-    # The token goes through ssh's input, which no list of processes shows. That input ends with this shell, and then Ray is stopped.
+    # The token goes through ssh's standard input, because a command line is visible in the list of processes. The input ends with this
+    # shell, and then Ray is stopped.
     { printf '%s\n' "$RAY_AUTH_TOKEN" && tail --pid=$$ -f /dev/null; } | ssh "$node" "
         read -r RAY_AUTH_TOKEN && export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
         cd $(printf %q "$PWD") && { $(printf '%q ' "$RAY" start --block "$@") & } && ray=\$! && cat >/dev/null; kill \$ray"
 }
 
 head_host=${nodes[0]}
-# The address of this machine on the way to another node. Its own name may stand for a loopback address (127.0.1.1).
+# The address at which other nodes reach this machine. Its own name may lead to a loopback address (127.0.1.1).
 [ "$head_host" != localhost ] || head_host=$("$PYTHON" -c "
 import socket, sys
 probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 probe.connect((sys.argv[1], 9))
 print(probe.getsockname()[0])
 " "${nodes[1]:-localhost}")
-# When Ray is stopped the run is over. Without the last variable a node would wait 30 seconds for a head that has ended too.
+# When Ray is stopped, the run is over. Without the last variable, a node would wait 30 seconds for a head that has ended too.
 export RAY_ADDRESS=$head_host:$RAY_PORT RAY_USAGE_STATS_ENABLED=0 RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
-# Only who has the token may use these nodes. The trace of `bash -x` must not show it.
+# Only processes with the token can use these nodes. The trace of `bash -x` must not show the token.
 { case $- in *x*) trace=-x ;; *) trace=+x ;; esac; set +x; } 2>/dev/null
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 set $trace
 NNODES=${#nodes[@]}
 started=()
-# Each node's processes here are a group of their own, which ends as a whole.
+# On this machine, the processes of each node form their own process group, which is ended as a whole.
 stop_ray() { for group in "${started[@]}"; do kill -- "-$group" 2>/dev/null || true; done; }
 trap stop_ray EXIT
 

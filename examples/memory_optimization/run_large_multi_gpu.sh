@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# One machine with several cards, and a model that no single one holds. All cards share its training state, four share an engine.
+# One machine with several cards, and a model that no single card holds. The training state is sharded over all cards, and each group of
+# four cards shares one engine.
 #   NGPUS_PER_NODE=4 bash examples/memory_optimization/run_large_multi_gpu.sh model=qwen3_8b
 # Any setting can be overridden on the command line, or by a variable of train.sh. Without a GPU: the tiny model on the toy task.
 set -euo pipefail

@@ -13,7 +13,7 @@ hub_lr=1e-5
 KNOBS=(
     actor_rollout_ref.model.lora_rank="${LORA_RANK:-32}"
     actor_rollout_ref.model.lora_alpha="${LORA_ALPHA:-64}"
-    # The engine computes in bfloat16, also where the recipe computes in fp32.
+    # The engine computes in bfloat16, even if the recipe computes in fp32.
     actor_rollout_ref.rollout.max_logprob_diff=auto
 )
 . examples/memory_optimization/train.sh

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PPO with the seven memory features that the README beside it explains. Each is a variable below, or its key on the command line:
+# PPO with the seven memory features that the README in this folder explains. Set each by its variable below, or by its key:
 #   MODEL_PATH=Qwen/Qwen2.5-1.5B-Instruct ./run_memory_optimized_ppo.sh trainer.n_gpus_per_node=4
 # Any setting can be overridden on the command line, or by a variable of train.sh. Without a GPU: the tiny model on the toy task.
 set -euo pipefail
@@ -33,9 +33,9 @@ KNOBS=(
     actor_rollout_ref.actor.use_dynamic_bsz=true
     {actor_rollout_ref.actor,critic}.ppo_max_token_len_per_gpu="$token_budget"
     actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=$((2 * token_budget))
-    # 6 log-probs by chunks of tokens, of rows that are packed without pad tokens (always)
+    # 6 log-probs in chunks of tokens (rows are always packed without pad tokens)
     actor_rollout_ref.model.logprob_chunk_tokens="$logprob_chunk_tokens"
-    # 7 the engine's share of the card, given back while the trainer computes
+    # 7 the engine's share of the card, and whether the engine frees it while the trainer computes
     actor_rollout_ref.rollout.gpu_memory_utilization="$gpu_mem_util"
     actor_rollout_ref.rollout.free_cache_engine="$free_cache_engine"
 )

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One card that is too small for the training state beside the engine: what a phase does not need moves to the host. Give the card's
+# One card that is too small for the training state beside the engine: parts that a phase does not need move to the host. Name your card's
 # profile:
 #   bash examples/memory_optimization/run_single_gpu_constrained.sh memory=16g model=llama3_2_1b
 # Any setting can be overridden on the command line, or by a variable of train.sh. Without a GPU: the tiny model on the toy task.

@@ -1,11 +1,12 @@
-# Sourced by the run_*.sh beside it: picks model and data for the machine, passes variables and arguments on, and trains. A script says
+# Sourced by the run_*.sh in this folder: picks model and data for the machine, passes variables and arguments on, and trains.
+# A script sets these variables:
 #   algorithm                     rloo, grpo, ppo or sft
-#   experiment                    begins the name of its runs; without it the recipe names them
-#   memory                        memory profile, unless an argument names one; none if it is left out
+#   experiment                    first part of the name of its runs; without it the recipe names them
+#   memory                        memory profile, unless an argument names one; without it there is no profile
 #   hub_model, hub_lr             model that a GPU trains without MODEL_PATH and model=, and its learning rate
 #   nnodes, n_gpus_per_node, tp   devices of the real model; the tiny one takes at most two per node
-#   KNOBS                         settings of its own, as key=value
-# What neither a script nor a variable sets, the recipe decides. Arguments win over everything.
+#   KNOBS                         further settings, as key=value
+# If neither a script nor a variable gives a setting, the recipe decides. Arguments take precedence over everything.
 . examples/memory_optimization/allocator.sh
 
 case $algorithm in
