@@ -30,11 +30,11 @@ lint: setup
 types: setup
 	.venv/bin/mypy
 
-# Tests that wait for a run leave cores idle, so mypy runs beside them, and three test processes are what two cores can feed. More
-# would only wait for each other: most tests start processes of their own.
+# Tests that wait for a run leave cores idle, so mypy runs beside them. Two test processes keep two cores busy, and three are no
+# faster, because most tests start processes of their own.
 test: lint
 	@mkdir -p build; .venv/bin/mypy > build/mypy.txt 2>&1 & types=$$!; \
-	$(RUN) -n 3 --dist loadfile --no-loadscope-reorder $(ARGS); tests=$$?; \
+	$(RUN) -n 2 --dist loadfile --no-loadscope-reorder $(ARGS); tests=$$?; \
 	wait $$types; types=$$?; cat build/mypy.txt; exit $$((tests ? tests : types))
 
 quick: setup

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from verl_memopt.model.attention import group_mask
-from verl_memopt.observe.charts import figure, save, style
+from verl_memopt.observe.chart_style import figure, save, style
 
 GROUP = (6, (3, 4, 2))
 """A prompt of six tokens, and answers of three, four and two."""

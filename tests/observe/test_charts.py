@@ -10,6 +10,7 @@ from rich.console import Console
 
 from verl_memopt.errors import UserError
 from verl_memopt.observe import charts
+from verl_memopt.observe.chart_style import figure, save
 from verl_memopt.observe.charts import (
     WHOLE_UP_TO,
     build_summary,
@@ -19,12 +20,10 @@ from verl_memopt.observe.charts import (
     draw_reward,
     draw_timeline,
     environment,
-    figure,
     finish_summary,
     report,
     run_names,
     running_mean,
-    save,
     validation_points,
 )
 from verl_memopt.observe.phase import MIB

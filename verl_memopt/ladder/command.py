@@ -26,7 +26,7 @@ from verl_memopt.ladder.measure import (
     run_ablation,
     split,
 )
-from verl_memopt.observe.charts import figure, save, stack_kinds, style
+from verl_memopt.observe.chart_style import figure, save, stack_kinds, style
 from verl_memopt.observe.console import progress_bar, slim_table
 from verl_memopt.observe.files import replace_text
 from verl_memopt.observe.phase import MIB

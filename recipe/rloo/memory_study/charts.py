@@ -31,7 +31,7 @@ from recipe.rloo.memory_study.cells import (
     UpdateRecord,
 )
 from recipe.rloo.memory_study.results import ID_BYTES, SUMMARY_NAME, Row, card_gib, find, held_bytes, live_mib, read_results
-from verl_memopt.observe.charts import INK, PALETTE, figure, note, save, size_text, style, unit_of
+from verl_memopt.observe.chart_style import INK, PALETTE, figure, note, save, size_text, style, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
