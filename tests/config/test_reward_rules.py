@@ -209,4 +209,4 @@ def test_the_address_has_no_effect_where_no_rule_decides(settled, caplog):
     settled(URL)
     assert not caplog.messages
     settled(URL | {"custom_reward_function.path": "mine.py"})
-    assert any(text.startswith(f"{KEY}.url=") and "no rule does" in text for text in caplog.messages)
+    assert any(text.startswith(f"{KEY}.url=") and "no default rule is used" in text for text in caplog.messages)

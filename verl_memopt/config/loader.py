@@ -1,6 +1,6 @@
-"""Settings from a config name and overrides: compose, translate spellings, build typed sections, check.
+"""Load settings from a config name and overrides, in four steps.
 
-Hydra composes a plain mapping, the rest is ours.
+Hydra composes a plain mapping; other spellings are translated to our keys; typed sections are built; rules are checked.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ logger = logging.getLogger(__name__)
 
 PACKAGED = Path(__file__).parent / "yaml"
 VERLS_OWN = Path("config")
-"""The ``--config-path`` in verl's scripts, which means verl's packaged configs."""
+"""The value of ``--config-path`` in verl's scripts. In verl it means the configs inside verl's package."""
 LAST = frozenset({"memory", "model"})
-"""Groups of presets: they win over a recipe's keys, and the command line wins over them."""
+"""Groups of presets. A preset wins over the keys of a recipe's file, and the command line wins over a preset."""
 _COMPOSE_ERRORS = (
     *(HydraException, OmegaConfBaseException, yaml.YAMLError),
-    *(OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError),  # of files that hold something else
+    # Raised for files that are YAML but not a config, or that are not text.
+    *(OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError),
 )
 
 
@@ -69,17 +70,17 @@ def load_settings(
     quiet: Set[str] = frozenset(),
     values: Mapping[str, Any] = MappingProxyType({}),
 ) -> Settings:
-    """Compose a named config with overrides on top, and return typed, linked and checked settings.
+    """Compose a config with overrides, and return typed and checked settings.
 
     Args:
         config_name: Name of the YAML file, with or without ``.yaml``.
-        overrides: ``key=value`` lines, as on the command line.
-        config_dir: A recipe's folder; its files may name the packaged configs in their ``defaults`` list.
-        quiet: Names whose reading is not logged.
-        values: Key -> plain value. They count as written on the command line, and are never parsed as text.
+        overrides: ``key=value`` texts, as on the command line.
+        config_dir: A recipe's folder. Its files may name the packaged configs in their ``defaults`` list.
+        quiet: Names in TRL's or a short spelling whose translation is not logged.
+        values: Key -> plain value. They count as given on the command line, but are not parsed as text.
 
     Raises:
-        ConfigError: Lists everything that is wrong, before anything is started.
+        ConfigError: The settings have problems; the message lists all of them.
     """
     groups, values = _with_groups(values, _folder(config_name, config_dir))
     overrides = [with_quotes(line) for line in _without_blanks([*overrides, *groups])]
@@ -108,7 +109,7 @@ def _written(overrides: list[str], values: Mapping[str, Any], config_name: str, 
 
 
 def _without_blanks(overrides: list[str]) -> list[str]:
-    # A space after the backslash that ends a line of a script becomes an argument of its own.
+    # In a shell script, a space after the backslash at the end of a line becomes a separate argument.
     kept = [override for override in overrides if override.strip()]
     if len(kept) < len(overrides):
         logger.warning("an argument of spaces alone is left out: a backslash with a space after it does not continue a line")
@@ -121,19 +122,19 @@ def settings_from_mapping(
     written: KeySources | None = None,
     quiet: Set[str] = frozenset(),
 ) -> Settings:
-    """Build settings from a mapping, nested or with dotted keys, that holds only the keys that differ from the defaults.
+    """Build settings from a mapping, nested or with dotted keys. Keys that are missing have their defaults.
 
-    Spellings are translated, keys without effect are dropped with a warning, and typed sections are built and then checked.
+    Spellings are translated, keys without effect are dropped with a warning, and the typed sections are built and checked.
 
     Args:
         tree: The settings.
-        preset_keys: Keys that a preset set and the user did not. They cause no warning if they have no effect, because one
-            profile serves runs with and without a critic or a reference.
-        written: Keys that the user wrote, for which a second spelling is a problem; None = all keys of ``tree``.
-        quiet: Names whose reading is not logged.
+        preset_keys: Keys that a preset set and the user did not. If they have no effect there is no warning, because the same
+            profile is used with and without a critic or a reference.
+        written: Keys that the user wrote. Two spellings of one such key are a problem. None = all keys of ``tree``.
+        quiet: As in :func:`load_settings`.
 
     Raises:
-        ConfigError: Lists everything that is wrong.
+        ConfigError: The settings have problems; the message lists all of them.
     """
     named, sources, name_problems = read_names(tree, written, quiet)
     written = None if written is None else sources
@@ -150,11 +151,11 @@ def settings_from_mapping(
         if profiles.can_be(instead[0]):
             (settings, values, _), preset_keys, translated = instead, preset_keys | one_copy.keys(), translated | one_copy
             shared = ", ".join(f"{key}={shown(value)}" for key, value in one_copy.items())
-            logger.info("on each device the profile sets one copy of the weights instead of moving them: %s", shared)
+            logger.info("the profile lets trainer and engine share one copy of the weights on each device: %s", shared)
     if not mistyped and (streams := profiles.streamed(settings, _by_user(translated, preset_keys, written))):
         preset_keys, translated = preset_keys | streams.keys(), translated | streams
         settings, values, _ = build(translated)
-        logger.info("on one device the profile streams the reference instead of moving it: %s=%s", *next(iter(streams.items())))
+        logger.info("on one device the profile streams the reference from the host: %s=%s", *next(iter(streams.items())))
     problems += mistyped
     wrong = {key for found in problems for key in found.keys}
     problems += check(settings, values, frozenset(translated) - preset_keys, wrong)
@@ -163,7 +164,7 @@ def settings_from_mapping(
 
 
 def _by_user(translated: Mapping[str, Any], preset_keys: Set[str], written: KeySources | None) -> Set[str]:
-    # A key that the user wrote counts as the user's even if it has the preset's value.
+    # A key that the user wrote is the user's key, even if its value is the preset's.
     return (frozenset(translated) - preset_keys) | (written.command_line if written else frozenset())
 
 
@@ -173,9 +174,10 @@ def compose_mapping(
     config_dir: str | None = None,
     values: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Let Hydra compose a config name and overrides, and return a plain nested mapping with interpolations resolved.
+    """Let Hydra compose a config and overrides. Return (settings, presets).
 
-    The second mapping has the presets that the command line names: group -> name. ``values``: see :func:`load_settings`.
+    The settings are a plain nested mapping with resolved interpolations. The presets are group -> name, for each preset that the
+    command line selects. ``values``: see :func:`load_settings`.
     """
     folder = _folder(config_name, config_dir)
     packaged_groups, groups = _groups(PACKAGED), _groups(folder)
@@ -188,29 +190,29 @@ def compose_mapping(
             override = OverridesParser.create().parse_override(line)
             sign = _sign(override, packaged_groups, groups, folder)
         except HydraException as error:
-            mend = "Write key=value, and quote text with special characters."
-            if os.path.isfile(text):  # False for what can be no name of a file, where Path.is_file raises
-                mend = _as_file(text)
-            problems.append(Problem((), f"{shown(text)}: {_one_line(error)}. {mend}"))
+            way_out = "Write key=value, and quote text with special characters."
+            if os.path.isfile(text):  # unlike Path.is_file it returns False for a text that cannot be a file name
+                way_out = _as_file(text)
+            problems.append(Problem((), f"{shown(text)}: {_one_line(error)}. {way_out}"))
         except ConfigError as error:
             problems.append(Problem((), f"{text:.200}: {error}"))
-        except ValueError as error:  # a number with more digits than Python reads is one
+        except ValueError as error:  # such as a number with more digits than Python parses
             problems.append(Problem((), f"{text:.200}: {error!s:.200}"))
         else:
-            # Written once without the user's own plus signs, so that a key works whether or not a file already sets it.
+            # Replace the user's plus signs by our sign, so that a key works whether or not a file already sets it.
             signed.append(line if sign is None else sign + line.lstrip("+"))
             if override.key_or_group in LAST:
                 presets[override.key_or_group] = override.value()
     raise_together(problems)
 
-    # Hydra keeps one state for the process, and a call that failed before may have left it behind.
+    # Hydra has one global state per process, and an earlier call that failed may have left it set.
     GlobalHydra.instance().clear()
     try:
         with _with_named_profiles(folder) as (first, others), initialize_config_dir(str(first), version_base="1.3"):
             config = compose(config_name, [*signed, f"hydra.searchpath=[{','.join(map(_quoted, others))}]"])
         given = OmegaConf.to_container(config, resolve=False)
         resolved = given
-        if "${" in str(given):  # one may name a key that only the defaults or the values have
+        if "${" in str(given):  # an interpolation may refer to a key that only the defaults or `values` have
             plain = {key: value for key, value in values.items() if "${" not in str(value)}
             parts = (to_plain(Settings()), given, _with_values({}, plain))
             whole = OmegaConf.merge(*[OmegaConf.create(part) for part in parts])
@@ -232,7 +234,7 @@ def _with_values(tree: dict[str, Any], values: Mapping[str, Any]) -> dict[str, A
         for section in sections:
             below = place.get(section)
             place[section] = place = dict(below) if isinstance(below, Mapping) else {}
-        # A dict is merged into one that is there, as on a command line.
+        # A dict is merged into an existing dict, as on a command line.
         place[name] = _added(place.get(name), value)
     return tree
 
@@ -244,7 +246,7 @@ def _added(before: Any, value: Any) -> Any:
 
 
 def _with_profile(line: str) -> str:
-    # Replace the size of a card in ``memory=24`` by the name of its profile.
+    # Replace the size of a card, as in ``memory=24``, by the name of its profile.
     key, sign, value = line.partition("=")
     if key.lstrip("+") != "memory" or not sign:
         return line
@@ -253,10 +255,10 @@ def _with_profile(line: str) -> str:
 
 @contextmanager
 def _with_named_profiles(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
-    """Yield the folder that Hydra reads first, and the folders it searches after it.
+    """Yield (folder that Hydra reads first, folders that it searches next).
 
-    Hydra takes no number in a list of defaults. If a file's list names a profile by the size of a card (``memory: 32``), Hydra
-    reads copies of the folder's files that have the profile's name instead.
+    Hydra accepts no number in a ``defaults`` list. If a file selects a profile there by the size of a card (``memory: 32``),
+    Hydra reads copies of the folder's files that have the profile's name instead.
     """
     files = list(folder.glob("*.yaml"))
     named = {file.name: text for file in files if (text := _with_named_profile(file)) is not None}
@@ -264,7 +266,7 @@ def _with_named_profiles(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
         yield folder, [PACKAGED]
         return
     with TemporaryDirectory(prefix="verl_memopt-") as copies:
-        for file in files:  # the first folder needs the one that is named too
+        for file in files:  # the config itself must be in the first folder, even if another file names the profile
             shutil.copyfile(file, Path(copies) / file.name)
         for name, text in named.items():
             (Path(copies) / name).write_text(text, encoding="utf-8")
@@ -272,12 +274,12 @@ def _with_named_profiles(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
 
 
 def _with_named_profile(file: Path) -> str | None:
-    # The text of a config whose list of defaults names a profile by its size, with the profile's name; else None.
+    # If the defaults list of the file gives the size of a card, return the file's text with the profile's name; else None.
     try:
         text = file.read_text(encoding="utf-8")
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
     except (OSError, ValueError, yaml.YAMLError):
-        return None  # Hydra says what is wrong, if it reads the file
+        return None  # Hydra reports the fault if it reads the file
     sections = tree.value if isinstance(tree, yaml.MappingNode) else []
     lists = [node.value for key, node in sections if key.value == "defaults" and isinstance(node, yaml.SequenceNode)]
     entries = [entry for items in lists for item in items if isinstance(item, yaml.MappingNode) for entry in item.value]
@@ -296,7 +298,7 @@ def _with_named_profile(file: Path) -> str | None:
 
 
 def _quoted(folder: Path) -> str:
-    # An entry of Hydra's search path.
+    # The form of an entry of Hydra's search path.
     escaped = str(folder).replace("\\", "\\\\").replace("'", "\\'")
     return f"'file://{escaped}'"
 
@@ -304,7 +306,7 @@ def _quoted(folder: Path) -> str:
 def _folder(config_name: str, config_dir: str | None) -> Path:
     folder = PACKAGED if config_dir is None else Path(config_dir).resolve()
     if not folder.is_dir() and Path(config_dir or "") == VERLS_OWN:
-        logger.info("config_dir=%s is read as the packaged configs: verl looks for it in its own package", config_dir)
+        logger.info("config_dir=%s means the packaged configs, because verl looks for it in its own package", config_dir)
         folder = PACKAGED
     if not folder.is_dir():
         raise ConfigError(f"config_dir={config_dir}: no such folder. Give the folder that holds {config_name}.yaml.")
@@ -315,7 +317,7 @@ def _folder(config_name: str, config_dir: str | None) -> Path:
 
 
 def _as_file(text: str) -> str:
-    # A path in the place of a name gets the exact command.
+    # If the user gave the path of a file instead of a config name, show the options that load this file.
     path = Path(text)
     if path.suffix in (".yaml", ".yml") and path.is_file():
         return f"For this file give --config-dir {path.parent} --config-name {path.stem}."
@@ -323,23 +325,24 @@ def _as_file(text: str) -> str:
 
 
 def _sign(override: Override, packaged: set[str], groups: set[str], folder: Path) -> str | None:
-    # The sign that makes Hydra take an override whether or not a file sets its key; None = leave it as it is written.
+    # Return the sign with which Hydra accepts an override whether or not a file sets its key; None = keep the user's sign.
     key = override.key_or_group
     if key.split(".")[0] == "hydra":
-        raise ConfigError("Hydra only composes the settings here, its own keys have no effect. Remove the override.")
+        raise ConfigError("Hydra's own keys have no effect here, because Hydra only composes the settings. Remove the override.")
     if override.is_sweep_override():
         raise ConfigError(f"several values for one key. Write a list as {key}=[a,b]; sweeps are not available.")
     if not key:
-        raise ConfigError("no key before the sign. Write key=value.")
+        raise ConfigError("there is no key before the sign. Write key=value.")
     is_deleted = override.type is OverrideType.DEL
     if key not in packaged | groups:
         return None if is_deleted or override.package else "++"
     if not is_deleted and not isinstance(override.value(), str | list):
-        raise ConfigError(f"a group takes the name of one of its files. Write {key}=<name>.")
+        raise ConfigError(f"{key} is a group, and its value is the name of one of its files. Write {key}=<name>.")
     if key in packaged and isinstance(value := override.value(), str):
         _check_preset(key, value, folder)
     if key in LAST and not is_deleted:
-        # Appended, a profile stands after the recipe's own keys. A command line's keys still come after it.
+        # Hydra appends a group with a plus sign after the recipe's keys, so that the preset wins over them. Keys of the command
+        # line still come later.
         return "+"
     return "" if key in packaged else None
 
@@ -385,24 +388,27 @@ def _log_preset(group: str, name: str, composed: Mapping[str, Any]) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    # Hydra's messages end in a long list of search paths.
+    # Hydra's messages end with a long list of search paths, which is cut off.
     return " ".join(str(error).split()).partition(" Config search path:")[0].rstrip(".")
 
 
-# Settings as a plain tree, for the log, the run folder and other programs.
+# Settings as nested dicts, for the log, the run folder and other programs.
 
 
 def changed(settings: Settings, keys: Mapping[str, Any]) -> Settings:
-    """Return settings with other values of some keys.
+    """Return a copy of the settings in which ``keys`` have new values.
 
     Raises:
-        ConfigError: The new combination is refused.
+        ConfigError: The new settings have problems.
     """
     return settings_from_mapping({**flatten(to_plain(settings)), **keys})
 
 
 def to_plain(value: Any) -> Any:
-    """Convert a section to nested dicts and lists for YAML and JSON. This does not count as reading its keys."""
+    """Convert a section to nested dicts and lists for YAML and JSON.
+
+    Reading ``vars`` instead of attributes keeps the keys out of a record of which keys were read.
+    """
     if dataclasses.is_dataclass(value):
         values = vars(value)
         return {name: to_plain(values[name]) for name in field_types(value.__class__)}
@@ -412,18 +418,18 @@ def to_plain(value: Any) -> Any:
 
 
 def to_yaml(settings: Settings, secrets: bool = True) -> str:
-    """Write the settings as YAML in the order of the schema. ``secrets=False`` writes a checksum in place of each secret."""
+    """Return the settings as YAML in the order of the schema. ``secrets=False`` replaces each secret by a checksum."""
     plain = to_plain(settings)
     if not secrets:
         plain = _with_values({}, {key: without_secrets_of(key, value) for key, value in flatten(plain).items()})
     return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
 
 
-# Token budgets of memory profiles that make room for the longest sample of a run.
+# Raise the token budgets of memory profiles to the longest sample of a run.
 #
-# A profile cannot know a run's lengths. A sample is never split, so a budget below the longest sample cannot be kept anyway: it
-# becomes the length of that sample, and a log line says so. A budget that the user wrote stays, and is refused if it is too
-# small.
+# A profile does not know the lengths of a run. A sample is never split over micro-batches, so a budget below the longest sample
+# cannot be kept: it is raised to the length of that sample, with a warning. A budget that the user wrote is not raised; it is
+# refused if it is too small.
 
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 BUDGETS = {
@@ -431,13 +437,13 @@ BUDGETS = {
     "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": "actor_rollout_ref.actor.fsdp_config",
     "critic.ppo_max_token_len_per_gpu": "critic.model.fsdp_config",
 }
-"""Token budget per device, as profiles set it -> the section that says how many devices share a micro-batch."""
+"""Key of a token budget per device -> section with the sequence-parallel size, the number of devices that share a micro-batch."""
 
 
 def with_room_for_samples(values: Mapping[str, Any], preset_keys: Set[str]) -> dict[str, Any]:
     lengths = [values.get(key, value_at(Settings(), key)) for key in LENGTHS]
     if not all(isinstance(length, int) for length in lengths):
-        return dict(values)  # reported elsewhere
+        return dict(values)  # the type check reports a length of a wrong type
     longest = {}
     for key, section in BUDGETS.items():
         ranks = values.get(f"{section}.ulysses_sequence_parallel_size")
@@ -446,27 +452,29 @@ def with_room_for_samples(values: Mapping[str, Any], preset_keys: Set[str]) -> d
     critic_only = raised.keys() <= {"critic.ppo_max_token_len_per_gpu"}
     if raised and not critic_only:
         logger.warning(
-            "the profile's budget of %d tokens is raised to %d, the longest sample (%s + %s), so the run needs more memory than "
-            "the profile's file says. Lower the lengths to keep its figures",
+            "the profile's budget of %d tokens is raised to %d, the longest sample (%s + %s), so the run needs more "
+            "memory than the profile's file states. Lower these lengths to stay within its figures",
             min(values[key] for key in raised), max(raised.values()), *LENGTHS,
         )  # fmt: skip
     return {**values, **raised}
 
 
-# LoRA settings that the user leaves out are read from the folder of the trained adapters, as in verl.
+# LoRA settings that the user does not give are read from the folder of trained adapters, as in verl.
 
 MODELS = ("actor_rollout_ref.model", "critic.model")
 """Sections of the models that may have adapters."""
 _SNAPSHOT = frozenset({"snapshots"})
-"""Folder of the hub's cache whose subfolders are named by commits instead of models."""
+"""Name of the folder in the hub's cache whose subfolders have commits as names, and not models."""
 
 
 def adapter_settings(model: str, user_values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Read the LoRA settings from a model's adapter folder; return our dotted key -> value, and the folder's problems.
+    """Read LoRA settings from ``lora_adapter_path`` of a model; return (our key -> value, problems of the folder).
 
-    The folder is read if it has an ``adapter_config.json``. Keys that the user set are left out.
+    Without a folder that has an ``adapter_config.json`` nothing is returned. Keys that the user set are left out.
 
-    ``user_values``: Dotted key -> value of the keys that the user set, under our names.
+    Args:
+        model: Section of the model.
+        user_values: Our key -> value, for the keys that the user set.
     """
     key, rank = f"{model}.lora_adapter_path", f"{model}.lora_rank"
     path = user_values.get(key)
@@ -475,7 +483,7 @@ def adapter_settings(model: str, user_values: Mapping[str, Any]) -> tuple[dict[s
     try:
         config = parse_json(read_record(file, follow=True), dict[str, Any])
         saved = config.get("modules_to_save")
-        # The critic's head is written beside its adapters.
+        # A saved critic has its value head beside the adapters, in `modules_to_save`.
         reasons = lora.not_here(config | ({"modules_to_save": None} if model == MODELS[1] and saved == ["score"] else {}))
     except (OSError, ValueError, AttributeError):
         return {}, [problem({key: path}, "its adapter_config.json is no JSON object", f"Set {rank}.")]
@@ -483,10 +491,10 @@ def adapter_settings(model: str, user_values: Mapping[str, Any]) -> tuple[dict[s
         return {}, [problem({key: path}, f"its adapter_config.json has {'; '.join(reasons)}", "Give adapters without them.")]
     if rank in user_values and config.get("r") not in (None, user_values[rank]):
         given = {rank: user_values[rank], key: path}
-        return {}, [problem(given, f"the adapters have rank {config['r']}", f"Leave {rank} out.")]
+        return {}, [problem(given, f"the adapters have rank {config['r']}", f"Leave out {rank}.")]
     base, own = (str(name or "") for name in (config.get("base_model_name_or_path"), user_values.get(f"{model}.path")))
     if base and own and not _SNAPSHOT & {Path(base).parent.name, Path(own).parent.name} and Path(base).name != Path(own).name:
-        logger.warning("%s=%s: the adapters were trained on %s, and the model is %s", key, path, base, own)
+        logger.warning("%s=%s: the adapters were trained on %s, but the model is %s", key, path, base, own)
     if config.get("lora_dropout"):
         logger.warning("%s=%s: the adapters were trained with dropout, and are trained on without it", key, path)
     read = {f"{model}.{ours}": config[name] for name, ours in lora.PEFT.items() if config.get(name) is not None}
@@ -499,18 +507,18 @@ def adapter_settings(model: str, user_values: Mapping[str, Any]) -> tuple[dict[s
     return from_folder, []
 
 
-# What a run trains, in one line, so that nobody has to work it out from a recipe, a profile and a command line.
+# The objective of a run in one log line, so that nobody has to derive it from a recipe, a profile and a command line.
 
-_BYPASS = {"ppo_clip": "one clipped ratio to the engine per token", "reinforce": "log-probs without a ratio"}
+_BYPASS = {"ppo_clip": "one clipped ratio of policy to engine per token", "reinforce": "log-probs without a ratio"}
 
 
 def objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> str:
     """Describe the estimator, the loss, every KL and the group filter of a run in one line.
 
-    ``kl_in_loss``: coefficient and kind of the KL in the loss; None = there is none.
+    ``kl_in_loss``: coefficient and estimator of the KL in the loss; None = no KL in the loss.
     """
     if algorithm.adv_estimator == SFT:
-        return "supervised, the mean negative log-prob of the tokens of the dataset's responses"
+        return "supervised: the mean negative log-prob per token of the dataset's responses"
     correction, loss_in_words = algorithm.rollout_correction, f"loss {loss} ({LOSSES[loss].ratio})"
     if correction.bypass_mode:
         loss_in_words = f"loss {correction.loss_type} ({_BYPASS[correction.loss_type]})"
@@ -529,7 +537,7 @@ def objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> str:
     if algorithm.use_pf_ppo:
         parts.append(f"rows drawn by score ({algorithm.pf_ppo.reweight_method})")
     if algorithm.filter_groups.enable:
-        parts.append(f"groups whose responses agree in {algorithm.filter_groups.metric or 'score'} left out")
+        parts.append(f"groups whose responses have the same {algorithm.filter_groups.metric or 'score'} are dropped")
     return ", ".join(parts)
 
 
@@ -539,7 +547,7 @@ def reference_in_words(settings: Settings) -> str:
         return f"{model.path} without adapters"
     if settings.actor_rollout_ref.ref.adapter == "base":
         return f"{model.path} without the adapters that training starts from ({key}=base)"
-    return f"{model.path} with the adapters of {model.lora_adapter_path}, as training starts ({key}=base takes the base alone)"
+    return f"{model.path} with the initial adapters from {model.lora_adapter_path} ({key}=base leaves the adapters out)"
 
 
 def log_objective(settings: Settings) -> None:
@@ -552,12 +560,12 @@ def log_objective(settings: Settings) -> None:
     bypass_loss = algorithm.rollout_correction.loss_type if algorithm.rollout_correction.bypass_mode else None
     if bypass_loss is not None and loss != "vanilla":
         logger.warning(
-            "actor_rollout_ref.actor.policy_loss.loss_mode=%s has no effect: algorithm.rollout_correction.bypass_mode=true has "
-            "losses of its own, loss_type=%s.", loss, bypass_loss,
+            "actor_rollout_ref.actor.policy_loss.loss_mode=%s has no effect: with algorithm.rollout_correction.bypass_mode=true "
+            "the loss is loss_type=%s of that section.", loss, bypass_loss,
         )  # fmt: skip
     elif algorithm.adv_estimator != "rloo" and loss == "sequence":
         logger.warning(
             "algorithm.adv_estimator=%s with actor_rollout_ref.actor.policy_loss.loss_mode=sequence, which is RLOO's loss and "
-            "what rloo_trainer sets. For PPO's loss set it to vanilla, or use --config-name ppo_trainer or grpo_trainer.",
+            "the value of rloo_trainer. For PPO's loss set it to vanilla, or use --config-name ppo_trainer or grpo_trainer.",
             algorithm.adv_estimator,
         )

@@ -1,8 +1,7 @@
-"""The names under which a user writes a setting, and the keys that they mean.
+"""Translate the names that a user wrote to keys. The command line, YAML files and Python all use this reader.
 
-A name is our whole key, verl's spelling of one, the last part of a key if one key alone ends so, or TRL's name for RLOO and GRPO.
-This one reader serves the command line, YAML files and Python. One line of the log says how all names were read, and two
-spellings of one setting are a problem.
+A name is a whole key of ours, verl's spelling of a key, the last part of a key if only one key ends with it, or, with RLOO and
+GRPO, TRL's name. One log line shows how all names were read. Two spellings of one setting are a problem.
 """
 
 from __future__ import annotations
@@ -23,21 +22,22 @@ from verl_memopt.recipes import RECIPES
 logger = logging.getLogger(__name__)
 
 _DECIDING = {key.rpartition(".")[2]: key for key in (ESTIMATOR, MANAGER)}
-"""Last part -> key, of the keys that decide which names of TRL and of a recipe are read."""
+"""Last part of a key -> key, for the two keys that decide which names of TRL and of a recipe are read."""
 
 
 @dataclass(frozen=True)
 class KeySources:
-    """Where the user wrote which keys. Keys in a recipe's other files are defaults, and give way to these."""
+    """Which keys the user wrote where. Keys in files that the config file includes are defaults, and these keys win over them."""
 
     command_line: Set[str]
     file: Set[str] = frozenset()
-    """Keys of the config file itself."""
+    """Keys in the config file itself."""
 
     def beside(self, name: str) -> set[str]:
-        """Return the keys, under our names, that compete with a name.
+        """Return the other keys of the user, under our names, that conflict with ``name`` if they mean the same setting.
 
-        For a name on the command line those are the other keys there; for a name in a file, those of the file too.
+        A name on the command line conflicts only with keys on the command line, because these win over the file. A name in a
+        file conflicts with keys in both places.
         """
         competitors = self.command_line if name in self.command_line else self.command_line | self.file
         return set(map(our_key, competitors - {name}))
@@ -48,7 +48,7 @@ class KeySources:
 
 @cache
 def last_parts() -> dict[str, tuple[str, ...]]:
-    """Map the last part of a key to the key that it means, or to all candidates if it is ambiguous."""
+    """Return last part of a key -> the key that it means, or all candidates if it is ambiguous."""
     ending: dict[str, list[str]] = {}
     for key in leaf_types():
         ending.setdefault(key.rpartition(".")[2], []).append(key)
@@ -62,16 +62,16 @@ def last_parts() -> dict[str, tuple[str, ...]]:
 
 
 def estimator_of(flat: Mapping[str, Any]) -> str | None:
-    # The estimator under our name. The settings may use verl's name for it. None if it is no text.
+    # Return our name of the estimator, also if the settings have verl's name; None if the value is not a text.
     name = effective(ESTIMATOR, flat)
     return VALUES[ESTIMATOR].get(name, name) if isinstance(name, str) else None
 
 
 def names_read(flat: Mapping[str, Any]) -> tuple[list[tuple[Spelling, str]], dict[str, NoEffect]]:
-    """Return the spellings that a run reads, in order, and the names that have no equal here.
+    """Return (spellings that a run reads, name -> effect of names that have no equal here).
 
-    Each spelling comes with its owner, TRL or the title of a recipe. The names of the recipe that scores come first. With an
-    estimator outside of :data:`ESTIMATORS` there are none.
+    The spellings are in the order in which they are read, each with its owner: "TRL", or the title of a recipe. If a recipe
+    scores the responses, its names come first. Both are empty unless the estimator is in :data:`ESTIMATORS`.
     """
     if estimator_of(flat) not in ESTIMATORS:
         return [], {}
@@ -87,7 +87,7 @@ def names_read(flat: Mapping[str, Any]) -> tuple[list[tuple[Spelling, str]], dic
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    # Flatten the settings. A dict under a name of TRL, or under the last part of a key, stays whole.
+    # Flatten the settings, except a dict that is the value of TRL's name or of the last part of a key.
     names = NAMES | last_parts().keys()
     dicts = {name: value for name, value in tree.items() if name in names and isinstance(value, Mapping)}
     flat = flatten({name: value for name, value in tree.items() if name not in dicts}, our_key) | dicts
@@ -95,7 +95,10 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_set(given: Mapping[str, Any]) -> dict[str, set[str]]:
-    """Map each name that a user wrote to the keys that it can set. ``given`` has the estimator, if it is not the default."""
+    """Return name -> the keys that it can set, for each name in ``given``.
+
+    ``given``: the names and values that a user wrote, and the estimator if it is not the default.
+    """
     flat = _flat(given)
     spellings, no_equal = names_read(flat)
     keys_of_name: dict[str, set[str]] = {name: set() for name in no_equal}
@@ -108,15 +111,16 @@ def keys_set(given: Mapping[str, Any]) -> dict[str, set[str]]:
 def read_names(
     tree: Mapping[str, Any], written: KeySources | None = None, quiet: Set[str] = frozenset()
 ) -> tuple[dict[str, Any], KeySources, list[Problem]]:
-    """Translate the names that the user wrote to our keys and verl's; return settings, their sources, and problems.
+    """Translate short names and names of TRL or a recipe to keys; return the settings, their sources, and problems.
 
-    A short name stands alone, outside of all sections. An unknown name stays as it is. Names of TRL are read if the estimator is
-    one of :data:`ESTIMATORS`, and names of a recipe's published settings in runs of that recipe.
+    Keys that are only in verl's spelling are left for :func:`verl_memopt.config.aliases.translate`, and unknown names are
+    returned unchanged. A short name is read only outside of all sections. Names of TRL are read if the estimator is one of
+    :data:`ESTIMATORS`, and a recipe's names in runs of this recipe.
 
     Args:
         tree: The settings as the user wrote them.
         written: Keys that the user wrote; None = all keys of ``tree``.
-        quiet: Names whose reading is not logged.
+        quiet: Names whose translation is not logged.
     """
     flat = _flat(tree)
     written = KeySources(frozenset(flat)) if written is None else written.renamed(lambda name: _DECIDING.get(name, name))
@@ -139,7 +143,7 @@ def _meant(name: str) -> str:
 def _whole_keys(
     flat: Mapping[str, Any], written: KeySources, trl_names: Set[str]
 ) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
-    """Replace last parts by whole keys; return the settings, how each name was read, and the problems."""
+    """Replace last parts by whole keys; return (settings, name -> log text of how it was read, problems)."""
     short = {name: value for name, value in flat.items() if name in last_parts() and name not in trl_names}
     values = {name: value for name, value in flat.items() if name not in short}
     readings, problems = {}, []
@@ -147,7 +151,7 @@ def _whole_keys(
         key, *others = last_parts()[name]
         if others:
             several = f"several settings end in this name: {', '.join((key, *others))}"
-            problems.append(problem({name: value}, several, "Give the whole key of one."))
+            problems.append(problem({name: value}, several, "Write the whole key of one of them."))
         elif key in written.beside(name):
             problems.append(_two_spellings({name: value, key: flat.get(key, "...")}, f"Keep {key}."))
         else:
@@ -165,9 +169,13 @@ def _translated(
     written: KeySources,
     names: tuple[list[tuple[Spelling, str]], dict[str, NoEffect]],
 ) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
-    """Replace names of TRL by our keys; return the settings, how each name was read, and the problems.
+    """Replace names of TRL by our keys; return (settings, name -> log text of how it was read, problems).
 
-    ``values``: the settings so far. ``names``: see :func:`names_read`.
+    Args:
+        trl: Name of TRL or of a recipe -> value.
+        values: The other settings, which the translated ones are added to.
+        written: Keys that the user wrote.
+        names: The result of :func:`names_read`.
     """
     if not trl:
         return values, {}, []
@@ -198,7 +206,7 @@ def _translated(
 
 
 def _without_equal(trl: Mapping[str, Any], no_equal: Mapping[str, NoEffect]) -> tuple[dict[str, str], list[Problem]]:
-    # Names with one reason share a log line. A value that asks for something is a problem.
+    # Names with the same reason share a log line. A value that would need a missing feature is a problem.
     passing: dict[str, list[str]] = {}
     problems = []
     for name, row in no_equal.items():

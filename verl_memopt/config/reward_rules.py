@@ -1,4 +1,4 @@
-"""Rewards: the combinations of settings that are refused, and the keys of models and of the sandbox service without effect."""
+"""Rules of the reward settings: which combinations are refused, and which keys have no effect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from verl_memopt.memory.knob import (
 
 ENABLE, MANAGER = "reward_model.enable", "reward_model.reward_manager"
 RLT = "rlt"
-"""Value of ``reward_model.reward_manager`` with which a student scores explanations."""
+"""Value of ``reward_model.reward_manager``: a student model scores explanations."""
 RESIDENCY = "reward_model.residency"
 FURTHER = "reward_model.further_models"
 _MODEL, _FSDP = "reward_model.model", "reward_model.model.fsdp_config"
@@ -39,14 +39,14 @@ _LONGEST = "reward_model.reward_kwargs.max_resp_len"
 
 
 def _has_classifier(settings: Settings) -> bool:
-    # A reward model scores, not a student of RLT.
+    # Whether a reward model scores the responses, and not the student of RLT.
     return settings.reward_model.enable and settings.reward_model.reward_manager != RLT
 
 
 def even_shards(
     section: str, role: SequenceRole, given: Predicate = lambda settings: True, here: Sentence | None = None
 ) -> Iterator[Refusal]:
-    """Yield the rule that a role's devices divide into the shard groups of ``section``, the ``fsdp_config`` of its model."""
+    """Yield the rule that ``fsdp_size`` divides a role's devices. ``section``: the ``fsdp_config`` of the role's model."""
     yield from for_devices(
         role,
         lambda devices: Refusal(
@@ -63,11 +63,11 @@ OWN = "enable_resource_pool"
 
 
 def own_pool(role: SequenceRole, given: Predicate = lambda settings: True) -> Iterator[Refusal]:
-    """Yield the rules of a role that has devices of its own."""
+    """Yield the rules of a role with ``enable_resource_pool``."""
     key, group = f"{role}.{OWN}", "trainer.worker_group"
     yield refused(
         {key: True, group: "local"},
-        "the local worker group has one device, and no process for others",
+        "the local worker group has one device, and cannot start a process for another one",
         f"Set {group}=ray, or {key}=false.",
         given,
     )
@@ -86,7 +86,7 @@ def _has_no_buffer(settings: Settings) -> bool:
 
 
 def _overlong() -> Iterator[Refusal]:
-    # DAPO's penalty for long responses.
+    # DAPO's penalty for responses that are close to the length limit.
     yield refused(
         {f"{_OVERLONG}.enable": True, MANAGER: other_than("dapo")},
         "the penalty for long responses belongs to the manager dapo",
@@ -95,7 +95,7 @@ def _overlong() -> Iterator[Refusal]:
     yield Refusal(
         (f"{_OVERLONG}.len", _LONGEST),
         _has_no_buffer,
-        "the buffer must have a token at least, and no more than the longest response",
+        "the buffer needs at least one token, and at most as many as the longest response",
         lambda settings: f"Set {_OVERLONG}.len between 1 and {settings.reward_model.reward_kwargs.max_resp_len}.",
     )
 
@@ -127,20 +127,20 @@ def _model() -> Iterator[Refusal]:
     function = "custom_reward_function.path"
     yield refused(
         {FURTHER: bool, function: None},
-        "only a function can make one reward of the scores of several models",
-        f"Set {function} to one that reads them, or remove {FURTHER}.",
+        "only a reward function can combine the scores of several models",
+        f"Set {function} to a file whose function does so, or remove {FURTHER}.",
         _has_classifier,
     )
     yield refused(
         {FURTHER: _has_wrong_names},
-        "each model is a name and a folder or hub id",
-        f"Write it as {{name:folder}}, as in {FURTHER}={{helpful:models/helpful}}.",
+        "each model needs a name, and a folder or hub id",
+        f"Write {{name:folder}}, such as {FURTHER}={{helpful:models/helpful}}.",
     )
     yield Refusal(
         (tokenizer,),
         _has_foreign_tokenizer,
-        "responses are decoded with the policy's own tokenizer",
-        f"Set {POLICY_TOKENIZER}, or null where the reward model shares that tokenizer.",
+        "responses can only be decoded with the policy's tokenizer",
+        f"Set {POLICY_TOKENIZER}, or null if the reward model has the same tokenizer as the policy.",
     )
     without_size, way_out = "a micro-batch of the reward model has no size", f"Set {_ROWS}, or {_BY_TOKENS}=true."
     yield refused({_ROWS: None, _BY_TOKENS: operator.not_}, without_size, way_out, _has_classifier)
@@ -154,23 +154,23 @@ def _model() -> Iterator[Refusal]:
     yield from own_pool("reward_model", lambda settings: settings.reward_model.enable)
     yield refused(
         {f"reward_model.{OWN}": True, MANAGER: RLT},
-        "a student scores with the log-probs of the teacher beside it, and may be the reference's own module",
+        "the student needs the teacher's log-probs on the same device, and may be the reference itself",
         f"Set reward_model.{OWN}=false.",
         lambda settings: settings.reward_model.enable,
     )
     yield refused(
         {f"{_FSDP}.offload_policy": True, f"{_FSDP}.param_offload": True},
-        "with offload_policy parameters never leave the host",
+        "with offload_policy the parameters rest on the host already",
         "Set one of the two to false; param_offload is the faster one.",
         lambda settings: settings.reward_model.enable,
     )
 
 
 def _lacks_own_student(settings: Settings, in_place: bool) -> bool:
-    """Return whether a key of the student's model has no effect.
+    """Return whether a key of ``reward_model.model`` has no effect, because there is no such model or it has no own weights.
 
-    ``in_place``: the key says where the weights are kept. If student and reference swap in one place, the reference's key
-    decides.
+    ``in_place``: the key is about the placement of weights. With ``residency=swap`` the student shares the reference's place on
+    the device, and the reference's key decides.
     """
     reward = settings.reward_model
     if not reward.enable or reward.reward_manager != RLT:
@@ -179,7 +179,7 @@ def _lacks_own_student(settings: Settings, in_place: bool) -> bool:
 
 
 def _unused() -> Iterator[UnusedKey]:
-    either = f"{ENABLE} is false, {MANAGER} is rlt, or {_BY_TOKENS} decides otherwise"
+    either = f"{ENABLE} is false, {MANAGER} is rlt, or {_BY_TOKENS} chooses the other unit of micro-batches"
     yield UnusedKey(_ROWS, lambda settings: not _has_classifier(settings) or bool(settings.reward_model.use_dynamic_bsz), either)
     yield UnusedKey(_TOKENS, lambda settings: not _has_classifier(settings) or not settings.reward_model.use_dynamic_bsz, either)
     tokenizer, without_model = f"{_MODEL}.input_tokenizer", f"{ENABLE} is false, or {MANAGER} is rlt"
@@ -206,34 +206,35 @@ def _unused() -> Iterator[UnusedKey]:
 
 
 REWARD_RULES: tuple[Refusal, ...] = (*_overlong(), *_model())
-"""What penalties and reward models refuse, for :mod:`verl_memopt.config.checks`."""
+"""What the length penalty and reward models refuse."""
 
 WITHOUT_REWARD_MODEL = {unused.key: unused for unused in _unused()}
 """Key -> why it has no effect in a run without a reward model."""
 
 
-# Combinations of the settings of a sandbox service that are refused or have no effect.
+# The sandbox service: refused combinations of its settings, and when its keys have no effect.
 
 MAX_CONCURRENT = f"{SANDBOX}.max_concurrent"
 _LIMIT = "custom_reward_function.timeout_seconds"
 
 ROUND_SECONDS = CASE_SECONDS + 5
-"""Longest time of a call with a margin for the service itself."""
+"""Longest time of one call to the service: a program's limit, and a margin for the service itself."""
 
 
 def rows_at_a_time(slots: int) -> int:
-    """Return how many rows a reward process scores at once.
+    """Return how many rows a reward process scores at once. ``slots``: programs that it may run at once.
 
-    With 4 slots or more, the test cases of these rows are at most 2.5 times the slots. Other rows can use the slots of a row
-    whose last case is slow, and no case waits for more than two programs that never end.
+    With 4 slots or more, these rows together have at most 2.5 test cases per slot. So other rows can use the slots of a row whose
+    last case is slow, and no case waits for more than two programs that run into the time limit.
     """
     return max(1, slots // 4)
 
 
 def longest_row_seconds(max_concurrent: int) -> int:
-    """Return the longest time of a row in which every program runs until the service stops it.
+    """Return the longest time in seconds that one row can take, if the service has to stop every program.
 
-    With fewer than 4 slots the cases of one row wait for each other.
+    A case waits for at most two others (see :func:`rows_at_a_time`), which is 3 rounds. With fewer than 4 slots the cases of one
+    row also wait for each other.
 
     Args:
         max_concurrent: Programs that all reward processes together may run at once.
@@ -244,7 +245,7 @@ def longest_row_seconds(max_concurrent: int) -> int:
 def _is_http(address: str) -> bool:
     try:
         parts = urlsplit(address)
-        # urlsplit checks the port only when it is read.
+        # urlsplit does not check the port; reading `port` does, and may raise.
         return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:
         return False
@@ -269,26 +270,26 @@ def _refusals() -> Iterator[Refusal]:
     yield Refusal(
         (_LIMIT, MAX_CONCURRENT),
         _is_too_short,
-        f"a row whose programs all run into the service's limit of {CASE_SECONDS} s takes longer",
+        f"a row can take longer, because each of its programs may run for {CASE_SECONDS} s until the service stops it",
         lambda settings: f"Set {_LIMIT} to at least {_longest(settings)}{_or_more(settings)}.",
     )
 
 
 def _or_more(settings: Settings) -> str:
-    # The second way out, if running more programs at once would make the limit long enough.
+    # A second way out: run more programs at once, if the limit then is long enough.
     limit, slots = settings.custom_reward_function.timeout_seconds, settings.reward_model.sandbox_fusion.max_concurrent
     enough = next((calls for calls in range(slots + 1, CASES + 1) if longest_row_seconds(calls) <= limit), None)
     return "" if enough is None else f", or {MAX_CONCURRENT} to at least {enough}"
 
 
 SANDBOX_RULES: tuple[Refusal, ...] = tuple(_refusals())
-"""What the service's settings refuse, for :mod:`verl_memopt.config.checks`."""
+"""What the sandbox service refuses."""
 
 SANDBOX_UNUSED: tuple[UnusedKey, ...] = (
     *(
-        UnusedKey(key, _is_bypassed, f"custom_reward_function.path or {ENABLE} decides the reward, and no rule does")
+        UnusedKey(key, _is_bypassed, f"custom_reward_function.path or {ENABLE} gives the reward, so no default rule is used")
         for key in (URL, "reward_model.tolerant_rules")
     ),
     *idle(URL, None, MAX_CONCURRENT, f"{SANDBOX}.memory_limit_mb"),
 )
-"""When a key of the rules or of the service has no effect, for :mod:`verl_memopt.config.checks`."""
+"""When a key of the default reward rules or of the sandbox service has no effect."""

@@ -1,4 +1,4 @@
-"""How a setting under another name is written down: its names, the keys of ours that it sets, and how its value is converted."""
+"""The record of a setting of TRL or of a recipe: its names, the keys of ours that it sets, and the conversion of its value."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from verl_memopt.config.schema import Settings
 ESTIMATOR = "algorithm.adv_estimator"
 RLOO, GRPO = ("rloo",), ("grpo",)
 ESTIMATORS = (*RLOO, *GRPO)
-"""Values of ``algorithm.adv_estimator`` under which the names are read: the algorithms of ``recipe/rloo``."""
+"""Values of ``algorithm.adv_estimator`` with which TRL's names are read: the algorithms of ``recipe/rloo``."""
 
 TrlSettings = Mapping[str, Any]
-"""Name of TRL -> value, of all names that the user wrote."""
+"""Name of TRL -> value, for all names that the user wrote."""
 Values = Mapping[str, Any]
 """Our key -> value, for all keys that are set so far."""
 Convert = Callable[[str, TrlSettings, Values], dict[str, Any]]
-"""(name of TRL, all names of TRL, our values so far) -> our keys and values for this name."""
+"""(name of TRL, values of all names of TRL, our values so far) -> our keys and values for this name."""
 
 
 class NotConvertibleError(Exception):
     """A value of TRL has no equal here.
 
-    ``what`` has no full stop. ``names``: the names of TRL that it is about; () = the one that is being read.
+    Args:
+        what: What is wrong, as a sentence without a full stop.
+        way_out: What the user can do.
+        names: The names of TRL that the error shows; () = the name that is being converted.
     """
 
     def __init__(self, what: str, way_out: str, names: tuple[str, ...] = ()) -> None:
@@ -38,15 +41,12 @@ def effective(key: str, values: Values) -> Any:
 
 
 def copied(*keys: str) -> Convert:
-    """Convert a value that means the same here: each of ``keys`` gets it, and our checks apply."""
+    """Return a conversion that gives the value unchanged to each of ``keys``. Our checks find wrong values later."""
     return lambda name, trl, values: dict.fromkeys(keys, trl[name])
 
 
 def words(key: str, meanings: Mapping[str, Any]) -> Convert:
-    """Convert a value that is one of a few words.
-
-    ``meanings``: TRL's value, in lower case -> our value.
-    """
+    """Return a conversion of a value that is one of a few words. ``meanings``: TRL's word, in lower case -> our value."""
 
     def convert(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
         word = str(trl[name]).lower()
@@ -58,12 +58,12 @@ def words(key: str, meanings: Mapping[str, Any]) -> Convert:
 
 
 def off_at_zero(key: str, off: Any) -> Convert:
-    # Convert a number that TRL switches off with 0 or null, and we switch off with the value ``off``.
+    # TRL switches the setting off with 0 or null, and our key does so with the value `off`.
     return lambda name, trl, values: {key: off if trl[name] in (None, 0) else trl[name]}
 
 
 def unless_none(*keys: str) -> Convert:
-    """Copy a value, and treat null as a name that is not written."""
+    """Return a conversion that copies the value, and sets nothing if it is null."""
     return lambda name, trl, values: {} if trl[name] is None else dict.fromkeys(keys, trl[name])
 
 
@@ -72,17 +72,17 @@ class Spelling:
     """One setting of TRL."""
 
     names: tuple[str, ...]
-    """Names of the setting, the newest first. Two of them at once are refused."""
+    """Names of the setting in all versions of TRL, the newest first. A user may give only one of them."""
     keys: tuple[str, ...]
-    """Our keys that it can set. Giving one of them as well is refused."""
+    """Our keys that it can set. The user may not give one of these as well."""
     convert: Convert
-    """Return keys and values of ours."""
+    """Returns our keys and values."""
     note: str = ""
-    """What differs from TRL, as a sentence without a full stop."""
+    """What differs from TRL, as a sentence without a full stop. The log and the page for users of TRL show it."""
     estimators: tuple[str, ...] = ESTIMATORS
-    """Estimators that have the setting."""
+    """Estimators with which the setting is read."""
 
 
 def same(name: str, key: str, *older: str, note: str = "") -> Spelling:
-    """Return a spelling that differs in its name alone. ``older``: names of the setting in earlier versions of TRL."""
+    """Return the record of a setting whose value needs no conversion. ``older``: its names in earlier versions of TRL."""
     return Spelling((name, *older), (key,), copied(key), note)

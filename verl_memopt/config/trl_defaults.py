@@ -1,4 +1,4 @@
-"""The defaults of TRL's configs. In a script of TRL they hold, as the values that the script gives do.
+"""The defaults of TRL's configs. A script of TRL runs with these defaults, and not with ours.
 
 Source: ``GRPOConfig`` and ``RLOOConfig`` of TRL 1.16 with transformers 5.19.
 """
@@ -30,7 +30,7 @@ _OPEN = (
     "vllm_structured_outputs_regex vllm_server_base_url vllm_max_model_length epsilon_high reward_weights "
     "num_completions_to_print transformers_continuous_batching_config"
 )
-"""Fields that are null."""
+"""Fields whose default is null."""
 _COMMON: dict[str, Any] = {
     **dict.fromkeys(_OPEN.split()),
     # The run.
@@ -80,27 +80,27 @@ _GRPO: dict[str, Any] = {
 _RLOO: dict[str, Any] = {"num_generations": 2, "beta": 0.05, "normalize_advantages": False, "reward_clip_range": None}
 
 DEFAULTS = {"grpo": _COMMON | _GRPO, "rloo": _COMMON | _RLOO}
-"""Algorithm -> field of TRL's config -> its default."""
+"""Algorithm -> {field of TRL's config: its default}."""
 
 _SAY_NOTHING = frozenset({"max_steps", "use_cpu", "adam_epsilon", "report_to"})
-"""Names that are read, and whose default changes nothing here."""
+"""Names that are read, but whose default changes no setting here."""
 _OFF = frozenset({"delta"})
-"""Names whose default null switches something off that is on here."""
+"""Names whose default is null and thereby switches off something that is on by default here."""
 _COUNT_WITH = {
     "vllm_": "use_vllm", "ref_model_": "sync_ref_model", "entropy_coef_": "use_adaptive_entropy",
     "entropy_target": "use_adaptive_entropy",
 }  # fmt: skip
-"""Prefix of names -> the switch without which they have no effect."""
+"""Prefix of names -> the switch that these names need to have an effect."""
 
 
 def defaults_beside(defaults: Mapping[str, Any], given: Mapping[str, Any], algorithm: str) -> dict[str, Any]:
-    """Return the defaults of TRL that apply besides the settings that a user gave.
+    """Return the defaults of TRL that apply in addition to the settings that a user gave.
 
-    A default gives way to another spelling of its setting.
+    A default does not apply if the user gave its setting in another spelling.
 
     Args:
         defaults: Name of TRL -> default.
-        given: Name, of any kind, -> value.
+        given: The user's settings: name of TRL, short name or key -> value.
         algorithm: ``grpo`` or ``rloo``.
     """
     estimator = {ESTIMATOR: algorithm} | {name: value for name, value in given.items() if name == ESTIMATOR}
@@ -117,18 +117,18 @@ def defaults_beside(defaults: Mapping[str, Any], given: Mapping[str, Any], algor
 
     held = {name: value for name, value in defaults.items() if name not in given and holds(name)}
     if any(name not in held and name not in given for name in BATCH_NAMES if defaults.get(name) is not None):
-        held = {name: value for name, value in held.items() if name not in BATCH_NAMES}  # they mean something together
+        held = {name: value for name, value in held.items() if name not in BATCH_NAMES}  # they have a meaning only together
     return held
 
 
 def log_defaults(keys: Mapping[str, Set[str]], values: Mapping[str, Any], loaded: Settings, before: Mapping[str, Any]) -> None:
-    """Log the defaults of TRL that changed a setting, in one table.
+    """Log a table of the defaults of TRL that changed a setting.
 
     Args:
         keys: Name of TRL -> the keys that it can set.
-        values: Name of TRL -> its default, of those that were read.
+        values: Name of TRL -> the default that was read.
         loaded: The settings of the run.
-        before: Key -> value without TRL's defaults, of the keys that do not have our default.
+        before: Key -> the value that it would have without TRL's defaults. A missing key would have our default.
     """
     rows = {
         key: (
@@ -142,4 +142,4 @@ def log_defaults(keys: Mapping[str, Set[str]], values: Mapping[str, Any], loaded
     }
     lines = [f"  {name:<32} {meaning} (our default: {ours})" for name, meaning, ours in rows.values()]
     if lines:
-        logger.info("the defaults of TRL that differ from ours hold:\n%s", "\n".join(lines))
+        logger.info("the run uses these defaults of TRL, which differ from ours:\n%s", "\n".join(lines))

@@ -1,6 +1,6 @@
-"""The names of TRL and of recipes: which of our keys each sets, and how its value is converted.
+"""The names of TRL: which of our keys each name sets, and how its value is converted.
 
-:mod:`verl_memopt.config.names` reads them.
+:mod:`verl_memopt.config.names` reads these tables.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ from verl_memopt.config.trl_objective import DRAWING, KL_IN_LOSS, OBJECTIVE, WEI
 from verl_memopt.config.unused_keys import NO_EQUAL, NoEffect
 
 MANAGER = "reward_model.reward_manager"
-"""Its value chooses a recipe."""
+"""The key whose value selects a recipe."""
 
 
 @dataclass(frozen=True)
 class RecipeNames:
     """The names of a recipe's published settings.
 
-    ``spellings`` are read in order, before TRL's own. ``replaced``: a name of the recipe -> the names of TRL that it makes
-    redundant.
+    Attributes:
+        spellings: Records of the names that are read. They are read in this order, before TRL's names.
+        no_equal: The names that have no equal here.
+        replaced: Name of the recipe -> the names of TRL that have no effect if this name is given.
     """
 
     spellings: tuple[Spelling, ...]
@@ -48,13 +50,14 @@ class RecipeNames:
     replaced: Mapping[str, Mapping[str, NoEffect]]
 
 
-# What values of TRL mean in our keys, where they are in another unit or follow from several settings.
+# Conversions of values that have another unit in TRL, or that depend on several settings.
 #
-# TRL counts responses and optimizer steps where verl counts prompts and rollouts. With W devices, p =
-# per_device_train_batch_size, a = gradient_accumulation_steps, s = steps_per_generation (TRL's default: a) and n =
-# num_generations, a rollout of TRL has p W s responses to p W s / n prompts, and one pass over them takes s / a optimizer steps.
-# In the older RLOO trainer s = a x num_mini_batches. Source: ``GRPOConfig`` and ``RLOOConfig`` of TRL 1.16, ``RLOOTrainer`` of
-# TRL 0.20.
+# TRL counts responses and optimizer steps; verl counts prompts and rollouts. Let
+#   W = number of devices, p = per_device_train_batch_size, a = gradient_accumulation_steps, n = num_generations,
+#   s = steps_per_generation (TRL's default is a; in the older RLOO trainer s = a x num_mini_batches).
+# In TRL, a rollout has
+#   p W s responses to p W s / n prompts, and one pass over them takes s / a optimizer steps.
+# Source: ``GRPOConfig`` and ``RLOOConfig`` of TRL 1.16, ``RLOOTrainer`` of TRL 0.20.
 
 _AR = "actor_rollout_ref"
 _ACTOR, _OPTIM, _ROLLOUT = f"{_AR}.actor", f"{_AR}.actor.optim", f"{_AR}.rollout"
@@ -68,11 +71,11 @@ BATCH_NAMES = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
     "num_mini_batches",
 )  # fmt: skip
-"""Names of TRL that together decide how many responses a rollout has, and how many an optimizer step."""
+"""Names of TRL that together decide how many responses a rollout has, and how many of them an optimizer step uses."""
 
 
 def kl(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    # Convert TRL's coefficient: RLOO has the KL in the reward, GRPO in the loss. 0 needs no reference.
+    # Convert TRL's coefficient of the KL, which RLOO has in the reward and GRPO in the loss. 0 switches the KL off.
     value = trl[name]
     in_loss = str(effective(ESTIMATOR, values)).startswith("grpo")
     switch, coefficient = (KL_IN_LOSS, KL_LOSS_COEF) if in_loss else (KL_IN_REWARD, KL_COEF)
@@ -90,23 +93,24 @@ def batch(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
         passes = accumulated * numbers["num_mini_batches"]
     responses = numbers.get("generation_batch_size")
     if responses is not None and passes is not None:
-        raise NotConvertibleError("TRL takes one of the two", f"Keep one, or set {PROMPTS} and {MINI_BATCH}.", names)
+        raise NotConvertibleError("TRL takes one of the two only", f"Keep one, or set {PROMPTS} and {MINI_BATCH}.", names)
     if per_device is not None:
         if responses is not None:
-            passes = _divided(responses, per_device * devices, "generation_batch_size is no multiple of a forward's rows", names)
+            what = f"generation_batch_size is no multiple of {per_device * devices}, the responses per forward on all devices"
+            passes = _divided(responses, per_device * devices, what, names)
         passes = accumulated if passes is None else passes
         responses = per_device * devices * passes
     if responses is None and passes is None:
-        what = "it says nothing without per_device_train_batch_size: passes of a step are cut by tokens here"
-        raise NotConvertibleError(what, f"Set {MINI_BATCH}, the prompts of an optimizer step.")
+        what = "it says nothing without per_device_train_batch_size, because micro-batches are cut by tokens here"
+        raise NotConvertibleError(what, f"Set {MINI_BATCH}, the prompts per optimizer step.")
     prompts = _number(PROMPTS, values)
     if responses is not None:
-        prompts = _divided(responses, samples, f"{responses} responses do not divide into groups of {samples}", names)
+        prompts = _divided(responses, samples, f"{responses} responses do not divide into groups of {samples} responses", names)
     if passes is None:
         return {PROMPTS: prompts}
     what = f"{passes} passes do not divide into optimizer steps of {accumulated}"
     updates = _divided(passes, accumulated, what, names)
-    what = f"{prompts} prompts do not divide over {updates} optimizer steps, and the responses to a prompt stay together here"
+    what = f"{prompts} prompts do not divide over {updates} optimizer steps, and a step needs all responses to its prompts here"
     mini_batch = _divided(prompts, updates, what, names)
     return {MINI_BATCH: mini_batch} if responses is None else {PROMPTS: prompts, MINI_BATCH: mini_batch}
 
@@ -118,7 +122,7 @@ def _divided(whole: int, part: int, what: str, names: tuple[str, ...]) -> int:
 
 
 def _number(key: str, values: Values) -> int:
-    # The value of one of our keys. TRL's name can only be converted if it is a whole number above 0.
+    # Return the value of one of our keys, which must be a whole number above 0 for TRL's name to be converted.
     value: int = effective(key, values)
     if value is None and key == MINI_BATCH:
         return _number(PROMPTS, values)
@@ -140,7 +144,7 @@ def updates_per_rollout(values: Values) -> int:
 
 
 def optimizer_steps(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    # Convert optimizer steps to training steps, rounded up. TRL's -1 sets nothing.
+    # Convert optimizer steps to training steps, rounded up. With TRL's -1, the epochs set the length of the run.
     if trl[name] in (None, -1):
         return {}
     return {STEPS: math.ceil(_count(name, trl) / updates_per_rollout(values))}
@@ -153,7 +157,8 @@ def episodes(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
 
 
 def passes_over_data(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    # Set the epochs of the run. A number of steps under TRL's names wins over them, a recipe's number does not.
+    # Set the epochs of the run. The number of steps of a recipe is removed, because it would win over them. A number of steps in
+    # TRL's names stays, and wins as in TRL.
     value = trl[name]
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -163,14 +168,15 @@ def passes_over_data(name: str, trl: TrlSettings, values: Values) -> dict[str, A
 
 
 def every(key: str) -> Convert:
-    """Convert an interval in optimizer steps to training steps, rounded up."""
+    """Return a conversion of an interval in optimizer steps to training steps, rounded up."""
     return lambda name, trl, values: {key: math.ceil(_count(name, trl) / updates_per_rollout(values))}
 
 
 def by_steps(key: str, *distances: str) -> Convert:
-    """Convert TRL's word for when something is done: never, or at an interval of optimizer steps.
+    """Return a conversion of TRL's strategy "no" or "steps" to the interval ``key``.
 
-    ``distances``: names of that interval; the first that is written holds. Without one, our own key decides.
+    ``distances``: names of TRL for the interval in optimizer steps. The first name that the user wrote is used. Without any, the
+    value of ``key`` stays.
     """
 
     def convert(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
@@ -178,7 +184,7 @@ def by_steps(key: str, *distances: str) -> Convert:
         if word == "no":
             return {key: -1}
         if word != "steps":
-            raise NotConvertibleError("it is done by steps here", f"Set steps or no, or {key}.")
+            raise NotConvertibleError("here the interval is a number of steps", f"Set it to steps or no, or set {key}.")
         written = [option for option in distances if trl.get(option) is not None]
         return every(key)(written[0], trl, values) if written else {}
 
@@ -186,7 +192,7 @@ def by_steps(key: str, *distances: str) -> Convert:
 
 
 def warm_up(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    # Set the warm-up of the learning rate. A number below 1 is a share of the run.
+    # A number below 1 is a share of the run, as in transformers.
     steps = trl[name]
     is_share = isinstance(steps, float) and 0 < steps < 1
     if isinstance(steps, float) and steps.is_integer():
@@ -214,11 +220,11 @@ def epsilon(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
 
 
 def loggers(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    # Set the loggers: the ones that TRL names, besides console and JSON lines, which always run.
+    # Console and JSON lines are always written, in addition to the loggers that TRL's value names.
     asked_for = trl[name] if isinstance(trl[name], list | tuple) else [trl[name]]
     others = [logger_name for logger_name in asked_for if logger_name not in ("none", None)]
     if any(logger_name not in LOGGERS.words for logger_name in others):
-        raise NotConvertibleError("this logger has no equal", f"Set trainer.logger: {', '.join(LOGGERS.words)}.")
+        raise NotConvertibleError("this logger has no equal here", f"Choose from {', '.join(LOGGERS.words)}, or remove it.")
     return {"trainer.logger": ["console", "jsonl", *others]}
 
 
@@ -234,15 +240,15 @@ def resumed(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
 
 
 def head_in_fp32(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    # Set nothing if the whole model computes in fp32. In half precision there is no fp32 head, so the value is refused.
+    # If the whole model computes in fp32, so does the head. In half precision the head cannot compute in fp32.
     if trl[name] and effective(_DTYPES[0], values) not in ("fp32", "float32"):
-        what = "in half precision the head multiplies in it too; only what follows, the log-probs of its products, is in fp32"
+        what = "in half precision the head computes its logits in half precision too; only the log-probs are computed in fp32"
         raise NotConvertibleError(what, f"Set {_DTYPES[0]}=fp32, or remove it.")
     return {}
 
 
 _LOADS_ANYWAY = ("device_map", "low_cpu_mem_usage", "use_cache", "use_safetensors", "cache_dir", "token", "local_files_only")
-"""Arguments of ``from_pretrained`` without effect here: where weights are loaded, and how."""
+"""Arguments of ``from_pretrained`` that have no effect here. They say where weights are loaded, and how."""
 _KERNELS = ("flash_attention_2", "sdpa", "eager")
 _PRECISIONS = {"float32": "fp32", "fp32": "fp32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
 
@@ -270,7 +276,7 @@ def model_arguments(name: str, trl: TrlSettings, values: Values) -> dict[str, An
 
 
 BNB_4BIT = "fp4"
-"""The kind of 4 bits that bitsandbytes takes by default."""
+"""The 4-bit type that bitsandbytes uses by default."""
 
 
 def _quantized(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,7 +286,7 @@ def _quantized(config: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if (kind := config.get("bnb_4bit_quant_type", BNB_4BIT)) != "nf4":
         default = "" if "bnb_4bit_quant_type" in config else ", the default of bitsandbytes"
-        what = f"bnb_4bit_quant_type={kind}{default}: 4 bits are nf4"
+        what = f"bnb_4bit_quant_type={kind}{default}: the only 4-bit type here is nf4"
         raise NotConvertibleError(what, f"Set bnb_4bit_quant_type=nf4, or {_QUANTIZATION}=nf4 or int8.")
     return {_QUANTIZATION: "nf4"}
 
@@ -290,19 +296,19 @@ REF_STEPS, REF_ALPHA = 512, 0.6
 
 
 def reference_sync(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    # Set how the reference follows the policy, from TRL's three names. Without ``sync_ref_model`` it does not.
+    # Combine TRL's three names. Without `sync_ref_model` the reference keeps its weights, whatever the other two names say.
     if not trl.get("sync_ref_model"):
         return {SYNC_EVERY: None} if name == "sync_ref_model" else {}
     steps = {"ref_model_sync_steps": trl.get("ref_model_sync_steps") or REF_STEPS}
     alpha = trl.get("ref_model_mixup_alpha")
     distance, updates = _count("ref_model_sync_steps", steps), updates_per_rollout(values)
     if distance % updates:
-        what = f"{distance} optimizer steps: a training step takes {updates} of them, and this is no multiple"
+        what = f"{distance} optimizer steps: a training step takes {updates} of them, and {distance} is not a multiple"
         raise NotConvertibleError(what, f"Set {SYNC_EVERY}, in training steps.")
     return {SYNC_EVERY: distance // updates, SYNC_ALPHA: REF_ALPHA if alpha is None else alpha}
 
 
-# The names of TRL's RLOO and GRPO trainers, old and new: which of our keys each sets, and which have no equal here.
+# The names of TRL's RLOO and GRPO trainers, old and new, with our keys.
 
 _REST, _ATTENTION, _QUANTIZATION = (
     f"{_ACTOR}.fsdp_config.model_dtype",
@@ -310,7 +316,7 @@ _REST, _ATTENTION, _QUANTIZATION = (
     f"{_AR}.model.quantization",
 )
 _DTYPES = tuple(f"{section}.fsdp_config.dtype" for section in (_ACTOR, f"{_AR}.ref"))
-_SCHEDULE = "the schedule then counts optimizer steps, as TRL's; a warm-up begins one step above TRL's 0"
+_SCHEDULE = "the schedule then counts optimizer steps, as in TRL; a warm-up starts one step above TRL's rate of 0"
 
 
 def scheduled(name: str, key: str) -> Spelling:
@@ -319,7 +325,7 @@ def scheduled(name: str, key: str) -> Spelling:
 
 
 _NORMALIZE = "algorithm.normalize_advantages"
-_GROUPS = "the samples of a prompt stay together in one optimizer step"
+_GROUPS = "all responses to a prompt are in the same optimizer step"
 SAVE, TEST = "trainer.save_freq", "trainer.test_freq"
 _BY_STEPS = "TRL counts optimizer steps; a training step here is a rollout with all its optimizer steps"
 
@@ -329,58 +335,61 @@ SPELLINGS: tuple[Spelling, ...] = (
     same("num_iterations", EPOCHS, "num_ppo_epochs"),
     Spelling(
         ("per_device_train_batch_size",), (PROMPTS, MINI_BATCH), batch,
-        "TRL counts responses of a forward on one device, and derives the batch from them; micro-batches are cut by tokens here "
+        "TRL counts the responses per forward on one device, and derives the batch from them; here tokens limit a forward "
         f"({_ACTOR}.ppo_max_token_len_per_gpu)",
     ),
-    Spelling(("gradient_accumulation_steps",), (MINI_BATCH,), batch, "passes follow from the prompts of an optimizer step"),
+    Spelling(
+        ("gradient_accumulation_steps",), (MINI_BATCH,), batch,
+        "TRL counts the forwards per optimizer step, we count the prompts per optimizer step",
+    ),
     Spelling(("generation_batch_size",), (PROMPTS,), batch, "TRL counts responses, we count prompts"),
     Spelling(
         ("steps_per_generation", "num_mini_batches"), (MINI_BATCH,), batch,
-        f"TRL counts the passes of a rollout, or its mini-batches; we count the prompts of an optimizer step, and {_GROUPS}",
+        f"TRL counts the forwards or the mini-batches per rollout; we count the prompts per optimizer step, and {_GROUPS}",
     ),
     Spelling(("max_steps",), (STEPS,), optimizer_steps, _BY_STEPS),
-    Spelling(("total_episodes",), (STEPS,), episodes, "TRL counts responses; the last step is a whole one"),
-    Spelling(("num_train_epochs",), (TOTAL_EPOCHS, STEPS), passes_over_data, f"{STEPS} of a recipe no longer counts"),
+    Spelling(("total_episodes",), (STEPS,), episodes, "TRL counts responses; the number of steps is rounded up"),
+    Spelling(("num_train_epochs",), (TOTAL_EPOCHS, STEPS), passes_over_data, f"a recipe's value of {STEPS} no longer applies"),
     Spelling(("save_steps",), (SAVE,), every(SAVE), f"rounded up: {_BY_STEPS}"),
     Spelling(("eval_steps",), (TEST,), every(TEST), f"rounded up: {_BY_STEPS}"),
     Spelling(("save_strategy",), (SAVE,), by_steps(SAVE, "save_steps"), "no also wins over save_steps"),
     Spelling(
         ("eval_strategy",), (TEST,), by_steps(TEST, "eval_steps", "logging_steps"),
-        "no also wins over eval_steps, and without them steps takes logging_steps",
+        "no also wins over eval_steps; steps without eval_steps uses logging_steps",
     ),
-    same("logging_steps", "trainer.table_every_steps", note="every step is logged; the console prints a table of the last ones"),
+    same("logging_steps", "trainer.table_every_steps", note="every step is logged; this is the interval of the console's table"),
     same("max_completion_length", "data.max_response_length"),
     same(
         "response_length", "data.max_response_length",
-        note=f"the older trainer generated past the end of a response; set {_ROLLOUT}.ignore_eos=true for that",
+        note=f"the older trainer generated on after the end of a response; set {_ROLLOUT}.ignore_eos=true for that",
     ),
     same(
         "max_prompt_length", "data.max_prompt_length",
-        note="TRL cuts longer prompts; here data.truncation decides, and error is its default",
+        note="TRL cuts longer prompts; here data.truncation decides, and by default a longer prompt is an error",
     ),
     Spelling(
         ("beta", "kl_coef"), (KL_IN_REWARD, KL_COEF), kl,
-        "the KL comes off the reward, with the estimator algorithm.kl_penalty; 0 builds no reference", RLOO,
+        "the KL is subtracted from the reward; algorithm.kl_penalty is its estimator; 0 = no reference model", RLOO,
     ),
     Spelling(
         ("beta",), (KL_IN_LOSS, KL_LOSS_COEF), kl,
-        f"the KL is part of the loss, with the estimator {_ACTOR}.kl_loss_type; 0 builds no reference", GRPO,
+        f"the KL is a term of the loss; {_ACTOR}.kl_loss_type is its estimator; 0 = no reference model", GRPO,
     ),
     *(
         Spelling((name,), (SYNC_EVERY, SYNC_ALPHA), reference_sync, note)
         for name, note in (
-            ("sync_ref_model", f"TRL's defaults apply to the other two names; {_BY_STEPS}"),
-            ("ref_model_sync_steps", f"it counts with sync_ref_model=true; {_BY_STEPS}"),
-            ("ref_model_mixup_alpha", "it counts with sync_ref_model=true"),
+            ("sync_ref_model", f"the other two names have TRL's defaults; {_BY_STEPS}"),
+            ("ref_model_sync_steps", f"it needs sync_ref_model=true; {_BY_STEPS}"),
+            ("ref_model_mixup_alpha", "it needs sync_ref_model=true"),
         )
     ),
     Spelling(
         ("normalize_advantages", "normalize_advantage"), (_NORMALIZE,), copied(_NORMALIZE),
-        "over the rows of the whole step", RLOO,
+        "advantages are normalised over all rows of the step", RLOO,
     ),
     Spelling(
         ("normalize_reward",), (_NORMALIZE,), copied(_NORMALIZE),
-        "the older trainer normalised and clamped the scores; here, as in the newer one, the advantages are normalised", RLOO,
+        "the older trainer normalised and clipped the scores; here, as in the newer trainer, the advantages are normalised", RLOO,
     ),
     *OBJECTIVE,
     Spelling(
@@ -399,14 +408,14 @@ SPELLINGS: tuple[Spelling, ...] = (
     scheduled("lr_scheduler_type", f"{_OPTIM}.lr_scheduler_type"),
     Spelling(
         ("warmup_steps",), (f"{_OPTIM}.lr_warmup_steps", f"{_OPTIM}.lr_warmup_steps_ratio", SCHEDULE_STEPS), warm_up,
-        f"below 1 it is a share of all steps; {_SCHEDULE}",
+        f"a number below 1 is a share of all steps; {_SCHEDULE}",
     ),
     scheduled("warmup_ratio", f"{_OPTIM}.lr_warmup_steps_ratio"),
     same("lr_scheduler_kwargs", f"{_OPTIM}.lr_scheduler_kwargs"),
-    Spelling(("bf16",), _DTYPES, dtype, "parameters at rest keep their own dtype, and the engine has one too"),
+    Spelling(("bf16",), _DTYPES, dtype, "it is the dtype of computation; the dtypes of stored weights and of the engine stay"),
     Spelling(("cast_lm_head_to_fp32",), (), head_in_fp32, "with bf16=false the whole model is in fp32", GRPO),
     Spelling(("use_cpu",), ("trainer.device",), words("trainer.device", {"true": "cpu", "false": "auto"})),
-    Spelling(("adam_epsilon",), (f"{_OPTIM}.override_optimizer_config",), epsilon, "with torch's own AdamW"),
+    Spelling(("adam_epsilon",), (f"{_OPTIM}.override_optimizer_config",), epsilon, "it needs torch's AdamW"),
     Spelling(("save_total_limit",), ("trainer.max_actor_ckpt_to_keep",), unless_none("trainer.max_actor_ckpt_to_keep")),
     same("eval_on_start", "trainer.val_before_train"),
     same("gradient_checkpointing", f"{_AR}.model.enable_gradient_checkpointing"),
@@ -425,17 +434,17 @@ SPELLINGS: tuple[Spelling, ...] = (
     Spelling(("reward_model_path",), ("reward_model.enable", "reward_model.model.path"), reward_model),
     Spelling(
         ("model_init_kwargs",), (_REST, _ATTENTION, _QUANTIZATION), model_arguments,
-        "weights rest in dtype; quantization_config is the base below LoRA adapters",
+        "dtype is the dtype of the stored weights; quantization_config quantises the frozen base of LoRA adapters",
     ),
     same("output_dir", "trainer.default_local_dir"),
     Spelling(
         ("resume_from_checkpoint",), ("trainer.resume_mode", "trainer.resume_from_path"), resumed,
-        "true goes on at the newest checkpoint, a path at that global_step_N folder, or at the newest one of that run",
+        "true resumes at the newest checkpoint; a path is a global_step_N folder, or a run folder for its newest checkpoint",
     ),
     same("run_name", "trainer.experiment_name", "exp_name"),
-    Spelling(("report_to",), ("trainer.logger",), loggers, "console and jsonl are always there"),
+    Spelling(("report_to",), ("trainer.logger",), loggers, "console and jsonl are always written"),
 )  # fmt: skip
-"""In the order in which they are read: a conversion sees what those before it have set."""
+"""The records, in the order in which they are read. A conversion sees the values that earlier conversions have set."""
 
 ONE_SETTING: tuple[tuple[str, ...], ...] = (
     ("max_completion_length", "response_length"),
@@ -443,7 +452,7 @@ ONE_SETTING: tuple[tuple[str, ...], ...] = (
     ("normalize_advantages", "normalize_advantage", "normalize_reward"),
     *(spelling.names for spelling in SPELLINGS),
 )
-"""Groups of names for one setting. A user can give only one of each group."""
+"""Groups of names that mean the same setting. A user can give only one name of each group."""
 
 NAMES = frozenset(name for spelling in SPELLINGS for name in spelling.names) | NO_EQUAL.keys()
-"""All names of TRL that are known here."""
+"""All known names of TRL, which includes those without an equal here."""

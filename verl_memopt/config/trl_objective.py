@@ -1,6 +1,6 @@
-"""What TRL's losses, advantages, importance weights and sampling are in our keys.
+"""TRL's names for losses, advantages, importance weights and sampling: our keys, and how values are converted.
 
-Source: ``GRPOConfig`` and ``GRPOTrainer`` of TRL 1.16. Beside its own numbers ours equal them: tests/worker/test_trl_losses.py.
+Source: ``GRPOConfig`` and ``GRPOTrainer`` of TRL 1.16. tests/worker/test_trl_losses.py shows that both give equal losses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ADAPTIVE = {
     "entropy_target": ("target", 0.2), "entropy_coef_delta": ("delta", 0.005), "entropy_coef_min": ("min", 0.0),
     "entropy_coef_max": ("max", 1.0),
 }  # fmt: skip
-"""Name of TRL -> our key below ``entropy_ctrl``, and TRL's default."""
+"""Name of TRL -> (our key below ``entropy_ctrl``, TRL's default)."""
 BY_STD, STD_OF, STD_EPSILON = (f"algorithm.norm_adv_{name}" for name in ("by_std_in_grpo", "std_of", "epsilon"))
 REWARD_CLIP = "algorithm.reward_clip_range"
 QUANTILE, WHITEN_OVER = "algorithm.top_entropy_quantile", "algorithm.gdpo_whiten_over"
@@ -43,9 +43,9 @@ LOSS_TYPES = {
     "dr_grpo": ("vanilla", "seq-mean-token-sum-norm"), "luspo": ("vanilla", "seq-mean-token-sum"),
     "cispo": ("cispo", "token-mean"), "sapo": ("sapo", "seq-mean-token-mean"), "vespo": ("vespo", "token-mean"),
 }  # fmt: skip
-"""Value of ``loss_type`` -> our loss with one ratio per token, and how its tokens are averaged."""
+"""Value of ``loss_type`` -> (our loss with one ratio per token, how the loss is averaged)."""
 TRL_EPSILON = 1e-4
-"""What TRL adds to a standard deviation of rewards."""
+"""Number that TRL adds to a standard deviation of rewards before it divides by it."""
 
 
 def _by_sequence(trl: TrlSettings) -> bool:
@@ -61,7 +61,7 @@ def loss(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
     mode, aggregation = LOSS_TYPES[kind or "dapo"]
     if level == "sequence" and mode != "vanilla":
         both = ("loss_type", "importance_sampling_level")
-        raise NotConvertibleError(f"{mode} has a ratio of its own", "Set importance_sampling_level=token.", both)
+        raise NotConvertibleError(f"{mode} has a ratio of its own per token", "Set importance_sampling_level=token.", both)
     mode = "gspo" if level == "sequence" else mode
     if name == "importance_sampling_level":
         return {LOSS_MODE: mode} if level == "sequence" else {}
@@ -69,7 +69,7 @@ def loss(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
 
 
 def clips(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    # Set the clips of the ratio. CISPO has a single bound, of the ratio itself.
+    # CISPO has a single bound: it is the largest ratio, not a distance from 1.
     if trl.get("loss_type") == "cispo":
         bound = trl.get("epsilon_high")
         return {CISPO_RATIO: trl[name] if bound is None else bound}
@@ -77,21 +77,22 @@ def clips(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
 
 
 def two_sided(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    # Set the ratio's bound for negative advantages. Losses without a clip have none.
+    # Set the upper bound of the ratio at negative advantages. Losses without a clip have no such bound.
     delta, mode = trl[name], LOSS_TYPES.get(str(trl.get("loss_type")), ("vanilla", ""))[0]
     if delta is None or mode != "vanilla":
         return {DUAL_CLIP: None} if mode == "vanilla" else {}
     if _by_sequence(trl):
-        raise NotConvertibleError("the ratio of a sequence has no second bound", "Remove it, or set the level token.")
+        way_out = "Remove it, or set importance_sampling_level=token."
+        raise NotConvertibleError("the ratio of a sequence has no second bound", way_out)
     high = next(clip for clip in (effective(CLIP_HIGH, values), effective(CLIP, values)) if clip is not None)
     if isinstance(delta, int | float) and delta < 1 + high:
-        what = f"below 1 + {high} TRL also bounds positive advantages by it, which clip_ratio_high does here"
+        what = f"below 1 + {high} TRL also bounds positive advantages by it; here only clip_ratio_high bounds these"
         raise NotConvertibleError(what, f"Raise it to at least {1 + high:g}, as TRL recommends.")
     return {DUAL_CLIP: delta}
 
 
 def scaled_rewards(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    # Set what the advantages are divided by. Separately normalised rewards always use their group's deviation.
+    # Set which standard deviation the advantages are divided by. Rewards that are normalised separately use that of their group.
     word = str(trl[name]).lower()
     word = {"true": "group", "false": "none"}.get(word, word)
     if word not in ("group", "batch", "none"):
@@ -111,23 +112,24 @@ def objectives(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
 
 
 def kl_by_ratio(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    # Multiply the KL in the loss by the ratio. Without such a KL this sets nothing.
+    # Without a KL in the loss the name has no effect.
     return {f"{_ACTOR}.kl_loss_by_ratio": trl[name]} if effective(KL_IN_LOSS, values) else {}
 
 
 def entropy_bonus(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    # Set the entropy bonus. It is averaged over tokens whatever the loss is.
+    # TRL averages the entropy bonus over tokens, whatever the loss is.
     adapts = bool(trl.get("use_adaptive_entropy"))
     if trl[name] in (None, 0) and not adapts:
         return {ENTROPY: 0.0}
     if trl.get("top_entropy_quantile") not in (None, 1):
         both = (name, "top_entropy_quantile")
-        raise NotConvertibleError("TRL's bonus is then of the chosen tokens alone", f"Remove one, or set {ENTROPY}.", both)
+        what = "TRL's bonus is then taken only over the tokens of top_entropy_quantile, and ours over all tokens"
+        raise NotConvertibleError(what, f"Remove one, or set {ENTROPY}.", both)
     return {ENTROPY: trl[name] or 0.0, ENTROPY_AGG: "token-mean"}
 
 
 def adaptive_entropy(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    # Set how the bonus's weight adapts, from all of TRL's names about it. ``use_adaptive_entropy`` switches it on.
+    # Combine all of TRL's names for the adaptive weight of the bonus. `use_adaptive_entropy` switches it on.
     if not trl.get("use_adaptive_entropy"):
         return {f"{ENTROPY_CTRL}.target": None} if name == "use_adaptive_entropy" else {}
     given = {part: trl[option] for option, (part, _) in ADAPTIVE.items() if trl.get(option) is not None}
@@ -138,16 +140,17 @@ def adaptive_entropy(name: str, trl: TrlSettings, values: Values) -> dict[str, A
 def top_entropy(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
     if trl[name] not in (None, 1) and _by_sequence(trl):
         both = (name, "importance_sampling_level")
-        raise NotConvertibleError("with the ratio of a sequence TRL scales the sequence by it", f"Set {QUANTILE}.", both)
+        what = "with the ratio of a sequence TRL scales the whole sequence by its share of such tokens"
+        raise NotConvertibleError(what, f"Set {QUANTILE}, which gives the other tokens advantage 0.", both)
     return {} if trl[name] is None else {QUANTILE: trl[name]}
 
 
 LEAST, MOST = "1e-9", "1e9"
-"""Bounds that no importance weight reaches."""
+"""Bounds that no importance weight reaches, for a side that TRL leaves open."""
 
 
 def importance(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    # Set the importance weights between engine and trainer. TRL has them with vLLM alone.
+    # TRL uses importance weights between engine and trainer only with vLLM.
     if trl.get("vllm_importance_sampling_correction") is False:
         return {WEIGHTS: None} if name == "vllm_importance_sampling_correction" else {}
     if effective(f"{_ROLLOUT}.name", values) != "vllm":
@@ -158,7 +161,7 @@ def importance(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
         modes = "token_truncate, token_mask, sequence_truncate and sequence_mask"
         raise NotConvertibleError(f"TRL has {modes}", "Choose one.", ("vllm_importance_sampling_mode",))
     if level == "sequence" and trl.get("loss_type") == "vespo":
-        what = "VESPO multiplies the weights of the tokens itself"
+        what = "VESPO multiplies the weights of a sequence's tokens itself"
         raise NotConvertibleError(what, "Set vllm_importance_sampling_mode=token_truncate or token_mask.")
     clip_min, cap = trl.get("vllm_importance_sampling_clip_min"), trl.get("vllm_importance_sampling_cap")
     clip_max = trl.get("vllm_importance_sampling_clip_max", 3.0) if cap is None else cap
@@ -174,18 +177,18 @@ DRAWN = {
     **dict.fromkeys(("stop", "stop_strings"), f"{_ROLLOUT}.stop"), "stop_token_ids": f"{_ROLLOUT}.stop_token_ids",
     **dict.fromkeys(("max_tokens", "max_new_tokens"), "data.max_response_length"), "do_sample": f"{_ROLLOUT}.do_sample",
 }  # fmt: skip
-"""Argument of vLLM's or transformers' sampling -> our key."""
+"""Sampling argument of vLLM or transformers -> our key."""
 
 
 def drawn(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    # Convert ``generation_kwargs``, which win over TRL's own names of sampling.
+    # Convert `generation_kwargs`, which win over TRL's other names for sampling.
     given = trl[name] or {}
     if not isinstance(given, Mapping):
         raise NotConvertibleError("it is no mapping", "Give names with values.")
     unknown = [option for option in given if option not in DRAWN]
     if unknown:
-        what = f"of it {', '.join(DRAWN)} are read in both engines, and not {', '.join(unknown)}"
-        raise NotConvertibleError(what, "Remove the others.")
+        what = f"the names {', '.join(DRAWN)} are read in both engines, and not {', '.join(unknown)}"
+        raise NotConvertibleError(what, f"Remove {', '.join(unknown)}.")
     off = {"top_k": (0, -1), "min_p": (None, 0.0)}
     sampling = {
         DRAWN[option]: off[option][1] if option in off and value == off[option][0] else value for option, value in given.items()
@@ -198,19 +201,22 @@ OBJECTIVE: tuple[Spelling, ...] = (
     Spelling(("epsilon", "cliprange"), (CLIP, CISPO_RATIO), clips, "with loss_type=cispo it is the largest ratio itself"),
     Spelling(("epsilon_high",), (CLIP_HIGH, CISPO_RATIO), clips, "with loss_type=cispo it is the largest ratio itself"),
     Spelling(
-        ("scale_rewards",), (BY_STD, STD_OF, STD_EPSILON), scaled_rewards, f"{TRL_EPSILON} is added to a deviation, as in TRL",
-        GRPO,
+        ("scale_rewards",), (BY_STD, STD_OF, STD_EPSILON), scaled_rewards,
+        f"{TRL_EPSILON} is added to the standard deviation, as in TRL", GRPO,
     ),
     Spelling(
         ("multi_objective_aggregation",), (WHITEN_OVER, BY_STD, STD_EPSILON), objectives,
-        "normalize_then_sum is the estimator gdpo, whose rewards algorithm.gdpo_reward_keys names", GRPO,
+        "normalize_then_sum selects the estimator gdpo; algorithm.gdpo_reward_keys lists its rewards", GRPO,
     ),
-    Spelling(("loss_type",), (LOSS_MODE, AGG_MODE), loss, "averages are over the mini-batch, however it is cut", GRPO),
+    Spelling(
+        ("loss_type",), (LOSS_MODE, AGG_MODE), loss,
+        "averages are over the whole mini-batch, however it is cut into micro-batches", GRPO,
+    ),
     Spelling(
         ("importance_sampling_level",), (LOSS_MODE,), loss,
-        "sequence is the loss gspo, which gives each token the gradient of its own advantage and importance weight", GRPO,
+        "sequence selects the loss gspo; in its gradient each token has its own advantage and importance weight", GRPO,
     ),
-    Spelling(("delta",), (DUAL_CLIP,), two_sided, "it bounds the ratio where the advantage is negative; null is off", GRPO),
+    Spelling(("delta",), (DUAL_CLIP,), two_sided, "it bounds the ratio at tokens with a negative advantage; null is off", GRPO),
     *(
         Spelling((f"sapo_temperature_{sign}",), (f"{_ACTOR}.tau_{sign}",), copied(f"{_ACTOR}.tau_{sign}"), "", GRPO)
         for sign in ("neg", "pos")
@@ -220,7 +226,7 @@ OBJECTIVE: tuple[Spelling, ...] = (
         for option in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
     ),
     Spelling(
-        ("use_bias_correction_kl",), (f"{_ACTOR}.kl_loss_by_ratio",), kl_by_ratio, "it counts where the loss has a KL", GRPO
+        ("use_bias_correction_kl",), (f"{_ACTOR}.kl_loss_by_ratio",), kl_by_ratio, "it needs a KL in the loss", GRPO
     ),
     Spelling(
         ("off_policy_mask_threshold",), (f"{_ACTOR}.off_policy_mask_threshold",),
@@ -228,19 +234,20 @@ OBJECTIVE: tuple[Spelling, ...] = (
     ),
     Spelling(
         ("top_entropy_quantile",), (QUANTILE,), top_entropy,
-        "the quantile is of the whole step, by the entropies before the update", GRPO,
+        "the quantile is over all tokens of the step, with the entropies from before the update", GRPO,
     ),
     Spelling(("entropy_coef",), (ENTROPY, ENTROPY_AGG), entropy_bonus, "", GRPO),
     *(
         Spelling(
             (option,), (*(f"{ENTROPY_CTRL}.{part}" for part, _ in ADAPTIVE.values()), ENTROPY_AGG), adaptive_entropy,
-            "it counts with use_adaptive_entropy; TRL adapts after each optimizer step, here those of a rollout share a weight",
+            "it needs use_adaptive_entropy; TRL adapts after each optimizer step, here the weight changes once per training step",
             GRPO,
         )
         for option in ("use_adaptive_entropy", *ADAPTIVE)
     ),
     Spelling(
-        ("reward_clip_range",), (REWARD_CLIP,), unless_none(REWARD_CLIP), "of the weighted sum, before the KL comes off it", RLOO
+        ("reward_clip_range",), (REWARD_CLIP,), unless_none(REWARD_CLIP),
+        "the weighted sum of the rewards is clipped, before the KL is subtracted", RLOO,
     ),
 )  # fmt: skip
 """Losses and advantages. They are read after the KL."""
@@ -249,15 +256,15 @@ DRAWING: tuple[Spelling, ...] = (
     Spelling(("min_p",), (f"{_ROLLOUT}.min_p",), off_at_zero(f"{_ROLLOUT}.min_p", 0.0)),
     Spelling(
         ("generation_kwargs",), (f"{_ROLLOUT}.stop", f"{_ROLLOUT}.stop_token_ids", f"{_ROLLOUT}.ignore_eos"), drawn,
-        "its names win over TRL's own",
+        "its names win over TRL's other names",
     ),
 )  # fmt: skip
-"""Further names of sampling, read after the others."""
+"""Further names for sampling. They are read after the other names for sampling."""
 
 WEIGHING: tuple[Spelling, ...] = (
     *(
-        Spelling((f"vllm_importance_sampling_{option}",), (WEIGHTS, WEIGHTS_BOUND), importance, "it counts with vLLM", GRPO)
+        Spelling((f"vllm_importance_sampling_{option}",), (WEIGHTS, WEIGHTS_BOUND), importance, "it needs use_vllm=true", GRPO)
         for option in ("correction", "mode", "clip_max", "clip_min", "cap")
     ),
 )  # fmt: skip
-"""Importance weights, read after the engine."""
+"""Importance weights. They are read after the name of the engine, because they depend on it."""

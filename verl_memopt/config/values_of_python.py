@@ -1,4 +1,4 @@
-"""Values that a caller gives from Python: as the settings hold them, and as the command line of the same run writes them."""
+"""Convert values that a caller gives from Python, to values of settings and to overrides of a command line."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from verl_memopt.errors import ConfigError
 
 
 class NoValueError(ConfigError):
-    """An object is not a value of a setting. ``place``: where it is inside the given value, such as ``.name`` or ``[3]``."""
+    """An object cannot be the value of a setting. ``place``: where it is in the given value, such as ``.name`` or ``[3]``."""
 
     def __init__(self, value: Any, place: str = "") -> None:
-        super().__init__(f"{value!r:.100} of type {type(value).__name__} is no value of a setting. Give {PLAIN}.")
+        super().__init__(f"{value!r:.100} of type {type(value).__name__} cannot be the value of a setting. Give {PLAIN}.")
         self.value, self.place = value, place
 
 
@@ -23,10 +23,10 @@ PLAIN = "a number, a text, a list or a dict"
 
 
 def plain_value(value: Any, place: str = "") -> Any:
-    """Convert a value from Python to the form of the settings: a number, a text, null, a list or a dict.
+    """Convert a Python value to a number, a text, None, a list or a dict, as settings hold them.
 
     Raises:
-        NoValueError: It is none of these, or contains something that is not.
+        NoValueError: The value, or something inside it, cannot be converted.
     """
     if isinstance(value, Enum):
         return plain_value(value.value, place)
@@ -36,7 +36,7 @@ def plain_value(value: Any, place: str = "") -> Any:
         return str(value)
     if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
         return str(value).removeprefix("torch.")
-    if hasattr(value, "to_dict"):  # a configuration of transformers
+    if hasattr(value, "to_dict"):  # a config object of transformers
         value = {name: entry for name, entry in value.to_dict().items() if not name.startswith("_")}
     if isinstance(value, Mapping):
         return {str(key): plain_value(item, f"{place}.{key}") for key, item in value.items()}
@@ -46,10 +46,10 @@ def plain_value(value: Any, place: str = "") -> Any:
 
 
 def as_override(value: Any) -> str:
-    """Write a value as Hydra reads it on a command line.
+    """Return a value in the form in which Hydra reads it on a command line.
 
     Raises:
-        ConfigError: It cannot be written there.
+        NoValueError: The value cannot be converted.
     """
     value = plain_value(value)
     if value is None:
@@ -68,18 +68,21 @@ def as_override(value: Any) -> str:
 
 
 def quoted(text: str) -> str:
-    """Put a text between single quotes, so that Hydra reads it back. An interpolation in it stays text."""
+    """Return a text in single quotes, such that Hydra reads the same text back. An interpolation in it is not resolved."""
     return "'" + re.sub(r"(\\*)('|\$\{|$)", _escaped, text) + "'"
 
 
 def _escaped(found: re.Match[str]) -> str:
-    # A quote, an interpolation or the end of the text: Hydra halves the backslashes before it, so they are doubled.
+    # Hydra halves the backslashes before a quote, before an interpolation and at the end of the text. So they are doubled here.
     slashes, what = found.groups()
     return slashes * 2 + {"": "", "'": "\\'"}.get(what, f"\\{what}")
 
 
 def with_quotes(override: str) -> str:
-    """Put quotes around the value of an override if it is plain text except for letters beyond ASCII."""
+    """Put quotes around the value of an override if it has letters beyond ASCII, which Hydra does not accept unquoted.
+
+    A value that already has quotes, or is a list, a dict or an interpolation, is left as it is.
+    """
     key, sign, value = override.partition("=")
     if not sign or value.isascii() or not key.isascii() or re.match(r"[\s'\"\[{(]", value) or "${" in value:
         return override
