@@ -108,7 +108,7 @@ def test_a_group_of_one_is_kept_and_rows_without_a_score_do_not_make_a_group_dif
 def test_a_step_that_is_not_full_at_the_limit_stops_the_run_with_the_way_out():
     rounds = [round_of(10, [1.0, 0.0, 0.0, 0.0]), round_of(20, [1.0] * 4), round_of(30, [1.0, 0.0])]
     assert filled(rounds, max_rounds=3)[2] == 3
-    message = r"max_num_gen_batches=2: in step 5 only 1 of 4 groups .* data\.train_batch_size asks for 2\. Raise the limit"
+    message = r"max_num_gen_batches=2: in step 5 only 1 of 4 groups .* data\.train_batch_size needs 2\. Raise the limit"
     with pytest.raises(TrainingError, match=message):
         filled(rounds, max_rounds=2)
 

@@ -197,7 +197,7 @@ def test_a_save_that_fails_keeps_the_checkpoint_before_it(settled):
 def test_a_last_save_that_fails_loses_no_trained_model(settled, tmp_path):
     with ready(settled({"trainer.save_freq": 9})) as trainer:
         trainer.context.store.begin = lambda step: (_ for _ in ()).throw(trainer.context.store.failed(step, "no space"))
-        with pytest.raises(CheckpointError, match=r"step 2 could not be saved: .*trained model is whole: .*/run/model\."):
+        with pytest.raises(CheckpointError, match=r"step 2 could not be saved: .*trained model is saved: .*/run/model\."):
             trainer.run()
     assert json.loads((tmp_path / "run" / "model" / "training.json").read_text())["step"] == 2
     assert not list((tmp_path / "run").glob("global_step_*"))
@@ -253,7 +253,7 @@ def test_a_checkpoint_without_a_reference_starts_it_from_its_folder(goes_on, tmp
     assert not (tmp_path / "run" / "global_step_2" / "ref").exists()
     with goes_on(FOLLOWS) as trainer:
         trainer.run()
-    assert "global_step_2 has no reference of its own; it starts from its model's folder" in capsys.readouterr().out
+    assert "global_step_2 has no reference, so the reference starts from its model's folder" in capsys.readouterr().out
     assert [row.get("ref/sync") for row in learned(tmp_path / "run")] == [None, None, None, 0, 1]
 
 

@@ -93,7 +93,7 @@ def put(number, **values):
         (put(0, prompt_ids=[]), 1, "it has no prompt"),
         (put(2, score=None), 3, "it has no score. Score the dump first with debug=score_only"),
         (put(2, rollout_log_probs=None), 3, "it has no log-probs of the engine"),
-        (put(1, prompt_ids=[5, 7]), 2, "it answers another prompt than the row 1 before it"),
+        (put(1, prompt_ids=[5, 7]), 2, "it answers another prompt than the first row of its group"),
         (put(3, uid="10"), 4, "it answers another prompt"),
         (put(3, response_ids=[1] * 3, rollout_log_probs=[0] * 3), 4, "the response has 3 tokens, and data.max_response_length=2"),
     ],
@@ -109,8 +109,8 @@ def test_a_row_that_cannot_be_replayed_is_named_with_its_file(replay, change, ro
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"actor_rollout_ref.rollout.n": 3}, "row 3: it answers another prompt than the row 2 before it"),
-        ({"data.train_batch_size": 4}, "row 4: the file ends after 2 prompts, and data.train_batch_size=4"),
+        ({"actor_rollout_ref.rollout.n": 3}, "row 3: it answers another prompt than the first row of its group"),
+        ({"data.train_batch_size": 4}, "row 4: the file ends after 2 prompts, but data.train_batch_size=4"),
         ({"data.max_prompt_length": 2}, "row 3: the prompt has 3 tokens, and data.max_prompt_length=2"),
     ],
 )
@@ -126,7 +126,7 @@ def test_a_token_that_the_model_does_not_have_is_named(replay):
 
 def test_samples_that_leave_a_rest_are_refused(tmp_path):
     dump_samples(tmp_path, 1, SAMPLES[:2] + SAMPLES[:1], "hash")
-    with pytest.raises(DataError, match="the 3 rows of the file are no groups of 2"):
+    with pytest.raises(DataError, match="the 3 rows of the file cannot be split into groups of 2"):
         replay_in(tmp_path, "train_only").read(1)
 
 

@@ -1,1 +1,1 @@
-"""The single controller: puts a run together, runs its steps, validates, saves and resumes."""
+"""The driver process of a run: it builds the run, runs its steps, validates, saves checkpoints and resumes."""

@@ -1,4 +1,4 @@
-"""Puts a run together: from settings to everything that its steps need. The user's mistakes show before a worker starts."""
+"""Builds everything that a run needs from its settings. Mistakes of the user are reported before a worker starts."""
 
 from __future__ import annotations
 
@@ -95,16 +95,16 @@ class RunContext:
     """Everything a run needs except its workers.
 
     Attributes:
-        folder: Where the run writes its record.
-        lock: The right to write there. Whoever uses the context releases it.
-        loader: Gives the prompts of each step; None if the rows of a dump bring their own.
-        validation: Held-out rows; None without validation files.
+        folder: Folder in which the run writes its record.
+        lock: Lock of that folder. The user of the context must release it.
+        loader: Loads the prompts of each step; None = the prompts come with the rows of a dump, or are synthetic.
+        validation: Held-out rows; None = there are no validation files.
         encoder: Encodes the validation prompts.
-        checkpoint: The run continues from it; None for a fresh start.
-        contents: Checksums of the files that the settings name, by key.
-        conversations: Turns answers into what the reward model reads; None without one.
-        further_conversations: The same for each further reward model, by name.
-        recipe: The recipe that scores; None if a function or a reward model does.
+        checkpoint: The checkpoint from which the run continues; None = a fresh start.
+        contents: Key -> checksum of the file that the setting names.
+        conversations: Turns answers into the input of the reward model; None = there is no reward model.
+        further_conversations: Name of each further reward model -> the same for that model.
+        recipe: The recipe that scores the answers; None = a function or a reward model scores them.
     """
 
     settings: Settings
@@ -125,7 +125,7 @@ class RunContext:
 
     @property
     def continued_step(self) -> int | None:
-        # A checkpoint of another folder's run starts a new record here.
+        # A run that starts from the checkpoint of another folder begins a new record.
         return self.checkpoint.step if self.checkpoint is not None and is_of(self.checkpoint, self.folder) else None
 
 
@@ -138,8 +138,8 @@ def build_run(
 ) -> RunContext:
     """Build the context of a run. It holds the lock of the run's folder.
 
-    ``unreadable``: step -> fault of checkpoints that looked whole but could not be loaded. ``rows``: the training rows, if they
-    are a stream of this process.
+    ``unreadable``: step -> fault, for checkpoints that passed their checks but could not be loaded. ``rows``: the training rows,
+    if this process streams them.
 
     Raises:
         ConfigError, DataError, CheckpointError: The user must correct something.
@@ -149,7 +149,7 @@ def build_run(
     refuse_what_cannot_fit(settings)
     beside_cache_bytes = beside_cache(settings)
     critic = settings.critic if mode.updates and has_critic(settings) else None
-    # What this machine has for the models that the run needs.
+    # Find the devices and the model folders for the roles that the run needs.
     roles, with_reference = settings.actor_rollout_ref, mode.computes_log_probs and needs_reference(settings)
     reference = str(roles.ref.model.path) if with_reference and roles.model.lora_rank == 0 else None
     pools: dict[str, ResourcePool] = {"critic": settings.critic} if critic is not None else {}
@@ -202,12 +202,12 @@ def build_run(
 
 
 def _shares_prompts(settings: Settings, environment: Environment) -> Settings:
-    # A window would cut a prompt that several answers share, so `auto` then means false.
+    # Sliding-window attention would cut a prompt that several answers share, so `auto` then means false.
     if settings.actor_rollout_ref.actor.use_prefix_grouper != "auto" or not environment.slides:
         return settings
     logger.info(
-        "actor_rollout_ref.actor.use_prefix_grouper=auto: attention slides over a window, which would cut a prompt that answers "
-        "share, so each answer computes its own"
+        "actor_rollout_ref.actor.use_prefix_grouper=auto: sliding-window attention would cut a prompt that answers share, so the "
+        "prompt is computed again for each answer"
     )
     return replaced(settings, {"actor_rollout_ref.actor.use_prefix_grouper": False})
 
@@ -219,7 +219,7 @@ def _resumed(
     unreadable: Mapping[int, str],
     contents: Mapping[str, str],
 ) -> tuple[Settings, CheckpointStore, Checkpoint | None]:
-    # The settings with concrete seeds, the checkpoints of the run, and the one from which it continues.
+    # Returns the settings with concrete seeds, the checkpoints of the run, and the checkpoint from which it continues.
     trainer, data, roles = settings.trainer, settings.data, settings.actor_rollout_ref
     store = checkpoint_store(trainer, data.val_files is not None, environment.run_dir)
     checkpoint = find_checkpoint(trainer, loaded_parts(roles.actor, critic), store, unreadable)
@@ -243,7 +243,8 @@ def _worker_plan(
     role: RolePlan | None,
 ) -> WorkerPlan:
     roles, trainer, batch_size = settings.actor_rollout_ref, settings.trainer, settings.data.train_batch_size
-    # In verl the policy's schedule is as long as the run, also where the first steps train the critic alone.
+    # The first steps may train only the critic. A schedule by rollouts counts these steps, as in verl. A schedule by optimizer
+    # steps does not.
     updating_steps = total_steps if critic is None else max(total_steps - max(trainer.critic_warmup - 1, 0), 1)
     by_rollouts = roles.actor.optim.lr_schedule_steps == "rollouts"
     schedule_steps = total_steps if by_rollouts else updating_steps * role_updates(roles.actor, batch_size)
@@ -286,7 +287,7 @@ def _worker_plan(
 
 
 def _datasets(settings: Settings, environment: Environment) -> tuple[PromptRows | None, PromptRows | None]:
-    # The training rows, None if they are a stream, and the held-out rows, None without them.
+    # Returns the training rows (None = they are a stream) and the held-out rows (None = there are none).
     data, rewards, mode = settings.data, settings.reward_model, mode_of(settings)
     if rewards.recipe is not None:
         return rewards.recipe.hooks().datasets(settings, environment.tokenizer)
@@ -315,7 +316,7 @@ def _check_rows(settings: Settings, rows: Iterable[PromptRow]) -> None:
 def _reward_models(
     settings: Settings, environment: Environment, datasets: Sequence[PromptRows | None]
 ) -> dict[str, tuple[Path, Conversations]]:
-    # The folder of each reward model by name ("" for the first one), and what makes its conversations of answers.
+    # Returns name ("" for the first reward model) -> the model's folder, and the object that makes its input from answers.
     reward_model, data, roles = settings.reward_model, settings.data, settings.actor_rollout_ref
     if not reward_model.enable or reward_model.recipe or not _scores_with_model(settings):
         return {}
@@ -332,7 +333,7 @@ def _reward_models(
 
 
 def _scores_with_model(settings: Settings) -> bool:
-    # Forged rows are scored by the model too, to measure its memory.
+    # In the mode forge, the reward model scores the synthetic rows too, so that its memory is measured.
     mode = mode_of(settings)
     return mode.scores or (settings.debug.mode == "forge" and not mode.supervised)
 
@@ -345,8 +346,8 @@ def _total_steps(trainer: Trainer, loader: StepLoader | StreamLoader) -> int:
         return 1
     if loader.steps_per_epoch is None:
         raise DataError(
-            f"data.sampler: an epoch has more than {LOOKAHEAD:,} indices, so trainer.total_epochs={trainer.total_epochs} says no "
-            "number of steps. Set trainer.total_training_steps, or end the sampler's __iter__ after an epoch."
+            f"data.sampler: an epoch has more than {LOOKAHEAD:,} indices, so trainer.total_epochs={trainer.total_epochs} gives "
+            "no number of steps. Set trainer.total_training_steps, or end the sampler's __iter__ after an epoch."
         )
     return trainer.total_epochs * loader.steps_per_epoch
 
@@ -375,7 +376,7 @@ def _stream_loader(
     trains = not settings.trainer.val_only
     source = open_stream(data, tokenizer, rows, trains)
     loader = StreamLoader(source, read, size, _seed(data), buffer_size, data.train_max_samples, key)
-    # A mistake that all rows have shows before a worker starts.
+    # Report a mistake in all rows before a worker starts.
     if trains:
         loader.check_first()
     return loader
@@ -387,7 +388,8 @@ def _seed(data: Data) -> int:
 
 
 def _engine_folder(model: Model, load_format: str, environment: Environment, run_folder: Path) -> Path:
-    # With overrides of the config it is a new folder in the run's, so that engine and trainer build the same model.
+    # If the settings change the model's config, the engine reads a new folder in the run folder, so that engine and trainer
+    # build the same model.
     if not model.override_config and model.hf_config_path is None:
         return environment.folder
     if load_format != "dummy":
@@ -430,7 +432,7 @@ def _build_prefetcher(
 ) -> PromptPrefetcher | NoPrompts:
     if loader is None:
         return NoPrompts()
-    # The prefetcher works in a thread, and so needs its own tokenizer.
+    # The prefetcher runs in a thread, so it needs its own tokenizer.
     tokenizer = copy.deepcopy(environment.tokenizer)
     encoder = PromptEncoder(tokenizer, data.max_prompt_length, data.truncation, environment.embedding_rows)
     return PromptPrefetcher(loader, n, expansion, encoder)
@@ -463,11 +465,11 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     mode, replay = mode_of(settings), replay_of(settings, environment)
     frees_engine = environment.free_engine and mode.has_engine
     follower = None
-    if algorithm.adv_estimator not in WITH_GREEDY_RESPONSES:  # two rollouts follow one another before any of them is scored
+    if algorithm.adv_estimator not in WITH_GREEDY_RESPONSES:  # these generate twice before they score anything
         follower = ScoringFollower.of(scorer, environment.tokenizer, environment.run_dir)
     group_filter = GroupFilter(data.train_batch_size, rollout.n, filters.metric, filters.max_num_gen_batches)
     bypasses = correction.bypass_mode and mode.updates and not mode.supervised
-    # A scorer that reads log-probs runs before the update, so that they cannot come from it.
+    # A scorer that reads log-probs runs before the update, so the update cannot compute them.
     on_policy = mode.updates and not scorer.reads and update_gives_old_log_probs(actor, data.train_batch_size, algorithm)
     options = reads_entropy(actor, algorithm), statistics_of(algorithm)
     old_pass = LogProbPass(workers, "old_log_prob", Worker.old_log_probs, old_budget, balance, options)
@@ -475,7 +477,7 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     adapts_entropy = actor.entropy_ctrl.target is not None
     entropy = EntropyController(actor.entropy_ctrl, actor.entropy_coeff) if adapts_entropy else None
     policy_update = PolicyUpdate(cutter, actor, context.store, entropy)
-    # The engine's log-probs of a dump may belong to other weights, so a difference is no fault.
+    # The engine's log-probs in a dump may come from other weights, so a difference is not a fault.
     compared = rollout if replay is None else replace(rollout, max_logprob_diff=None)
     mismatch = MismatchCheck(compared, actor.fsdp_config, environment.features if replay is None else ())
     ref_pass = LogProbPass(workers, "ref", Worker.ref_log_probs, ref_budget, balance)

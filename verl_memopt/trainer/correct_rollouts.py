@@ -1,4 +1,4 @@
-"""The rollout correction of a step: weights and rejected tokens before the update, or the update of bypass mode."""
+"""The rollout correction of a step: importance weights and rejected tokens before the update, or the update of bypass mode."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def correct_before_update(rows: RolloutBatch, settings: RolloutCorrection) -> dict[str, float]:
-    # It sees all tokens of the step at once, so nothing depends on mini-batches, micro-batches or ranks.
+    # Correct all tokens of the step at once, so that the result does not depend on mini-batches, micro-batches or ranks.
     engine, trainer = rows.rollout_log_probs, rows.old_log_probs
     assert engine is not None, "the rollout correction needs the engine's log-probs"
     assert trainer is not None, "the rollout correction needs old log-probs"
@@ -40,17 +40,17 @@ def divergence_metrics(rows: RolloutBatch) -> dict[str, float]:
     engine, trainer = rows.rollout_log_probs, rows.old_log_probs
     if engine is None or trainer is None or not engine.numel():
         return {}
-    # The default correction corrects nothing, and measures.
+    # The default settings correct nothing, and only measure.
     return correct(trainer, engine, rows.response_row(), rows.responses.lengths, RolloutCorrection()).metrics
 
 
 @dataclass(frozen=True)
 class BypassUpdate:
-    """The update of bypass mode, in which the engine's log-probs are the old ones.
+    """The update of bypass mode, which uses the engine's log-probs as old log-probs.
 
-    No pass computes log-probs before the update. Its own forward returns them, for the metrics. The importance weights follow
-    from the policy's present log-probs. ``rollout_is_batch_normalize`` needs their mean over a mini-batch before its backward,
-    which takes one more log-prob pass per mini-batch.
+    No pass computes log-probs before the update. The update's forward computes them, for the importance weights and for the
+    metrics. ``rollout_is_batch_normalize`` needs the mean weight of a mini-batch before the backward of the mini-batch. This
+    takes one more log-prob pass per mini-batch.
     """
 
     workers: TimedGroup
@@ -83,7 +83,7 @@ class BypassUpdate:
         batch.keep_log_probs(log_probs)
 
     def _run(self, mini_batches: list[list[MiniBatch]]) -> tuple[list[list[Updated]], list[float]]:
-        """Return the results per mini-batch and rank, and each mini-batch's mean weight if weights are normalised."""
+        """Run the updates. Return results by mini-batch and rank, and the mean weight of each normalised mini-batch."""
         settings = self.settings
         if settings.loss_type != "reinforce" or settings.rollout_is is None or not settings.rollout_is_batch_normalize:
             arguments = [(list(minis),) for minis in zip(*mini_batches, strict=True)]
@@ -113,10 +113,10 @@ class BypassUpdate:
         return mean_weight(weights, row, lengths, level)
 
     def _log_probs(self, rows: RolloutBatch, updates: Sequence[Sequence[Updated]], step: int) -> tuple[Tensor, Tensor]:
-        """Return the policy's log-probs of all rows, fp32 [R], and the tokens of the first mini-batch.
+        """Return the policy's log-probs of all rows, fp32 [R], and the token indices of the first mini-batch.
 
-        A row's log-probs are from the forward of its first optimizer step. Only in the first mini-batch does the policy have the
-        weights that the engine had.
+        The log-probs of a row come from the forward of its first optimizer step. Only in the first mini-batch does the policy
+        still have the weights of the engine.
         """
         cutter = self.policy_update.cutter
         mini_batches = cutter.mini_batch_rows(rows, step)
@@ -130,27 +130,27 @@ class BypassUpdate:
 
 
 def _over_mini_batches(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    # Average each metric over mini-batches; sum those that count steps or bytes.
+    # Average each metric over the mini-batches, but sum the metrics that count steps or bytes.
     totals = {name: sum(one_batch[name] for one_batch in metrics) for name in metrics[0]}
     counted = {name for name in totals if name in ACTOR.counts or name.startswith("memory/")}
     return {name: total if name in counted else total / len(metrics) for name, total in totals.items()}
 
 
-# Compares the engine's log-probs with the trainer's, and stops a run where they differ too much.
+# Compare the engine's log-probs with the trainer's, and stop the run if they differ too much.
 
 
 FIRST_SHARE = 0.1
-"""Share of the limit that rounding explains in the first rollout of a model with something special."""
+"""Share of the limit that rounding can explain in the first rollout. Above it, a model with special features gives a warning."""
 LIMIT_FP32 = 1e-3
 LIMIT_HALF = 0.2
 LIMIT_FP8_CACHE = 1.0
-"""Nats, on average. How they were measured: docs/decisions/rollout_log_probs.md."""
+"""Limits of the mean difference, in nats. docs/decisions/rollout_log_probs.md says how they were measured."""
 
 
 def log_prob_limit(rollout: Rollout, fsdp: Fsdp) -> float | None:
-    """Return the largest mean difference in nats that ``rollout.max_logprob_diff`` allows; None for any.
+    """Return the largest mean difference, in nats, that ``rollout.max_logprob_diff`` allows. None = no limit.
 
-    ``auto`` depends on the coarsest dtype among the engine's weights, its KV cache and the trainer's compute (``fsdp``).
+    ``auto`` depends on the coarsest dtype among the engine's weights, its KV cache, and the trainer's compute (``fsdp``).
     """
     setting = rollout.max_logprob_diff
     if setting is None or isinstance(setting, float):
@@ -165,7 +165,7 @@ def log_prob_limit(rollout: Rollout, fsdp: Fsdp) -> float | None:
 
 
 def same_distribution(rollout: Rollout) -> bool:
-    # If so, a difference between the log-probs of engine and trainer is a fault.
+    # Whether engine and trainer compute log-probs of the same distribution. Only then is a difference a fault.
     if not rollout.do_sample:
         return False
     if rollout.logprobs_mode == "raw_logprobs":
@@ -196,18 +196,19 @@ class MismatchCheck:
     rollout: Rollout
     fsdp: Fsdp
     features: tuple[str, ...] = ()
-    """What is special in the policy's forward, as ``field=value``. An engine may leave it out without an error."""
+    """Special features of the policy's forward, as ``field=value``. An engine may leave them out without an error."""
     compared: list[int] = field(default_factory=list)
-    """The steps that have been compared."""
+    """Numbers of the steps that have been compared."""
 
     def compare(self, engine: Tensor | None, trainer: Tensor, step: int) -> dict[str, float]:
         """Measure how the engine's log-probs differ from the trainer's.
 
-        With a repetition penalty the two are different distributions, so the limit does not apply. Nor does it apply if the
-        trainer's own log-probs are not finite: then the weights are at fault, and not the weight sync. Such a step updates
-        nothing, and :class:`~verl_memopt.trainer.update_guard.UpdateGuard` counts it.
+        The limit does not apply in two cases. With a repetition penalty, for example, engine and trainer compute different
+        distributions. And if the trainer's log-probs are not finite, the weights are at fault and not the weight sync. Such a
+        step updates nothing, and :class:`~verl_memopt.trainer.update_guard.UpdateGuard` counts it.
 
-        ``engine``: fp32 [R]; None if the engine returned none. ``trainer``: fp32 [R], under the weights that the engine had.
+        ``engine``: fp32 [R]; None = the engine returned no log-probs. ``trainer``: fp32 [R], computed with the weights that the
+        engine had.
 
         Raises:
             RolloutError: The mean difference is above the limit.
@@ -232,10 +233,10 @@ class MismatchCheck:
 
     @property
     def _special(self) -> str:
-        return f" The model has {', '.join(self.features)}, which an engine may compute otherwise." if self.features else ""
+        return f" The model has {', '.join(self.features)}, which an engine may compute differently." if self.features else ""
 
     def _look_at_first(self, mean: float) -> None:
-        # Before anything was learned, only the two forwards can differ. A special model is where they may.
+        # Before the first update the weights are the same, so only the forwards can differ. They may differ in a special feature.
         rounding = log_prob_limit(replace(self.rollout, max_logprob_diff="auto"), self.fsdp)
         assert rounding is not None
         if self.features and not mean <= FIRST_SHARE * rounding:

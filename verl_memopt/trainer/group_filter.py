@@ -1,4 +1,4 @@
-"""Dynamic sampling: keeps the groups with a training signal, and asks for more prompts until a step is full of them."""
+"""Dynamic sampling: keep only groups with a training signal, and generate for more prompts until a step has enough groups."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from verl_memopt.trainer.rollouts import RowAnswers, StepBatch, join_answers
 logger = logging.getLogger(__name__)
 
 SCORES = ("score", "seq_reward", "seq_final_reward")
-"""Values of ``algorithm.filter_groups.metric`` that mean the score. A KL in the reward is not known when groups are filtered."""
+"""Values of ``algorithm.filter_groups.metric`` that mean the score. They all exclude a KL in the reward, which is not yet known
+when groups are filtered."""
 
 
 WARNED_ROUNDS = 8
-"""Rounds of a step after which a warning says how full it is; then each time that they have doubled."""
+"""Number of rounds after which a step logs a warning. It logs another one each time the number has doubled."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class GroupFilter:
     """Fills a step with groups whose responses differ in a metric. Source: DAPO, arXiv 2503.14476.
 
     Attributes:
-        max_rounds: Rounds of generation after which a step that is not full is an error; 0 = no limit.
+        max_rounds: Most rounds of generation per step; 0 = no limit. A step that would need more rounds is an error.
     """
 
     num_prompts: int
@@ -51,12 +52,12 @@ class GroupFilter:
     max_rounds: int
 
     def fill(self, scored: Callable[[int], StepBatch], step: int) -> tuple[Kept, dict[str, float]]:
-        """Return the first ``num_prompts`` groups with a signal, and how many rounds they took.
+        """Return the first ``num_prompts`` groups with a training signal, and metrics of the filter.
 
-        ``scored``: returns the scored answers of one round, given the number of rounds before it.
+        ``scored``: called with the number of earlier rounds, returns the scored answers of the next round.
 
         Raises:
-            TrainingError: The limit of rounds is reached before the step is full.
+            TrainingError: The limit of rounds is reached before the step has enough groups.
             RewardError: A score is infinite, or a result does not have the metric.
         """
         rounds: list[Kept] = []
@@ -65,15 +66,15 @@ class GroupFilter:
             if len(rounds) == self.max_rounds > 0:
                 raise TrainingError(
                     f"algorithm.filter_groups.max_num_gen_batches={self.max_rounds}: in step {step} only {num_kept} of "
-                    f"{num_generated} groups had responses that differ, and data.train_batch_size asks for {self.num_prompts}. "
+                    f"{num_generated} groups had rewards that differ, but data.train_batch_size needs {self.num_prompts}. "
                     "Raise the limit or data.gen_batch_size, set 0 for no limit, or use prompts that are neither too easy nor "
                     "too hard."
                 )
             if len(rounds) >= WARNED_ROUNDS and len(rounds).bit_count() == 1:
                 logger.warning(
-                    "algorithm.filter_groups: step %d has %d of %d groups after %d rounds of generation: the rewards of %d of %d "
-                    "groups did not differ. algorithm.filter_groups.max_num_gen_batches ends a step with too many; prompts "
-                    "that are neither too easy nor too hard need fewer.",
+                    "algorithm.filter_groups: step %d has %d of %d groups after %d rounds of generation: in %d of %d groups all "
+                    "rewards are equal. Use prompts that are neither too easy nor too hard, or limit the rounds with "
+                    "algorithm.filter_groups.max_num_gen_batches.",
                     step, num_kept, self.num_prompts, len(rounds), num_generated - num_kept, num_generated,
                 )  # fmt: skip
             batch = scored(len(rounds))
@@ -90,7 +91,7 @@ class GroupFilter:
         return joined(rounds), metrics
 
     def values(self, batch: StepBatch) -> Tensor:
-        """Return the metric of each row, fp32 [B]; NaN for a row whose reward function failed.
+        """Return the metric of each row, fp32 [B]. NaN = the row's reward function failed.
 
         Raises:
             RewardError: A result does not have the metric.
@@ -116,7 +117,7 @@ def select(batch: StepBatch, prompts: Sequence[int], samples: int) -> Kept:
     rows = [prompt * samples + sample for prompt in prompts for sample in range(samples)]
     answers, generation = batch.answers, batch.answers.generation
     prompt_ids = [answers.prompt_ids[row] for row in rows]
-    # What the prefix cache saved is counted per round, so it is shared out by prompt tokens.
+    # Cached tokens are counted per round. The kept rows get a part in proportion to their prompt tokens.
     share = sum(map(len, prompt_ids)) / max(sum(map(len, answers.prompt_ids)), 1)
     kept = Generation(
         response_ids=[generation.response_ids[row] for row in rows],
@@ -143,7 +144,7 @@ def joined(rounds: Sequence[Kept]) -> Kept:
     return Kept(every, answers, [result for kept in rounds for result in kept.results])
 
 
-# PF-PPO: the rows of the update are drawn from the batch by their score, with replacement.
+# PF-PPO: the rows of the update are drawn from the batch with replacement. A weight per row depends on its score.
 
 
 def draw_rows(batch: StepBatch, settings: PfPpo, seed: int) -> None:
@@ -154,10 +155,10 @@ def draw_rows(batch: StepBatch, settings: PfPpo, seed: int) -> None:
 def drawn_rows(scores: Tensor, settings: PfPpo, seed: int) -> list[int]:
     """Draw the rows of a batch by their weight, with replacement. A row may be drawn several times or never.
 
-    Rows without a score are not drawn. Without any score the rows stay as they are.
+    Rows without a score are never drawn. If no row has a score, each row is taken once.
 
-    ``scores``: fp32 [B], as the reward function returned them; NaN if there is none. ``seed``: of the draw, which is made on the
-    driver, so that it does not depend on ranks.
+    ``scores``: fp32 [B] from the reward function; NaN = no score. ``seed``: seed of the draw. The driver draws, so that the
+    result does not depend on ranks.
     """
     valid = ~scores.isnan()
     if not valid.any():

@@ -1,7 +1,7 @@
-"""What a run tells its caller while it goes on, and what the caller may ask of it.
+"""Listeners: functions that a run calls while it trains. They read its metrics, and can make it validate, save or stop.
 
-``on_step`` of :func:`verl_memopt.train`, early stopping and TRL's callbacks are listeners. A listener runs in the process of the
-loop, between two steps of the workers.
+``on_step`` of :func:`verl_memopt.train`, early stopping and TRL's callbacks are listeners. A listener runs in the driver process,
+while the workers wait.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ if TYPE_CHECKING:
     from verl_memopt.trainer.validate import Validation
 
 Moment = Literal["begin", "step_begin", "step", "logged", "validated", "saved", "end"]
-"""In their order: the run is ready; a step begins; it has updated the weights; it is logged, with its validation; held-out rows
-were answered; a checkpoint is whole; the run ends."""
+"""The moments at which a run calls its listener, in order: the run is ready; a step begins; the step has updated the weights; the
+step is logged with its validation; held-out rows were answered; a checkpoint is complete; the run ends."""
 
 
 @dataclass
 class Progress:
-    """Where a run is. What a listener sets to True is done after this step."""
+    """The state of a run. A listener receives it, and may set ``stop``, ``save`` or ``validate`` to True."""
 
     moment: Moment
     step: int
-    """The last step that is done; at ``step_begin`` the one that begins."""
+    """Number of the last finished step; at ``step_begin`` number of the step that begins."""
     total_steps: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The step's metrics so far, under their names in ``metrics.jsonl``."""
     result: StepResult | None = None
-    """Answers and rewards of the step, at ``step``."""
+    """Answers and rewards of the step. Set only at the moment ``step``."""
     validation: Validation | None = None
-    """Answers and rewards of the held-out rows, at ``validated``."""
+    """Answers and rewards of the held-out rows. Set only at the moment ``validated``."""
     stop: bool = False
     """End the run as if this were its last step."""
     save: bool = False
-    """Write a checkpoint."""
+    """Save a checkpoint after this step. Read at the moments ``step``, ``logged`` and ``validated``."""
     validate: bool = False
-    """Answer the held-out rows, if this is set by ``step`` at the latest. What ``on_step`` sets holds for the next step."""
+    """Validate after this step. Read only at the moment ``step``. If ``on_step`` sets it, the next step is validated."""
 
 
 Listener = Callable[[Progress], None]
 
 
 def at_steps(on_step: Listener) -> Listener:
-    """Return the listener that calls a function after each step, when everything about the step is logged.
+    """Return a listener that calls ``on_step`` after each step, when all metrics of the step are logged.
 
-    The step's own validation has run by then. If the function sets ``progress.validate``, the next step is validated.
+    The validation of the step has already run then. So if ``on_step`` sets ``progress.validate``, the next step is validated.
     """
     validates_next = False
 
@@ -66,13 +66,13 @@ def at_steps(on_step: Listener) -> Listener:
 
 
 class EarlyStopping:
-    """An ``on_step`` that ends a run whose validation no longer gets better.
+    """Ends a run when a validation metric stops improving. Pass an object of this class as ``on_step``.
 
     Args:
-        metric: A metric of the validation, such as ``val-core/openai/gsm8k/reward/mean@1``. More is better; with ``min:`` in
-            front, less is.
-        patience: Validations without a better value after which the run ends.
-        min_delta: A value must be better by more than this.
+        metric: Name of a validation metric, such as ``val-core/openai/gsm8k/reward/mean@1``. Higher values are better, unless
+            the name begins with ``min:``.
+        patience: The run ends after this many validations in a row without a better value.
+        min_delta: A value is better only if it improves by more than this.
     """
 
     def __init__(self, metric: str, patience: int = 3, min_delta: float = 0.0) -> None:

@@ -55,10 +55,10 @@ logger = logging.getLogger(__name__)
 Returned = TypeVar("Returned")
 
 REFERENCE = "ref"
-"""Folder of a reference that follows the policy, in a checkpoint."""
+"""Folder in a checkpoint that holds a moving reference."""
 
 ALWAYS_TRACKED = 2
-"""How many first steps are always tracked on a CPU. The second step is the first with optimizer state."""
+"""Number of first steps that are always tracked on a CPU. The second step is the first that begins with optimizer state."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class SavedRole:
 
 @dataclass(frozen=True)
 class RunState:
-    """What a checkpoint holds: the trained roles in the workers, and the state of the driver.
+    """Saves and loads a checkpoint: the trained roles in the workers, and the state of the driver.
 
     Attributes:
-        further: Further parts of the driver that have a state, by name.
+        further: Name -> another part of the driver that has a state.
     """
 
     context: RunContext
@@ -83,9 +83,9 @@ class RunState:
     further: dict[str, Any] = field(default_factory=dict)
 
     def save(self, step: int, score: float | None = None) -> Path:
-        """Write the checkpoint of a step, and return its folder. Earlier ones stay until this one is whole.
+        """Write the checkpoint of a step, and return its folder. Earlier checkpoints stay until this one is complete.
 
-        ``score``: validation score of the step; None without a validation.
+        ``score``: validation score of the step; None = the step was not validated.
 
         Raises:
             CheckpointError: A file cannot be written.
@@ -94,7 +94,7 @@ class RunState:
         aside = store.begin(step)
         records: Records = {}
         try:
-            # Roles with devices of their own write while the others do.
+            # Begin with roles that have their own devices, so that they write at the same time as the others.
             parts = sorted(self.parts(), key=lambda part: not self.workers.of(part.folder).is_apart)
             begun = [
                 (part.folder, self.call(part, "save_checkpoint", part.save, aside, part.settings.save_contents)) for part in parts
@@ -107,7 +107,7 @@ class RunState:
             return store.commit(step, self.driver_state(step), self.workers.world_size, records, score)
 
     def load(self, checkpoint: Checkpoint, say: Callable[[str], None]) -> None:
-        """Load a checkpoint, except the position in the data. ``say`` gets what the user should know.
+        """Load a checkpoint, except the position in the data. ``say`` is called with messages for the user.
 
         Raises:
             UnreadableCheckpointError: The checkpoint cannot be loaded.
@@ -115,13 +115,13 @@ class RunState:
         try:
             for part in self.parts():
                 if part.folder == REFERENCE and not (checkpoint.folder / part.folder).is_dir():
-                    say(f"{checkpoint.folder} has no reference of its own; it starts from its model's folder")
+                    say(f"{checkpoint.folder} has no reference, so the reference starts from its model's folder")
                     continue
                 self.call(part, "load_checkpoint", part.load, checkpoint.folder, part.settings.load_contents or []).result()
         except CheckpointError as error:
             text = f"{checkpoint.folder}: looks whole and cannot be loaded: {error} Name another step, or use resume_mode=auto."
             raise UnreadableCheckpointError(text, checkpoint.step, str(error)) from error
-        # The run may have other parts than the one that saved them.
+        # This run may have other parts than the run that saved the checkpoint. Load those that both have.
         saved = checkpoint.driver
         for parts, states in ((self.stateful(), saved), (self.learner.learned_budgets(), saved["token_budgets"])):
             for name in parts.keys() & states.keys():
@@ -134,7 +134,7 @@ class RunState:
         return workers.begin(phase, method, [(str(folder / part.folder), list(contents))] * workers.world_size)
 
     def parts(self) -> list[SavedRole]:
-        # The roles whose weights change; each has a part of every checkpoint.
+        # The roles whose weights change. Each has a folder in every checkpoint.
         critic = self.context.worker_plan.critic
         parts = [SavedRole("actor", Worker.save, Worker.load, self.context.settings.actor_rollout_ref.actor.checkpoint)]
         if critic is not None:
@@ -144,9 +144,9 @@ class RunState:
         return parts
 
     def stateful(self) -> dict[str, Any]:
-        sync = self.learner.reference_sync  # None where the reference keeps its weights
+        sync = self.learner.reference_sync  # None = the reference keeps its weights
         parts = {"kl_control": self.learner.kl_control, **self.further}
-        entropy = self.learner.policy.policy_update.entropy  # None where its weight stays as it is
+        entropy = self.learner.policy.policy_update.entropy  # None = the weight of the entropy bonus is constant
         optional = {"reference_sync": sync, "entropy_control": entropy}
         return parts | {name: part for name, part in optional.items() if part is not None}
 
@@ -165,7 +165,7 @@ class RunState:
         }
 
     def dtypes(self) -> dict[str, str]:
-        # The dtype of the folder that each model started from, because an export is written in it.
+        # The dtype of each starting model. An export has the same dtype.
         environment, critic = self.context.environment, self.context.worker_plan.critic
         actor = saved_dtype(environment.folder, self.context.settings.actor_rollout_ref.actor.fsdp_config)
         if critic is None or environment.critic_folder is None:
@@ -192,14 +192,14 @@ class TrainingLoop:
         self.interrupts = interrupts
         self.listener = listener
         self.ended = False
-        """The listener has asked for the end."""
+        """A listener has requested the end of the run, or the stream of training rows has ended."""
         self.mode = mode_of(context.settings)
         self.train_step = STEPS.get(context.settings.debug.mode, TrainingStep.train_step)
         self.learner = build_learner(context, workers, runner)
         self.validator = build_validator(context, self.learner.rollouts.generator, self.learner.scorer)
         self.learner.before_update = self.begin_update
         if runner is not None:
-            # It is time to abandon the present step while its answers are scored.
+            # While answers are scored, the runner calls this to ask whether the step should be abandoned.
             runner.stopped = lambda: not self.weights_changed and interrupts.out_of_time()
         self.stop_file = StopFile(context.environment.run_dir / STOP_FILE)
         actor, critic = context.settings.actor_rollout_ref.actor, context.worker_plan.critic
@@ -212,9 +212,9 @@ class TrainingLoop:
         self.step = 0
         self.saved_step = 0
         self.score: float | None = None
-        """Validation score of the present step; None without a validation."""
+        """Validation score of the current step; None = the step was not validated."""
         self.weights_changed = False
-        """The present step has begun its update, so it can no longer be abandoned."""
+        """The current step has begun its update, so it can no longer be abandoned."""
         self.update_began = 0.0
         self.update_seconds = 0.0
         self.validation_seconds = 0.0
@@ -258,7 +258,7 @@ class TrainingLoop:
                 self.reporter.say(f"{end} The run ends after step {self.step} of {self.context.total_steps}.")
                 self.ended = True
             except DataError:
-                # A row of a stream may be wrong that nobody could see before: what was learned until then is not lost.
+                # A wrong row of a stream is found only when it is read. Save what was learned before it.
                 if self.settings.save_freq > 0 and self.saved_step < self.step and self.mode.is_whole:
                     self.save()
                 raise
@@ -276,27 +276,27 @@ class TrainingLoop:
         with self.workers.clock.phase("step"):
             result = self.train_step(self.learner, step)
             self.update_seconds = time.monotonic() - self.update_began
-            wishes = self.tell("step", result.metrics, result=result, step=step)
-            validation = self.validation(step, wishes.validate)
+            requests = self.tell("step", result.metrics, result=result, step=step)
+            validation = self.validation(step, requests.validate)
         self.workers.note_idle(time.monotonic() - began)
         self.step = step
         self.score = None if validation is None else self.score_of(validation)
         metrics = self.reporter.step(step, self.learner.rollouts.prompts.epoch, result, validation, self.workers.take_memories())
-        saves = wishes.save | self.tell("logged", metrics).save
+        saves = requests.save | self.tell("logged", metrics).save
         if validation is not None:
             saves |= self.tell("validated", metrics, validation=validation).save
         if self.mode.updates:
             self.judge(result, validation)
         is_best = self.settings.keep_best_checkpoint is not None and self.context.store.is_better(self.score)
         if saves or self.due(self.settings.save_freq, step) or is_best:
-            # Save after logging. A run that is killed in between resumes before this step and then drops its rows.
+            # Log first, then save. A run that is killed in between resumes before this step, and removes the step's log rows.
             try:
                 self.save()
             except CheckpointError as error:
                 if step < self.context.total_steps or not (self.settings.save_final_model and self.mode.is_whole):
                     raise
-                self.save_models()  # smaller than the checkpoint: what was learned is not lost with it
-                raise CheckpointError(f"{error} The trained model is whole: {self.context.store.root / FINAL_MODEL}.") from error
+                self.save_models()  # a model is smaller than a checkpoint, so there may be room for it
+                raise CheckpointError(f"{error} The trained model is saved: {self.context.store.root / FINAL_MODEL}.") from error
 
     def tell(
         self,
@@ -306,7 +306,7 @@ class TrainingLoop:
         validation: Validation | None = None,
         step: int | None = None,
     ) -> Progress:
-        # Tell the listener of a moment, and return what it asks for. ``step``: None = the last whole step.
+        # Call the listener at a moment of the run, and return its requests. ``step``: None = the last finished step.
         done = self.step if step is None else step
         progress = Progress(moment, done, self.context.total_steps, metrics or {}, result, validation)
         if self.listener is not None:
@@ -315,7 +315,7 @@ class TrainingLoop:
                     self.listener(progress)
             except EndsProcessError as problem:
                 raise TrainingError(
-                    f"on_step, or a callback: {raised(problem)}. A run ends with progress.stop = True, or with an exception."
+                    f"on_step, or a callback: {raised(problem)}. To end a run, set progress.stop = True or raise an exception."
                 ) from problem
         self.ended |= progress.stop
         return progress
@@ -326,7 +326,7 @@ class TrainingLoop:
         Raises:
             Stopped: The step is abandoned.
         """
-        # No time is known where nothing validates.
+        # If this step validates, the validation must fit in as well. Expect it to take as long as the last one.
         validation = self.validation_seconds if self.due(self.settings.test_freq, self.step + 1) else 0.0
         if self.interrupts.too_late_for(self.update_seconds + validation):
             raise Stopped
@@ -342,13 +342,13 @@ class TrainingLoop:
 
     def note_saved(self) -> None:
         if self.saved_step:
-            self.interrupts.last_saved = f"The last whole checkpoint is that of step {self.saved_step}; a new start resumes there"
+            self.interrupts.last_saved = f"The last complete checkpoint is of step {self.saved_step}; a new start resumes there"
 
     def due(self, every: int, step: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.context.total_steps)
 
     def judge(self, result: StepResult, validation: Validation | None) -> None:
-        """Warn of problems that a finished step shows, each once.
+        """Warn about problems in a finished step. Each kind of problem is reported once per run.
 
         Raises:
             TrainingError: Too many steps in a row applied no update.
@@ -366,10 +366,10 @@ class TrainingLoop:
         self.reporter.warn(self.step, self.health.validation(self.step, scores, samples))
 
     def validation(self, step: int, wanted: bool = False) -> Validation | None:
-        """Validate if that is due after this step, or wanted, and return the result.
+        """Validate and return the result, if a validation is ``wanted`` or due after this step.
 
         Raises:
-            ConfigError: It is wanted, and there are no held-out rows.
+            ConfigError: A validation is wanted, but there are no held-out rows.
         """
         if wanted and self.validator is None:
             raise ConfigError("validate: the run has no held-out rows. Set data.val_files (eval_dataset from Python).")
@@ -415,7 +415,7 @@ class TrainingLoop:
         self.tell("saved")
 
     def score_of(self, validation: Validation) -> float | None:
-        """Return the number by which the checkpoint of a validation is ranked.
+        """Return the validation score that ranks checkpoints.
 
         Raises:
             ConfigError: The validation does not have the metric that ``trainer.keep_best_checkpoint`` names.
@@ -432,10 +432,10 @@ class TrainingLoop:
         return validation.metrics[name]
 
     def save_models(self) -> None:
-        """Write the policy to ``model/``, and that of the best checkpoint to ``model_best/``, for other programs.
+        """Write the policy to ``model/``, and the policy of the best checkpoint to ``model_best/``, for other programs to load.
 
         Raises:
-            CheckpointError: The disk refuses. The checkpoints stay as they are.
+            CheckpointError: A file cannot be written. The checkpoints are intact.
         """
         try:
             self._save_models()
@@ -460,18 +460,18 @@ class TrainingLoop:
         self.reporter.models = models
 
 
-# Starts the processes of a run, its reward processes and its workers, and ends them with it.
+# Start the reward processes and the workers of a run, and end them with the run.
 
 
 @contextmanager
 def start_rewards(custom: CustomReward, reward_model: RewardModel, run_dir: Path) -> Iterator[RewardRunner]:
-    """Start the reward processes, wait until each has loaded its function, and end them with the body.
+    """Start the reward processes, wait until each has loaded its function, and end them with the ``with`` block.
 
     Raises:
         RewardError: The function cannot be loaded, or the sandbox service does not answer.
     """
     workers, manager, concurrent = reward_model.num_workers, reward_model.reward_manager, reward_model.max_concurrent
-    sandbox = None  # the service that runs programs for the rules
+    sandbox = None  # the service that runs programs for the built-in reward rules
     if custom.path is None and not reward_model.enable and reward_model.sandbox_fusion.url is not None:
         sandbox = reward_model.sandbox_fusion
     options = manager, concurrent, sandbox, reward_model.tolerant_rules
@@ -484,9 +484,10 @@ def start_rewards(custom: CustomReward, reward_model: RewardModel, run_dir: Path
 
 @contextmanager
 def start_workers(context: RunContext, clock: PhaseClock, begun: RayGroup | None = None) -> Iterator[TimedGroup]:
-    """Start the run's workers, with their start and every call as phases of ``clock``. However the body ends, none is left.
+    """Start the run's workers. ``clock`` times the start and every call as a phase.
 
-    ``begun``: a Ray group that waits for its workers; None = start one if the settings ask for it.
+    No worker is left when the ``with`` block ends, even if it ends with an error. ``begun``: a Ray group that has started, but
+    has no workers yet; None = start one if the settings ask for Ray.
     """
     with limited_threads(context.environment.num_devices), _started(context, clock, begun) as workers:
         yield workers
@@ -514,7 +515,7 @@ def _started(context: RunContext, clock: PhaseClock, begun: RayGroup | None) -> 
         yield TimedGroup(group, clock, is_local, pools)
         if timeline is not None and isinstance(group, RayGroup):
             group.write_timeline(timeline)
-        # shutdown kills workers, which would leave the shared memory of their engines behind.
+        # Close the workers before shutdown kills them, because a killed engine leaves its shared memory behind.
         for workers in (group, *pools.values()):
             workers.all("close")
     finally:

@@ -1,6 +1,6 @@
-"""``python -m verl_memopt.trainer.main_ppo``, verl's name for it: a run, from its command line to its exit code.
+"""A training run, from its command line to its exit code. verl's name for it is ``python -m verl_memopt.trainer.main_ppo``.
 
-Heavy packages are imported only where a run starts: a dry run needs none.
+Heavy packages are imported only when a run starts, because a dry run needs none of them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ ENTRIES = "ppo_trainer (the default: verl's defaults), rloo_trainer, grpo_traine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the training entry and return its exit code. A user's error is printed as its message, without a traceback.
+    """Train as the arguments say, and return the exit code. A :class:`UserError` is printed without a traceback.
 
     Args:
-        argv: The arguments. None takes them from the command line, and then also watches for signals until the process ends.
+        argv: The arguments. None = the command line of this process. Only then its signals are handled too.
     """
     return guarded(lambda: run(argv, build_parser("python -m verl_memopt.trainer.main_ppo")), watched=argv is None)
 
@@ -58,12 +58,12 @@ def build_parser(
 
 
 def run(arguments: Sequence[str] | None, parser: argparse.ArgumentParser | None = None, estimator: str | None = None) -> int:
-    """Run the training that a command line asks for, and return its exit code.
+    """Run the training that a command line describes, and return the exit code.
 
     Args:
-        arguments: None = those of this process.
-        parser: None = that of ``verl-memopt train``.
-        estimator: The only estimator that the entry accepts. None = any.
+        arguments: None = the command line of this process.
+        parser: None = the parser of ``verl-memopt train``.
+        estimator: The only ``algorithm.adv_estimator`` that this command accepts. None = any.
     """
     from verl_memopt.observe.log_setup import lasting_console, setup_logging
 
@@ -81,7 +81,7 @@ def _run(parsed: argparse.Namespace, prog: str, estimator: str | None) -> int:
     settings = load_settings(parsed.config_name, parsed.overrides, parsed.config_dir)
     if estimator not in (None, settings.algorithm.adv_estimator):
         raise ConfigError(
-            f"algorithm.adv_estimator={settings.algorithm.adv_estimator}: {prog} learns the responses of the dataset. Set "
+            f"algorithm.adv_estimator={settings.algorithm.adv_estimator}: {prog} trains on the dataset's responses. Set "
             f"algorithm.adv_estimator={estimator}, or use verl-memopt train."
         )
     log_objective(settings)
@@ -102,7 +102,7 @@ def _run(parsed: argparse.Namespace, prog: str, estimator: str | None) -> int:
 
 
 def train_or_advise(settings: Settings, more: str = "", listener: Listener | None = None, rows: PythonRows | None = None) -> int:
-    """Train as :func:`train`. An out-of-memory error also gets the settings that together make room, and ``more``."""
+    """Call :func:`train`. Append to an out-of-memory error the settings that together free enough memory, and ``more``."""
     try:
         return train(settings, listener, rows)
     except (DeviceMemoryError, HostMemoryError) as error:
@@ -113,21 +113,22 @@ def train_or_advise(settings: Settings, more: str = "", listener: Listener | Non
 
 
 def train(settings: Settings, listener: Listener | None = None, rows: PythonRows | None = None) -> int:
-    """Run training and return the exit code: 0 when done; 130, 143 or 129 when a signal stopped it.
+    """Train, and return the exit code: 0 = done; 130, 143 or 129 = a signal stopped the run.
 
-    With ``trainer.resume_mode=auto`` a checkpoint that cannot be loaded is skipped, and the run resumes at the one before.
-    Everything that was started has ended when it returns or raises.
+    With ``trainer.resume_mode=auto`` a checkpoint that cannot be loaded is skipped, and the run resumes at the one before it.
+    All processes of the run have ended when this function returns or raises.
 
     Args:
-        settings: Of the run.
-        listener: Called at each step. It may stop the run.
-        rows: The training rows, if they are a stream of this process.
+        settings: Settings of the run.
+        listener: Called at every ``Moment`` of the run. It may end the run.
+        rows: The training rows, if this process streams them.
     """
     from verl_memopt.model.folder import resolve_folder
     from verl_memopt.observe.own_files import private_files
     from verl_memopt.run.interrupts import process_interrupts
 
-    model = settings.actor_rollout_ref.model  # before Ray's processes start, which would wait for the hub
+    # Download the model before Ray's processes start, because they would wait for it.
+    model = settings.actor_rollout_ref.model
     resolve_folder(model.path, "actor_rollout_ref.model.path", bool(model.trust_remote_code))
     with private_files(settings.trainer.private_files), process_interrupts() as interrupts:
         unreadable: dict[int, str] = {}
@@ -138,7 +139,7 @@ def train(settings: Settings, listener: Listener | None = None, rows: PythonRows
                 except UnreadableCheckpointError as error:
                     if settings.trainer.resume_mode != "auto":
                         raise
-                    # The workers that failed to load it are in no known state, so new ones load the one before.
+                    # Workers that failed to load a checkpoint are in an unknown state, so new workers load the one before it.
                     unreadable[error.step] = error.fault
 
 
@@ -165,7 +166,7 @@ def _train(
         Reporter(context, clock) as reporter,
     ):
         try:
-            if begun is not None:  # this process only waits while Ray's start their engines
+            if begun is not None:  # use the time in which this process waits for Ray's workers
                 _import_aside("matplotlib.backends.backend_agg")
             with start_workers(context, clock, begun) as workers:
                 TrainingLoop(context, workers, rewards, reporter, interrupts, listener).run()
@@ -183,7 +184,7 @@ def _train(
 
 @contextmanager
 def _begun_workers(settings: Settings) -> Iterator[RayGroup | None]:
-    """Start Ray's processes, which import what a worker needs while this process checks the run. None without Ray."""
+    """Start Ray's processes early. They import a worker's modules while this process checks the run. Yield None without Ray."""
     if settings.trainer.worker_group != "ray" or settings.debug.mode != "off":
         yield None
         return
@@ -195,10 +196,10 @@ def _begun_workers(settings: Settings) -> Iterator[RayGroup | None]:
     ahead = ("verl_memopt.worker.worker:import_ahead", settings.actor_rollout_ref.rollout.name, device)
     group = group_of(settings, device, ahead)
     try:
-        # Not before Ray runs: on two cores its start, the first link of the chain, would take half as long again.
+        # Import only after Ray has started: on two cores, importing at the same time would slow Ray's start by half.
         with uncollected():
             importlib.import_module("verl_memopt.trainer.loop")
-        gc.freeze()  # during the run no collection looks through what was imported
+        gc.freeze()  # garbage collections during the run skip the imported objects
         yield group
     finally:
         group.shutdown()
@@ -206,7 +207,7 @@ def _begun_workers(settings: Settings) -> Iterator[RayGroup | None]:
 
 
 def _import_aside(module: str) -> threading.Thread:
-    # A broken package may raise anything. It shows again at the next import of the module, which is not in a thread.
+    # Ignore the error of a broken package here. The next import of the module, outside this thread, raises it again.
     from verl_memopt.run.processes import uncollected
 
     def quietly() -> None:

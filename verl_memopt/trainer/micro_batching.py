@@ -1,4 +1,4 @@
-"""Cuts the rows of a pass: first into the share of each rank, then into micro-batches. The driver decides it, by tokens."""
+"""Cut the rows of a pass: first into one share per rank, then into micro-batches. The driver decides, by numbers of tokens."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Budget:
     """The size of a micro-batch in one pass.
 
     Attributes:
-        by_tokens: Limit the tokens of a micro-batch; False = its rows.
-        max_tokens: Hard limit for a rank.
-        rows: Rows of a micro-batch, without ``by_tokens``.
-        key: Setting that errors name.
-        learned: A limit that learns from measured peaks, at most ``limit``. None = the limit stays as it is.
-        ranks: Neighbouring ranks that share the tokens of a micro-batch.
+        by_tokens: Limit the tokens of a micro-batch. False = limit its rows.
+        max_tokens: Most tokens of a micro-batch per rank.
+        rows: Rows of a micro-batch if ``by_tokens`` is False.
+        key: The setting that errors name.
+        learned: A limit that adapts to measured memory peaks, at most ``limit``. None = the limit is constant.
+        ranks: Number of neighbouring ranks that share the tokens of a micro-batch (sequence parallelism).
     """
 
     by_tokens: bool
@@ -46,14 +46,14 @@ class Budget:
 
     @property
     def limit(self) -> int:
-        # Most tokens of a micro-batch, summed over the ranks that share it.
+        # Most tokens of a micro-batch, as the sum over the ranks that share it.
         return self.max_tokens * self.ranks
 
     def learning(self, adaptive: bool | None) -> Budget:
         return replace(self, learned=LearnedBudget(self.limit)) if adaptive and self.by_tokens else self
 
     def shares(self, world_size: int) -> int:
-        # How many groups of ranks share a batch. Each group has rows of its own.
+        # The number of groups of ranks. Each group gets other rows of the batch.
         assert world_size % self.ranks == 0, (world_size, self.ranks)
         return world_size // self.ranks
 
@@ -61,7 +61,7 @@ class Budget:
         """Return the rows of each micro-batch of one rank.
 
         Raises:
-            ConfigError: One row alone is over the limit.
+            ConfigError: A single row exceeds the limit.
         """
         if self.by_tokens:
             lengths = tokens.row_lengths()
@@ -78,9 +78,9 @@ class Budget:
         return pack_fixed(len(tokens), self.rows)
 
     def learn(self, cut: Iterable[tuple[RowTokens, Sequence[Sequence[int]]]], figures: PassFigures) -> None:
-        """Learn from a pass that was cut by this budget.
+        """Adapt the limit to the measured figures of a pass that was cut by this budget.
 
-        ``cut``: (tokens of the rows, micro-batches) of each rank.
+        ``cut`` has one pair (tokens of the rows, micro-batches) per rank.
         """
         if self.learned is not None:
             fullest = max((tokens.cost(rows) for tokens, bins in cut for rows in bins), default=0)
@@ -134,15 +134,15 @@ def mini_batch_rows(num_prompts: int, samples: int, prompts_per_mini: int, shuff
 
 
 def rows_per_rank(tokens: RowTokens, rows: Sequence[int], world_size: int, even_out: bool) -> list[list[int]]:
-    """Return the rows of each rank. If all groups have one size, the ranks differ by at most one row; a rank may have none.
+    """Return the rows of each rank. If all groups have the same size, the numbers of rows differ by at most one.
 
-    Each rank gets the same number of whole groups. Of the remaining groups, each rank gets a part.
+    Each rank gets the same number of whole groups. The remaining groups are split into one part per rank. A rank may get no row.
 
     Args:
         tokens: Tokens of every row of the batch.
         rows: The rows to distribute: whole groups, one after another.
-        world_size: Ranks.
-        even_out: Give each rank about the same number of tokens. False = neighbouring rows.
+        world_size: Number of ranks.
+        even_out: Give each rank about the same number of tokens. False = give each rank neighbouring rows.
     """
     if world_size == 1:
         return [list(rows)]
@@ -150,7 +150,7 @@ def rows_per_rank(tokens: RowTokens, rows: Sequence[int], world_size: int, even_
         return _in_parts(rows, world_size)
     groups = [list(members) for _, members in groupby(rows, key=lambda row: tokens.groups[row])]
     costs = [tokens.cost(members) for members in groups]
-    # The cheapest groups are left over, as each of their parts computes the prompt by itself.
+    # Split the cheapest groups, because each part of a split group computes the prompt again.
     left = set(sorted(range(len(groups)), key=costs.__getitem__)[: len(groups) % world_size])
     whole = [number for number in range(len(groups)) if number not in left]
     shares = [
@@ -166,15 +166,15 @@ def rows_per_rank(tokens: RowTokens, rows: Sequence[int], world_size: int, even_
 
 
 def _in_parts(rows: Sequence[int], count: int) -> list[list[int]]:
-    # Parts of neighbouring rows, which differ by at most one row.
+    # Parts of neighbouring rows. Their sizes differ by at most one row.
     bounds = [len(rows) * part // count for part in range(count + 1)]
     return [list(rows[first:last]) for first, last in pairwise(bounds)]
 
 
 def uneven_shares(tokens: RowTokens, world_size: int) -> list[list[int]]:
-    """Return the rows of each rank, any number on each, with about the same tokens. A rank may have none.
+    """Return the rows of each rank, so that each rank has about the same number of tokens.
 
-    Rows of a group stay together if there are enough groups.
+    The numbers of rows may differ, and a rank may get no row. Rows of a group stay together if there are enough groups.
     """
     families = tokens.families()
     units = split_to_count(families, max(world_size, len(families)), tokens.row_lengths())
@@ -183,26 +183,26 @@ def uneven_shares(tokens: RowTokens, world_size: int) -> list[list[int]]:
     for unit in sorted((rows for rows in units if rows), key=tokens.cost, reverse=True):
         total, rank = heapq.heappop(load)
         shares[rank].extend(unit)
-        # A unit without tokens counts as one, so that empty rows are spread over the ranks too.
+        # A unit without tokens counts as one token, so that empty rows are spread over the ranks too.
         heapq.heappush(load, (total + max(tokens.cost(unit), 1), rank))
     return [sorted(share) for share in shares]
 
 
 def cut_ranks(tokens_per_rank: Sequence[RowTokens], names: Sequence[Sequence[str]], budget: Budget) -> Sequence[list[list[int]]]:
-    """Return the micro-batches of each rank. They are :func:`alike`, since the collectives of all ranks must match.
+    """Return the micro-batches of each rank. :func:`alike` adjusts them so that the collectives of all ranks match.
 
     Raises:
-        ConfigError: One row alone is over the limit.
+        ConfigError: A single row exceeds the limit.
     """
     cut = [budget.micro_batches(tokens, name) for tokens, name in zip(tokens_per_rank, names, strict=True)]
     return alike(cut, tokens_per_rank)
 
 
-# Cuts the batch of a training step for optimizer steps: into mini-batches, into each rank's share, into micro-batches.
+# Cut the batch of a training step into mini-batches (one per optimizer step), then into rank shares, then into micro-batches.
 
 
 Prepare = Callable[[list[int], int], RolloutBatch]
-"""Returns the batch with what one mini-batch adds to it, from the rows and the seed of the mini-batch."""
+"""Called with the rows and the seed of a mini-batch. Returns the batch with data that this mini-batch needs in addition."""
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ class MiniBatchCutter:
     """Cuts batches for the optimizer steps of one trained role.
 
     Attributes:
-        role: Section of the role: size of a mini-batch, passes over the batch, shuffle.
-        samples: Responses to each prompt.
+        role: Settings of the role: mini-batch size, passes over the batch, shuffling.
+        samples: Responses per prompt.
     """
 
     world_size: int
@@ -221,11 +221,11 @@ class MiniBatchCutter:
     balance: bool
 
     def cut(self, batch: RolloutBatch, names: Sequence[str], step: int, prepare: Prepare | None = None) -> list[list[MiniBatch]]:
-        """Return each rank's shares of the mini-batches, in the order of the optimizer steps.
+        """Return the shares of each rank in the mini-batches, in the order of the optimizer steps.
 
-        Ranks that share the tokens of their micro-batches count as one, here and below; the budget says how many do.
+        ``budget.ranks`` ranks that share their micro-batches count as one rank, here and below.
 
-        ``prepare``: adds to the batch what depends on a mini-batch; None = nothing does.
+        ``prepare``: adds the data of one mini-batch to the batch; None = a mini-batch needs no further data.
         """
         mini_batches = []
         for index, rows in enumerate(self.mini_batch_rows(batch, step)):
@@ -234,10 +234,10 @@ class MiniBatchCutter:
         return [list(shares) for shares in zip(*mini_batches, strict=True)]
 
     def share_metrics(self, batch: RolloutBatch) -> dict[str, float]:
-        """Measure how evenly the tokens of a step are spread over ranks, as ``global_seqlen/*``; nothing for one rank.
+        """Measure how evenly the tokens of a step are spread over the ranks. The metrics are verl's ``global_seqlen/*``.
 
-        ``min``, ``max`` and ``minmax_diff`` are for neighbouring rows on each rank, ``balanced_*`` for the rows that it gets.
-        Tokens that rows share count once. The names are verl's.
+        ``min``, ``max`` and ``minmax_diff`` are computed as if each rank had neighbouring rows. ``balanced_*`` are computed from
+        the rows that each rank really gets. Tokens that rows share count once. With one rank there are no metrics.
         """
         tokens, ranks = batch.row_tokens(), self.budget.shares(self.world_size)
         if ranks == 1:
@@ -266,7 +266,7 @@ class MiniBatchCutter:
         return rows
 
     def seed(self, step: int, index: int) -> int:
-        # From step and index alone, so that every start of a run draws the same.
+        # The seed depends on nothing that changes between two starts of a run, so every start draws the same.
         return self.role.data_loader_seed * 1_000_003 + step * 1_009 + index
 
     def shares(self, batch: RolloutBatch, rows: Sequence[int]) -> list[list[int]]:
@@ -274,7 +274,7 @@ class MiniBatchCutter:
 
     def mini_batches(self, batch: RolloutBatch, rows: Sequence[int], names: Sequence[str]) -> list[MiniBatch]:
         tokens, sizes = batch.row_tokens(), batch.kept_sizes()
-        # At least one token, because the loss of a mini-batch without any would be 0 / 0.
+        # Count at least one token, because the loss of a mini-batch without tokens would be 0 / 0.
         counts = GlobalCounts(tokens=float(max(sum(sizes[row] for row in rows), 1)), sequences=float(len(rows)))
         shares = self.shares(batch, rows)
         bins = cut_ranks([tokens.select(share) for share in shares], [[names[r] for r in share] for share in shares], self.budget)
@@ -287,11 +287,11 @@ def role_updates(role: Actor | Critic, train_batch_size: int) -> int:
     return train_batch_size // role.ppo_mini_batch_size * role.ppo_epochs
 
 
-# The update of a step: mini-batches cut for the ranks, and the metrics of their optimizer steps over all ranks.
+# The policy update of a step: the mini-batches of each rank, and the metrics of the optimizer steps over all ranks.
 
 
 SEEDS = 2**63
-"""Number of seeds that a generator takes."""
+"""Number of seeds that torch's generator accepts."""
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class PolicyUpdate:
     actor: Actor
     store: CheckpointStore
     entropy: EntropyController | None = None
-    """Adapts the weight of the entropy bonus; None = it stays as it is."""
+    """Adapts the weight of the entropy bonus; None = the weight is constant."""
 
     def cut(self, batch: RolloutBatch, names: Sequence[str], step: int) -> list[list[MiniBatch]]:
         per_rank = self.cutter.cut(batch, names, step, lambda rows, seed: with_selection(batch, rows, self.actor, seed))
@@ -328,9 +328,9 @@ class PolicyUpdate:
 
 
 def with_selection(batch: RolloutBatch, rows: Sequence[int], actor: Actor, seed: int) -> RolloutBatch:
-    """Return the batch with what the loss of one mini-batch reads besides: the tokens that it acts on, or the engine's log-probs.
+    """Return the batch with the further inputs of one mini-batch's loss: the selected tokens, or the engine's log-probs.
 
-    The tokens are chosen here, from the whole mini-batch, so that they depend neither on micro-batches nor on ranks.
+    Tokens are selected here, from the whole mini-batch, so that the selection depends neither on micro-batches nor on ranks.
     """
     loss = actor.policy_loss
     if actor.off_policy_mask_threshold is not None and batch.rollout_log_probs is not None:
@@ -359,7 +359,7 @@ def global_metrics(per_rank: Sequence[dict[str, float]], role: Role) -> dict[str
 def update_metrics(
     per_rank: Sequence[dict[str, float]], role: Role, step: int, lr: float, store: CheckpointStore
 ) -> dict[str, float]:
-    """Like :func:`global_metrics`, without the count of partial updates: one of these stops the run.
+    """Return :func:`global_metrics` without the count of partial updates, because a partial update stops the run.
 
     Raises:
         TrainingError: A skipped update had already changed some weights.

@@ -1,4 +1,4 @@
-"""Debug modes in a run: the settings that they decide, where they write, and rows that come from a dump or are made up."""
+"""Debug modes of a run: the settings that they change, the folders that they write, and rows from a dump or synthetic rows."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from verl_memopt.trainer.rollouts import RowAnswers
 ROLLOUTS = "rollouts"
 """Folder inside the run folder for a dump, if no key names another."""
 SEED = 0
-"""``data.seed`` of the mode ``deterministic`` if it is null."""
+"""``data.seed`` in the mode ``deterministic``, if the setting is null."""
 VAL_ONLY = "val_only"
-"""Folder inside the run's that holds the record of ``trainer.val_only``."""
+"""Folder inside the run folder for the record of a run with ``trainer.val_only``."""
 
 logger = logging.getLogger(__name__)
 
 
-# What a debug mode decides in a run.
+# The settings and folders of a debug mode.
 
 
 def mode_of(settings: Settings) -> DebugMode:
@@ -71,7 +71,7 @@ def record_folder(settings: Settings, run_dir: Path) -> Path:
 
 
 def written_dump(settings: Settings, record: Path) -> Path | None:
-    # The folder of the dump that a run writes; None for none. It is never the dump that the run replays.
+    # The folder of the dump that the run writes; None = it writes none. It is never the dump that the run replays.
     mode, folder = settings.debug.mode, settings.trainer.rollout_data_dir
     if mode == "rollout_only":
         return dump_folder(settings)
@@ -93,12 +93,12 @@ def replayed_steps(settings: Settings, environment: Environment, done: int) -> i
     """Return the last step of a run without data: ``trainer.total_training_steps``, at most the last step of the dump.
 
     Raises:
-        DataError: The dump has no step after those that are done, or its first step cannot be replayed.
+        DataError: The dump has no step after step ``done``, or its next step cannot be replayed.
     """
     steps, replay = settings.trainer.total_training_steps, replay_of(settings, environment)
     if isinstance(replay, Replay):
         last = replay.last_step(done + 1)
-        replay.read(done + 1)  # a dump that does not fit shows before a worker starts
+        replay.read(done + 1)  # report a dump that does not fit before a worker starts
         return last if steps is None else min(last, steps)
     assert steps is not None, "a mode without a dump has a default number of steps"
     return done + steps
@@ -111,10 +111,10 @@ class NoPrompts:
     epoch = 0
 
     def give_back(self) -> None:
-        """Do nothing: an abandoned step is read again."""
+        """Do nothing, because an abandoned step is read again by its number."""
 
     def state_dict(self) -> dict[str, Any]:
-        # The number of the step says which rows follow.
+        # The number of a step decides its rows, so there is no position to save.
         return {}
 
     def close(self) -> None:
@@ -126,9 +126,9 @@ class Replayed:
     """A step of a dump.
 
     Attributes:
-        prompts: The prompts, each once, with the ids of all their samples.
+        prompts: Each prompt once, with the prompt ids of all its samples.
         answers: The responses.
-        results: The score of each response; None if some have no score.
+        results: The score of each response; None = some responses have no score.
     """
 
     prompts: StepPrompts
@@ -141,7 +141,7 @@ class Replay:
     """Reads the steps of a dump.
 
     Attributes:
-        settings: Settings of the run, which say what a step must hold.
+        settings: Settings of the run, with which each step must agree.
         tokenizer: Hash of the run's tokenizer, see :func:`tokenizer_digest`.
         num_tokens: Token ids must be below this number.
     """
@@ -208,8 +208,8 @@ class Replay:
             first = read[number // self.samples * self.samples]
             if (sample.uid, sample.prompt_ids) != (first.uid, first.prompt_ids):
                 raise DataError(
-                    f"{sample.address}: it answers another prompt than the row {number % self.samples} before it, but "
-                    f"actor_rollout_ref.rollout.n={self.samples}. Set rollout.n to that of the dump."
+                    f"{sample.address}: it answers another prompt than the first row of its group, but "
+                    f"actor_rollout_ref.rollout.n={self.samples}. Set rollout.n to the value of the run that wrote the dump."
                 )
             for name, ids, limit in (
                 ("prompt", sample.prompt_ids, data.max_prompt_length),
@@ -222,23 +222,23 @@ class Replay:
                 raise DataError(f"{sample.address}: it has no score. Score the dump first with debug=score_only.")
             if with_log_probs and sample.rollout_log_probs is None:
                 raise DataError(
-                    f"{sample.address}: it has no log-probs of the engine, which algorithm.rollout_correction reads. Write the "
-                    "dump with actor_rollout_ref.rollout.calculate_log_probs=true."
+                    f"{sample.address}: it has no log-probs of the engine, but algorithm.rollout_correction needs them. Write "
+                    "the dump with actor_rollout_ref.rollout.calculate_log_probs=true."
                 )
         if len(read) % self.samples:
             raise DataError(
-                f"{read[-1].address}: the {len(read)} rows of the file are no groups of {self.samples}. Set "
-                "actor_rollout_ref.rollout.n to that of the dump."
+                f"{read[-1].address}: the {len(read)} rows of the file cannot be split into groups of {self.samples}. Set "
+                "actor_rollout_ref.rollout.n to the value of the run that wrote the dump."
             )
         if len(read) != num_prompts * self.samples:
             raise DataError(
-                f"{read[-1].address}: the file ends after {len(read) // self.samples} prompts, and "
-                f"data.train_batch_size={num_prompts}. Set data.train_batch_size to that of the dump."
+                f"{read[-1].address}: the file ends after {len(read) // self.samples} prompts, but "
+                f"data.train_batch_size={num_prompts}. Set data.train_batch_size to the value of the run that wrote the dump."
             )
 
 
 def check_same_prompts(replayed: Replayed, prompts: StepPrompts) -> None:
-    """Check that a dump answers the prompts of the present step.
+    """Check that a dump answers the prompts of the current step.
 
     Raises:
         DataError: A row answers another prompt.
@@ -278,9 +278,9 @@ def _prompt_row(sample: Sample) -> PromptRow:
     )
 
 
-# Forged steps: synthetic rows of the largest lengths, so that a run meets its highest memory without any data.
+# Forged steps: synthetic rows of the largest allowed lengths, so that a run reaches its highest memory without any data.
 #
-# The token ids have exactly those lengths. The texts, which a model that scores reads, have about as many tokens.
+# The lists of token ids have exactly these lengths. The texts, which a scoring model reads, have about as many tokens.
 
 
 SOURCE = "forged"
@@ -289,11 +289,11 @@ WORD = " the"
 
 @dataclass(frozen=True)
 class Forge:
-    """Makes the rows of a step of ``debug.mode=forge``. They depend only on the seed and the step.
+    """Makes the synthetic rows of a step of ``debug.mode=forge``. They depend only on the seed and the step.
 
     Attributes:
         settings: Settings of the run, with a concrete seed.
-        tokenizer: Tokenizer of the run, which decides the lengths of the texts.
+        tokenizer: Tokenizer of the run. It measures the lengths of the texts.
         num_tokens: Token ids are below this number.
     """
 
@@ -307,12 +307,12 @@ class Forge:
         return not self.settings.reward_model.enable or self.settings.algorithm.adv_estimator == SFT
 
     def read(self, step: int) -> Replayed:
-        # Token ids are random, and scores lie between 0 and 1.
+        # Token ids are random, and scores are random numbers between 0 and 1.
         data, rollout = self.settings.data, self.settings.actor_rollout_ref.rollout
         assert data.seed is not None
         random = np.random.default_rng([data.seed, step])
         num_rows = data.train_batch_size * rollout.n
-        # For a recipe that reads them, and for a reward model with a tokenizer of its own.
+        # Texts for a recipe that reads them, and for a reward model with its own tokenizer.
         lengths = data.max_prompt_length // 2, data.max_prompt_length // 4, data.max_response_length
         asked, solution, answer = map(self.text_of, lengths)
         prompt_rows, prompt_ids = [], []
@@ -332,6 +332,6 @@ class Forge:
         return Replayed(StepPrompts(prompt_rows[:: rollout.n], prompt_ids, 0, 0), answers, results)
 
     def text_of(self, tokens: int) -> str:
-        # About so many tokens, and at least one word.
+        # A text of about this many tokens, and at least one word.
         per_word = len(self.tokenizer(WORD * 8, add_special_tokens=False)["input_ids"]) / 8
         return WORD * max(1, int(tokens / per_word))

@@ -32,7 +32,7 @@ from verl_memopt.trainer.validate import Validation
 logger = logging.getLogger(__name__)
 
 SHOWN_SAMPLES = 4
-"""Training samples that generations.jsonl gets from each step that prints a table."""
+"""Number of training samples that a step with a console table writes to generations.jsonl."""
 
 
 class Reporter:
@@ -51,9 +51,9 @@ class Reporter:
         self.shows_memory = context.settings.debug.mode == "memory"
         self._carried: dict[str, float] = {}
         self.models: dict[Path, str] = {}
-        """Folder of each model that the run leaves for other programs, and what it is."""
+        """Folder of each model that the run saved for other programs -> description of the model."""
         self.is_complete = False
-        """The run had done all its steps before this start."""
+        """The run had finished all its steps before this start."""
         self._charts: Future[list[Path]] | None = None
         try:
             self.loggers: StepLoggers = build_loggers(trainer.logger, place)
@@ -64,7 +64,7 @@ class Reporter:
         self.folder.accept()
         keep_console(self.folder.path / "console.log")
         if aside is not None:
-            self.say(f"an earlier run that this one does not continue is in {aside}; delete it to free its space")
+            self.say(f"an earlier run, which this run does not continue, is now in {aside}; delete it to free its space")
 
     def __enter__(self) -> Reporter:
         self.console.__enter__()
@@ -80,7 +80,7 @@ class Reporter:
         self.console.say(text)
 
     def warn(self, step: int, texts: Sequence[str]) -> None:
-        # Kept for the summary too, which shows them again.
+        # Keep the warnings for the summary, which shows them again.
         for text in texts:
             logger.warning("step %d: %s", step, text)
         self.folder.add_warnings(step, texts)
@@ -113,7 +113,7 @@ class Reporter:
         return metrics
 
     def saved(self, step: int, memories: Sequence[PhaseMemory]) -> None:
-        # Add a save to the timeline. Its time and memory become metrics of the next step that is logged.
+        # Add a save to the timeline. Its time and memory become metrics of the next logged step.
         self._carried = {name: value for name, value in self.phases(step, memories).items() if "save_checkpoint" in name}
 
     def first_validation(self, step: int, validation: Validation, memories: Sequence[PhaseMemory]) -> dict[str, float]:
@@ -123,7 +123,7 @@ class Reporter:
         return metrics
 
     def started(self, step: int, memories: Sequence[PhaseMemory]) -> None:
-        # The phases of the start must not count for the first step.
+        # Report the phases of the start now, so that they do not count for the first step.
         if memories:
             self.phases(step, memories)
 
@@ -137,9 +137,9 @@ class Reporter:
         return None if card is None else card.num_bytes
 
     def finish(self) -> None:
-        """Write summary and charts. Print the summary, where the model is and, as the last line, the folder.
+        """Write summary and charts. Print the summary, the folders of the models and, as the last line, the run's folder.
 
-        After a supervised run one more line names the model.
+        After a supervised run one more line prints the folder of the newest saved model.
         """
         facts = environment(self.context.environment.device, [*map(argument_without_secrets, sys.argv)])
         summary = finish_summary(self.folder, facts | {ENDED: True, DEVICE_LIMIT: self._device_limit})
@@ -162,9 +162,9 @@ class Reporter:
 
     def _nothing_trained(self) -> str:
         return (
-            f"NOTHING WAS TRAINED: the run here had already done all its {self.context.total_steps} steps, and the summary above "
-            "is from that time. To go on with it, give more steps (trainer.total_training_steps). For a new run give another "
-            "folder, or trainer.resume_mode=disable, which moves this one to previous/."
+            f"NOTHING WAS TRAINED: the run in this folder had already finished all its {self.context.total_steps} steps. The "
+            "summary above is from that time. To continue the run, raise trainer.total_training_steps. To start a new run, give "
+            "another folder, or set trainer.resume_mode=disable, which moves this run to previous/."
         )
 
     def _keep_validation(self, step: int, validation: Validation) -> None:
@@ -179,7 +179,7 @@ class Reporter:
 
 
 def samples_of(answers: RowAnswers, results: Sequence[RewardResult]) -> list[Sample]:
-    # Without results the score is None.
+    # If there are no results, the score is None.
     generation, samples = answers.generation, []
     for place, row in enumerate(answers.rows):
         result = results[place] if results else None

@@ -1,7 +1,7 @@
-"""One training step, from prompts to weight sync, for every algorithm. What differs between algorithms is a named part.
+"""One training step, from prompts to weight sync, for every algorithm.
 
-:class:`TrainingStep` shows the order. Below it stand the parts that differ: where rollouts come from, and how a step gets the
-policy's log-probs before the update and updates the policy.
+:class:`TrainingStep` shows the order. The classes below it are the parts that differ between algorithms: the source of the
+rollouts, the update of the policy, and its old log-probs (the log-probs before the update).
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class TrainingStep:
 
     Attributes:
         scorer: Gives each answer its reward.
-        policy: Gets the log-probs before the update, and takes the update.
-        ref_pass: Log-probs of the reference; None if the settings have no KL.
-        critic: Computes values and learns returns; None if the estimator needs no critic.
-        kl_control: The coefficient of the KL in the reward, saved and restored with the run.
-        reference_sync: Moves the reference towards the policy; None if the reference keeps its weights.
-        before_update: Called just before the update; it may raise Stopped. Until then a step can be abandoned.
+        policy: Computes the old log-probs, and updates the policy.
+        ref_pass: Computes the log-probs of the reference; None = nothing needs a reference.
+        critic: Computes values, and is trained on returns; None = the estimator needs no critic.
+        kl_control: Adapts the coefficient of the KL in the reward.
+        reference_sync: Moves the reference towards the policy; None = the reference keeps its weights.
+        before_update: Called just before the update. It may raise Stopped, because a step can be abandoned until then.
     """
 
     workers: TimedGroup
@@ -84,19 +84,19 @@ class TrainingStep:
             RewardError, WorkerError: A reward or a worker failed.
             TrainingError: Too few groups have a signal.
             RolloutError: The engine's log-probs are too far from the trainer's.
-            Stopped: A stop was requested and the step abandoned. Only the position in the data has changed.
+            Stopped: A stop was requested, and the step was abandoned. Only the position in the data has changed.
         """
         critic, updates_policy = self.critic, not self.warms_up(step)
         batch = self.scored(step)  # rollout, reward, old and reference log-probs
         if critic is not None:
-            batch.rows.old_values = critic.values(batch)  # has begun before the log-probs on devices of its own
+            batch.rows.old_values = critic.values(batch)  # a critic with its own devices has begun before the log-probs
         self.advantages(batch)
         self.before_update()
-        if critic is not None:  # on devices of its own it is updated while the policy is
+        if critic is not None:  # a critic with its own devices is updated at the same time as the policy
             critic_update = critic.begin_update(*batch.for_update(), step)
         if updates_policy:
-            # The workers run forward, backward and optimizer step. Where the loss is a sum over tokens, the LM head computes
-            # its gradient in its forward, and backward() only hands it on (memory/chunked_logprob_torch.py).
+            # The workers run forward, backward and optimizer step. If the loss is a sum over tokens, the LM head already
+            # computes its gradient in the forward, and backward() only passes it on (memory/chunked_logprob_torch.py).
             self.policy.update(batch)
             batch.metrics |= self.policy.policy_update.entropy_weight(batch.metrics)
         if updates_policy or self.rollouts.generator.frees_engine:  # a sleeping engine keeps no weights
@@ -112,14 +112,14 @@ class TrainingStep:
         return self.critic is not None and self.critic.warms_up(step)
 
     def scored(self, step: int) -> StepBatch:
-        # A reward model and a critic on devices of their own compute while the policy and the reference compute log-probs.
+        # A reward model and a critic with their own devices compute while the policy and the reference compute log-probs.
         reads = self.scorer.reads
-        batch = self.rollouts.step_batch(step)  # scored already, or begun, if the text is all that the scorer reads
+        batch = self.rollouts.step_batch(step)  # if the scorer reads only text, it has begun or finished
         if self.critic is not None and self.critic.workers.is_apart:
             batch.values = self.critic.begin_values(batch.rows, batch.names)
         self.policy.old_log_probs(batch, update_follows=not self.warms_up(step))
         if reads == {"old_log_probs"}:
-            # Before the reference takes the policy's place on the device, as a scorer may use the policy.
+            # Score before the reference replaces the policy on the device, because the scorer may use the policy.
             score(self.scorer, batch)
         if self.ref_pass is not None:
             batch.rows.ref_log_probs = self.ref_pass.compute(batch.rows, batch.names).log_probs
@@ -140,7 +140,7 @@ class TrainingStep:
     def advantages(self, batch: StepBatch) -> StepBatch:
         algorithm = self.algorithm
         with self.workers.clock.phase("adv"):
-            # The advantages may read the correction, so it comes first.
+            # The rollout correction comes first, because the advantages may use its weights.
             self.correct(batch)
             batch.advantages = batch.estimate(algorithm, self.kl_control)
             batch.rows.advantages = batch.advantages.per_token
@@ -159,7 +159,7 @@ class TrainingStep:
         batch.metrics |= self.policy.policy_update.cutter.share_metrics(batch.rows)
         batch.metrics |= self.step_metrics.describe(batch, self.kl_control.coefficient)
         if batch.advantages.kl_mean is not None:
-            # Adapted after the metrics, which report the coefficient that this step has used.
+            # Adapt the coefficient after the metrics, because they report the coefficient that this step used.
             self.kl_control.update(batch.advantages.kl_mean, batch.rows.num_rows)
 
     def learned_budgets(self) -> dict[str, LearnedBudget]:
@@ -207,7 +207,7 @@ STEPS: dict[str, Callable[[TrainingStep, int], StepResult]] = {
 
 
 def score(scorer: Scorer, batch: StepBatch) -> StepBatch:
-    # What the scorer reads must exist.
+    # Call this only when everything that the scorer reads has been computed.
     batch.results, metrics = scorer.score_answers(batch.answers, batch)
     batch.metrics |= metrics
     return batch
@@ -215,14 +215,14 @@ def score(scorer: Scorer, batch: StepBatch) -> StepBatch:
 
 @dataclass
 class Rollouts:
-    """Gives the answers of a step: from the engine, or from a dump or the dataset in its place.
+    """Returns the answers of a step. They come from the engine, from a dump, or from the dataset.
 
     Attributes:
-        scorer: Scores the answers here if it only reads their text, as a group filter and ReMax need.
-        greedy_baseline: Answer each prompt greedily as well (ReMax).
-        group_filter: Leaves out groups without a signal; None to keep all.
-        replay: Gives the rows in place of the engine; None if the engine generates them.
-        learns_dataset: The prompts bring the answers: those of the dataset, which nothing scores.
+        scorer: Scores the answers here if it reads only their text. A group filter and ReMax need such a scorer.
+        greedy_baseline: Also generate a greedy answer to each prompt (ReMax).
+        group_filter: Drops groups without a training signal; None = keep all groups.
+        replay: Reads or makes the rows instead of the engine; None = the engine generates them.
+        learns_dataset: Train on the responses in the dataset, without scores (supervised fine-tuning).
     """
 
     prompts: PromptPrefetcher | NoPrompts
@@ -266,7 +266,7 @@ class Rollouts:
         return batch
 
     def _replayed(self, replay: Replay | Forge, step: int) -> StepBatch:
-        # Rows that no engine generates, with their scores. An engine wakes and sleeps all the same.
+        # The rows come from a dump or are synthetic. An engine still wakes and sleeps, so that it uses memory as in a real step.
         replayed = replay.read(step)
         prompts = replayed.prompts
         if not isinstance(self.prompts, NoPrompts):
@@ -281,7 +281,7 @@ class Rollouts:
         return self._scored(batch)
 
     def _scored(self, batch: StepBatch) -> StepBatch:
-        # On devices of its own the scorer only begins.
+        # A scorer with its own devices begins here, and a later call of score() waits for it.
         if self.scorer.reads:
             return batch
         begun = self.scorer.begin(batch.answers)
@@ -291,7 +291,7 @@ class Rollouts:
         return batch
 
     def _add_baselines(self, batch: StepBatch) -> StepBatch:
-        # A batch of their own: the greedy responses give baselines, and nothing is learned from them.
+        # The greedy responses are a separate batch, because they only give baselines and are not trained on.
         answers = self.generator.generate_greedy(batch.prompts, batch.step)
         greedy = score(self.scorer, StepBatch(batch.step, batch.prompts, answers, to_batch(answers, 1, self.actor)))
         return add_baselines(batch, greedy, self.generator.rollout.n)
@@ -302,10 +302,10 @@ class Rollouts:
 
 @dataclass
 class PolicyTraining:
-    """How a step gets the policy's log-probs before the update, and how it updates the policy: here by the update alone.
+    """Gives a step its old log-probs, and updates the policy. The subclasses differ in how they get the old log-probs.
 
     Attributes:
-        old_pass: Computes the log-probs before the update, in the steps that need a pass of its own for them.
+        old_pass: Computes the old log-probs in a separate forward pass, in the steps that need one.
         mismatch: Compares the engine's log-probs with the trainer's.
     """
 
@@ -315,7 +315,7 @@ class PolicyTraining:
     mismatch: MismatchCheck
 
     def old_log_probs(self, batch: StepBatch, update_follows: bool) -> None:
-        """Add the log-probs before the update, unless the update that follows computes them in its own forward."""
+        """Add the old log-probs to the batch, unless the following update computes them in its own forward."""
 
     def update(self, batch: StepBatch) -> None:
         batch.metrics |= self.take_steps(batch)
@@ -341,7 +341,7 @@ class PolicyTraining:
 
 
 class SeparatePass(PolicyTraining):
-    """A pass of its own computes the log-probs before the update. So the update may take any number of optimizer steps."""
+    """A separate forward pass computes the old log-probs. So the update may take any number of optimizer steps."""
 
     def old_log_probs(self, batch: StepBatch, update_follows: bool) -> None:
         self.add_old_log_probs(batch)
@@ -351,17 +351,17 @@ class SeparatePass(PolicyTraining):
 
 
 class OnPolicy(PolicyTraining):
-    """The update's own forward computes the old log-probs. There is only one optimizer step, so they are those before it."""
+    """The forward of the update also computes the old log-probs. This requires that the update is a single optimizer step."""
 
     def old_log_probs(self, batch: StepBatch, update_follows: bool) -> None:
-        # A step that only trains the critic has no update of the policy to compute them.
+        # A step that trains only the critic has no policy update, so it needs the separate pass.
         if not update_follows:
             self.add_old_log_probs(batch)
 
     def update(self, batch: StepBatch) -> None:
         per_rank = self.policy_update.cut(*batch.for_update(), batch.step)
-        # Strictly on-policy the gradient of each token is known in the forward. So the head computes it there, and returns
-        # the log-probs of the same forward.
+        # On-policy every ratio is 1, so the loss gradient of each token is known in the forward. The head computes it there,
+        # and returns the log-probs of the same forward.
         updates = self.workers.each("update_actor", Worker.update_on_policy, [tuple(minis) for minis in per_rank])
         cutter = self.policy_update.cutter
         (rows,) = cutter.mini_batch_rows(batch.rows, batch.step)  # of the only mini-batch
@@ -373,7 +373,7 @@ class OnPolicy(PolicyTraining):
 
 
 class Supervised(PolicyTraining):
-    """The loss is the negative log-prob of the dataset's responses, for which no earlier log-probs matter."""
+    """The loss is the negative log-prob of the dataset's responses. It needs no old log-probs."""
 
     def update(self, batch: StepBatch) -> None:
         metrics = self.take_steps(batch)
@@ -382,18 +382,18 @@ class Supervised(PolicyTraining):
 
 
 ROLLOUT_METRICS = ("actor/loss", "actor/pg_loss", "actor/ppo_kl")
-"""Metrics of the update that mean nothing, or nothing more, if no rollout is learned."""
+"""Metrics of the update that supervised fine-tuning leaves out. The loss has another name there, and the others need rollouts."""
 
 
 @dataclass(frozen=True)
 class CriticTraining:
-    """What a step does with the critic.
+    """Computes values with the critic, and updates the critic.
 
     Attributes:
-        budget: How a rank's rows are cut into the micro-batches of the values pass.
-        warmup: The first step that trains the policy too; before it only the critic is trained.
-        warmup_pass: The pass for old log-probs in those steps, which have no update that would compute them.
-        store: Checkpoints, one of which an error names as the way back.
+        budget: Cuts the rows of a rank into micro-batches for the values pass.
+        warmup: The first step that also trains the policy. Earlier steps train only the critic.
+        warmup_pass: Computes the old log-probs in those earlier steps, which have no policy update.
+        store: The checkpoints. An error names one of them to continue from.
     """
 
     workers: TimedGroup
@@ -408,7 +408,7 @@ class CriticTraining:
         return step < self.warmup
 
     def values(self, batch: StepBatch) -> Tensor:
-        # The value before each response token, fp32 [R]: those being computed, or computed now.
+        # The value before each response token, fp32 [R]. Wait for the pass that has begun, or run it now.
         begun = batch.values or self.begin_values(batch.rows, batch.names)
         return begun.result()
 
@@ -418,7 +418,7 @@ class CriticTraining:
         return values.begin(batch, names).then(lambda parts: scatter_tokens(parts, batch.responses.sizes()))
 
     def begin_update(self, batch: RolloutBatch, names: Sequence[str], step: int) -> Pending[dict[str, float]]:
-        """Begin the optimizer steps on the workers. The result is their metrics over all ranks. See :meth:`TimedGroup.begin`.
+        """Begin the critic's optimizer steps. The result is the metrics over all ranks. See :meth:`TimedGroup.begin`.
 
         Reading the result raises TrainingError if a skipped update had already changed some weights.
         """
@@ -441,17 +441,17 @@ def add_baselines(batch: StepBatch, greedy: StepBatch, samples: int) -> StepBatc
     return batch
 
 
-# Responses that reached their limit without an end, left out of the losses.
+# Truncated responses (which reached the length limit without an end token) are left out of the losses.
 
 
 def mask_truncated(rows: RolloutBatch, finish_reasons: Sequence[str]) -> dict[str, float]:
     """Mark the tokens of truncated responses as not kept, in addition to those that the rollout correction rejects.
 
-    Rewards and groups stay, so that a truncated response still counts for the baseline of its group. Source: overlong filtering
-    of DAPO, arXiv 2503.14476, and ``mask_truncated_completions`` of TRL.
+    Rewards and groups stay, so a truncated response still counts in the baseline of its group. Source: overlong filtering of
+    DAPO, arXiv 2503.14476, and ``mask_truncated_completions`` of TRL.
 
     Returns:
-        The metric ``reward/masked_rows``, how many responses are left out.
+        The metric ``reward/masked_rows``: the number of truncated responses.
     """
     finished = torch.tensor([reason != "length" for reason in finish_reasons])
     kept = finished[rows.response_row()]
@@ -467,8 +467,8 @@ class StepMetrics:
     """Computes metrics from the batch of a finished step.
 
     Attributes:
-        truncates: Prompts over the limit are cut, and the lost tokens are counted.
-        rewards: The answers are scored. False = they are the dataset's own.
+        truncates: Prompts over the length limit are cut, so report the number of cut tokens.
+        rewards: The answers have rewards. False = they are the dataset's responses, which have none.
     """
 
     max_prompt_length: int
@@ -493,7 +493,7 @@ class StepMetrics:
         advantages = batch.advantages
         assert advantages is not None
         assert batch.rows.old_log_probs is not None
-        # A row without a score (NaN) counts in no mean.
+        # Means leave out rows without a score (NaN).
         scores, rewards = (values[~values.isnan()] for values in (batch.scores, advantages.rewards))
         metrics = {BAD_LOG_PROBS: float((~batch.rows.old_log_probs.isfinite()).sum())}
         metrics |= critic_metrics(scores, rewards, advantages.per_token, advantages.returns)
@@ -512,16 +512,16 @@ class StepMetrics:
         return metrics
 
 
-# The reference that follows the policy, as the driver sees it: when it moves, and what a checkpoint keeps of that.
+# The driver's part of a moving reference: it decides when the reference moves, and saves the count of steps in checkpoints.
 
 
 @dataclass
 class ReferenceSync:
-    """Moves the reference towards the policy, at an interval of steps that update the policy.
+    """Moves the reference towards the policy, once in ``every`` steps that update the policy.
 
     Attributes:
-        optimizer_steps: Optimizer steps of the policy in one training step.
-        steps: Steps so far that updated the policy.
+        optimizer_steps: Number of the policy's optimizer steps per training step.
+        steps: Number of steps so far that updated the policy.
     """
 
     workers: TimedGroup
