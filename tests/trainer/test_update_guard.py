@@ -43,7 +43,7 @@ def test_so_many_steps_in_a_row_without_an_update_end_the_run_with_the_way_back(
     assert str(error.value) == (
         "trainer.max_skipped_steps=3: steps 4 to 6 applied no update, because the gradient norm was not finite (nan). The "
         "weights are those of the update of step 3. They give log-probs that are not finite: that update has damaged them. The "
-        "checkpoint of step 2 is good: its weights gave finite gradients. Go on from it with a lower rate: "
+        "checkpoint of step 2 is good: its weights gave finite gradients. Continue from it with a lower rate: "
         f"trainer.resume_mode=resume_path trainer.resume_from_path={store.root}/global_step_2 {LR}=<less than 0.5>"
     )
 
@@ -102,7 +102,7 @@ def test_each_skipped_update_is_logged_once_a_step(store, caplog):
         guard.watch(1, applied(), True)
         guard.watch(2, skipped(1), True)
     assert [record.getMessage() for record in caplog.records] == [
-        "step 2: the gradient norm is nan. 1 of 2 updates skipped: weights, optimizer state and schedule are unchanged"
+        "step 2: the gradient norm is nan. 1 of 2 updates skipped: they changed neither weights nor optimizer state nor schedule"
     ]
 
 
@@ -128,7 +128,7 @@ def test_a_critic_without_an_update_for_so_many_steps_ends_the_run_and_names_its
     assert str(error.value) == (
         "trainer.max_skipped_steps=2: steps 3 to 4 applied no update of the critic, because the gradient norm was not finite "
         "(nan). The weights are those of the update of step 2. They give values that are not finite: that update has damaged "
-        "them. The checkpoint of step 1 is good: its weights gave finite gradients. Go on from it with a lower rate: "
+        "them. The checkpoint of step 1 is good: its weights gave finite gradients. Continue from it with a lower rate: "
         f"trainer.resume_mode=resume_path trainer.resume_from_path={store.root}/global_step_1 {CRITIC_LR}=<less than 0.25>"
     )
 

@@ -1,4 +1,4 @@
-"""The rollouts of a step: responses from the engines, and the passes that compute log-probs over them."""
+"""The rollouts of a step: responses from the engines, and the forward passes that compute their log-probs."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class RowAnswers:
 
     Attributes:
         rows: Dataset row of each response.
-        prompt_ids: Tokens of each prompt. Rows of one prompt may be one list object, and must not be changed.
-        generation: Tokens and log-probs of the responses.
+        prompt_ids: Token ids of each row's prompt. Rows of one prompt may share a list object, so do not change a list.
+        generation: Token ids and log-probs of the responses.
         texts: Responses, decoded without special tokens.
-        begun: The round in which reward functions have already scored some of them; None = none is scored.
-        model_scores: Their scores by a reward model that works on devices of its own; None = it has not begun.
+        begun: The scoring round in which some answers already have their scores; None = no answer is scored yet.
+        model_scores: The scores that a reward model on its own devices is computing; None = it has not begun.
     """
 
     rows: list[PromptRow]
@@ -78,10 +78,10 @@ class Generator:
     """Generates responses under the settings of ``rollout``.
 
     Attributes:
-        rollout: How many samples of a prompt, and how they are drawn; with a concrete seed.
-        frees_engine: There is an engine that releases its memory after each rollout.
-        has_engine: The workers have an engine. False = another source gives the responses.
-        follower: Scores answers while others are generated; None = all are scored after the rollout.
+        rollout: Number of samples per prompt, sampling settings, and a concrete seed.
+        frees_engine: There is an engine, and it releases its memory after each rollout.
+        has_engine: The workers have an engine. False = the responses come from elsewhere.
+        follower: Scores answers while others are generated; None = all answers are scored after the rollout.
     """
 
     rollout: Rollout
@@ -94,13 +94,13 @@ class Generator:
     def generate(self, prompts: StepPrompts, step: int, earlier_rounds: int = 0, stays_awake: bool = False) -> RowAnswers:
         """Return ``rollout.n`` answers to each prompt of a training step. The engine releases its memory afterwards.
 
-        ``earlier_rounds``: calls before this one in the same step. A prompt that returns is answered with other seeds.
+        ``earlier_rounds``: number of earlier calls in the same step. It changes the seeds of a prompt that comes again.
         ``stays_awake``: the engine keeps its memory, because another round may follow.
 
         Raises:
-            Stopped: A stop was requested and the rollout abandoned.
+            Stopped: A stop was requested, and the rollout was abandoned.
         """
-        # Another round must not repeat the samples of an earlier one, so it counts its samples on from there.
+        # A later round must not repeat the samples of an earlier round, so the sample numbers continue.
         first, sampling = earlier_rounds * self.rollout.n, train_sampling(self.rollout)
         try:
             answers = self._answers("gen", prompts.prompts, self.rollout.n, prompts.prompt_ids, sampling, step, first)
@@ -119,7 +119,7 @@ class Generator:
         """Return one greedy answer to each prompt of a training step. The engine releases its memory afterwards.
 
         Raises:
-            Stopped: A stop was requested and the rollout abandoned.
+            Stopped: A stop was requested, and the rollout was abandoned.
         """
         sampling = replace(train_sampling(self.rollout), do_sample=False, log_probs=False)
         try:
@@ -128,7 +128,7 @@ class Generator:
             self.release_engine()
 
     def wake_and_release(self) -> None:
-        # The engine takes all its memory, as for a rollout.
+        # The engine takes all of its memory, as for a rollout.
         self.workers.all("gen", Worker.wake_engine)
         self.release_engine()
 
@@ -155,20 +155,20 @@ class Generator:
         assert self.rollout.seed is not None
         seeds = sampling_seeds(rows, samples, self.rollout.seed, step, first_sample)
         answered_rows, ranks = [row for row in rows for _ in range(samples)], self.rollout.tensor_model_parallel_size
-        # Rounded, so that the shares of the engines differ by at most one prompt and none is lost.
+        # Rounded bounds: the shares of the engines differ by at most one prompt, and no prompt is lost.
         engines = self.workers.world_size // ranks
         bounds = [len(prompt_ids) * index // engines for index in range(engines + 1)]
         follow: AbstractContextManager[tuple[list[str], Round | None]] = nullcontext(([], None))
         if self.follower is not None:
             follow = self.follower.following(answered_rows, bounds[:-1])
         with follow as (files, begun):
-            # The ranks of one engine get the same prompts, but one of them is enough to write what is complete.
+            # All ranks of one engine get the same prompts, but only the first of them writes finished answers to the file.
             arguments = [
                 (prompt_ids[first:last], seeds[first:last], sampling, may_stop, *(files[engine : engine + (rank == 0)]))
                 for engine, (first, last) in enumerate(itertools.pairwise(bounds))
                 for rank in range(ranks)
             ]
-            # They return the same answers too, so one of each is taken.
+            # All ranks of one engine return the same answers, so keep those of the first rank.
             answered = self.workers.each(phase, Worker.generate, arguments)[::ranks]
             parts = [generation for generation in answered if generation is not None]
             if len(parts) < len(answered):
@@ -179,16 +179,16 @@ class Generator:
 
 
 def dataset_answers(rows: Sequence[PromptRow], prompt_ids: list[list[int]], tokenizer: Any) -> RowAnswers:
-    # The dataset's own responses as the answers to its prompts, one each.
+    # The answer to each prompt is the response in the dataset.
     responses = [list(row.response) for row in rows]
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     return RowAnswers(list(rows), prompt_ids, Generation(responses, None, ["stop"] * len(rows)), texts)
 
 
 def sampling_seeds(rows: Sequence[PromptRow], samples: int, seed: int, step: int, first_sample: int = 0) -> list[int]:
-    """Return one seed per sample of each row. It depends only on the run's seed, the step, the prompt and the sample.
+    """Return one seed per sample of each row. A seed depends only on the run's seed, the step, the prompt and the sample.
 
-    ``first_sample``: number of a prompt's first sample; above 0 if an earlier round of the step may have had the prompt.
+    ``first_sample``: number of a prompt's first sample; above 0 if an earlier round of the step may have answered the prompt.
     """
     numbers = range(first_sample, first_sample + samples)
     return [row_seed(seed, step, row.index, sample) for row in rows for sample in numbers]
@@ -208,8 +208,8 @@ class Advantages:
         per_token: fp32 [R].
         returns: fp32 [R], the sum of rewards from each token on; equal to ``per_token`` if an estimator scores whole responses.
         rewards: fp32 [B], with the KL subtracted if the settings say so.
-        kl_mean: Mean of that KL over the tokens of each response, then over responses; None without it.
-        counts: Rows and groups from which nothing is learned, by reason.
+        kl_mean: Mean of the subtracted KL over the tokens of each response, then over responses; None = no KL is subtracted.
+        counts: Reason -> number of rows or groups from which nothing is learned.
     """
 
     per_token: Tensor
@@ -221,17 +221,17 @@ class Advantages:
 
 @dataclass
 class StepBatch:
-    """The rollouts of one step, with what each phase adds to them.
+    """The rollouts of one step. Each phase of the step adds its results.
 
     Attributes:
-        rows: The rollouts as ragged tensors; log-probs and advantages are added to them.
-        entropy: fp32 [R]; None if the log-prob pass does not compute it.
+        rows: The rollouts as ragged tensors. Phases add log-probs and advantages to them.
+        entropy: fp32 [R]; None = the log-prob pass does not compute it.
         advantages: None before the phase that computes them.
         baselines: fp32 [B], the score of the greedy response to each row's prompt; None without ReMax.
-        statistics: Name -> fp32 [R], what the estimator reads of each token's distribution.
+        statistics: Name -> fp32 [R], a statistic of each token's distribution that the estimator reads.
         drawn: The rows of the update, if PF-PPO draws them; None = all rows, once each.
-        values: fp32 [R], which a critic on devices of its own is computing; None = it has not begun.
-        corrected: Importance weights and kept tokens are set, if the settings ask for them.
+        values: fp32 [R], the values that a critic on its own devices is computing; None = it has not begun.
+        corrected: The rollout correction of the settings has been applied.
     """
 
     step: int
@@ -258,7 +258,7 @@ class StepBatch:
         return rows, [names[row] for row in self.drawn]
 
     def keep_log_probs(self, log_probs: Tensor) -> None:
-        """Store log-probs that the update computed, fp32 [tokens of its rows]. Rows that it did not read keep theirs."""
+        """Store the log-probs that the update computed, fp32 [tokens of its rows]. Other rows keep their log-probs."""
         if self.drawn is None:
             self.rows.old_log_probs = log_probs
         elif self.rows.old_log_probs is not None:
@@ -272,14 +272,14 @@ class StepBatch:
 
     @property
     def scores(self) -> Tensor:  # [B]
-        # The rewards as the reward function returned them, fp32 [B]; NaN if nothing is scored.
+        # The rewards as the reward function returned them, fp32. NaN = nothing is scored.
         scores = [result.score for result in self.results] or [math.nan] * self.rows.num_rows
         return torch.tensor(scores, dtype=torch.float32)
 
     def estimate(self, algorithm: Algorithm, controller: KlController) -> Advantages:
         """Compute the advantages. If the KL is part of the reward, the batch must have old and reference log-probs.
 
-        An estimator that reads rewards per token finds the KL at each token, and the score at the last one.
+        An estimator may read rewards per token. Then each token has its KL as a penalty, and the last token also has the score.
 
         Raises:
             RewardError: A score is infinite, or a reward has no number under a name of ``algorithm.gdpo_reward_keys``.
@@ -298,10 +298,10 @@ class StepBatch:
             assert rows.ref_log_probs is not None, "the KL in the reward needs the reference's log-probs"
             kl = kl_estimate(rows.old_log_probs, rows.ref_log_probs, algorithm.kl_penalty)
             if rows.kept is not None:
-                # As in verl the KL of a rejected token counts, but not where the token has none: its row would lose its reward.
+                # As in verl, the KL of a rejected token counts. If it is not finite, set it to 0, or the row loses its reward.
                 kl = kl.where(rows.kept | kl.isfinite(), 0.0)
             rewards = shaped_rewards(scores, kl, row, beta)
-            # The mean over responses of each one's mean, as in verl: a long response counts no more than a short one.
+            # As in verl, average over the tokens of each response first, so that a long response counts no more than a short one.
             kl_mean = float(row_means(kl, row, lengths).mean()) if kl.numel() else 0.0
         inputs = AdvantageInputs(
             rewards=rewards,
@@ -326,9 +326,9 @@ class StepBatch:
         return Advantages(advantages, returns, rewards, kl_mean, group_counts(rewards, rows.group, valid))
 
     def _components(self, algorithm: Algorithm) -> Tensor | None:
-        """Return the rewards that ``algorithm.gdpo_reward_keys`` names, fp32 [B, K]; None if the estimator reads none.
+        """Return the K rewards that ``algorithm.gdpo_reward_keys`` names, fp32 [B, K]. None = the estimator reads none of them.
 
-        A reward that does not apply to a row is NaN there. If a row's reward function failed, all of its rewards are NaN.
+        A reward that does not apply to a row is NaN in that row. If the reward function failed on a row, all its rewards are NaN.
         """
         if "components" not in ESTIMATORS[algorithm.adv_estimator].inputs:
             return None
@@ -345,9 +345,9 @@ class ForwardPass(Generic[Result]):
 
     Attributes:
         phase: Name under which time and memory are recorded.
-        method: Method of the worker. It gets a rank's rows and its micro-batches.
-        budget: How a rank's rows are cut into micro-batches.
-        even_rows: Ranks get about the same number of rows. False = any number, with about the same tokens.
+        method: Method of the worker. It is called with the rank's rows and micro-batches.
+        budget: Cuts the rows of a rank into micro-batches.
+        even_rows: Each rank gets about the same number of rows. False = about the same number of tokens, in any number of rows.
     """
 
     workers: TimedGroup
@@ -359,10 +359,9 @@ class ForwardPass(Generic[Result]):
     even_rows: bool = True
 
     def begin(self, batch: RolloutBatch, names: Sequence[str]) -> Pending[list[tuple[list[int], Result]]]:
-        """Begin the pass, see :meth:`TimedGroup.begin`. The result is each share of the rows with the method's result.
+        """Begin the pass, see :meth:`TimedGroup.begin`. The result has one pair (row numbers, result of ``method``) per rank.
 
-        A share belongs to a rank, or to the ranks that share the tokens of their micro-batches. ``names``: of the rows, for
-        errors.
+        Ranks that share their micro-batches count as one rank. ``names``: names of the rows for errors.
         """
         tokens, parts = batch.row_tokens(), self.budget.shares(self.workers.world_size)
         rows = range(batch.num_rows)
@@ -398,7 +397,7 @@ def to_batch(answers: RowAnswers, samples: int, actor: Actor) -> RolloutBatch:
 
 
 def _component(result: RewardResult, key: str, name: str) -> float:
-    """Return one named reward component of a row; NaN if its reward function failed or returned None for it."""
+    """Return one named reward component of a row. NaN = the reward function failed, or returned None for the component."""
     value = result.score if key == "score" else math.nan if result.failed else result.extra.get(key)
     if value is None and key in result.extra:
         return math.nan

@@ -1,4 +1,4 @@
-"""What gives each answer its reward: a function or a reward model, followed by the manager, or a recipe's own scorer."""
+"""Scorers, which give each answer its reward: by a reward function, by a reward model, or by code of a recipe."""
 
 from __future__ import annotations
 
@@ -37,31 +37,31 @@ from verl_memopt.worker.roles import RolePlan
 from verl_memopt.worker.worker import Worker
 
 Scored = tuple[list[RewardResult], dict[str, float]]
-"""The reward of each answer, and what the scorer measured, under whole names."""
+"""The reward of each answer, and the scorer's metrics under their full names."""
 
 
 class Scorer(Protocol):
-    """Gives each answer its reward, once per step, when everything that it reads exists."""
+    """Gives each answer its reward. It is called once per step, when everything that it reads has been computed."""
 
     @property
     def reads(self) -> frozenset[str]:
-        """What it reads besides the text: ``old_log_probs`` or ``ref_log_probs`` of the batch."""
+        """The inputs besides the text: ``old_log_probs`` or ``ref_log_probs`` of the batch."""
 
     @property
     def learned_budget(self) -> LearnedBudget | None:
-        """The token budget of its pass, if that learns from measured peaks."""
+        """The token budget of the scorer's forward pass; None = the budget does not adapt to measured peaks."""
 
     def begin(self, answers: RowAnswers) -> Pending[list[float]] | None:
-        """Begin to score answers on devices of the scorer's own. The result goes with the answers to :meth:`score_answers`.
+        """Begin to score answers, if the scorer has its own devices. The caller stores the result in ``answers.model_scores``.
 
         Returns:
-            None if it has no devices of its own.
+            None if the scorer has no devices of its own.
         """
 
     def score_answers(self, answers: RowAnswers, batch: StepBatch | None) -> Scored:
         """Return the reward of each answer.
 
-        ``batch``: what the training step has computed; None in a validation, which computes no log-probs.
+        ``batch``: the batch of the training step; None in a validation, which computes no log-probs.
         """
 
 
@@ -70,7 +70,7 @@ class PreparedRecipe(Protocol):
 
     @property
     def role(self) -> RolePlan | None:
-        """What each worker builds for the recipe; None for nothing."""
+        """The role that each worker builds for the recipe; None = the recipe needs no role."""
 
     def scorer(self, workers: TimedGroup) -> Scorer: ...
 
@@ -87,10 +87,10 @@ class RecipeHooks(Protocol):
 
 
 def shaped_by_dapo(settings: RewardKwargs, results: Sequence[RewardResult], lengths: Sequence[int]) -> list[RewardResult]:
-    """Shape results like the manager ``dapo``: each score is reported as ``acc``, and loses the penalty for long responses.
+    """Shape scores like the reward manager ``dapo``: subtract a penalty for long responses.
 
-    A row that failed keeps its fallback score. A function that returns a plain number gives no ``acc`` of its own; then the score
-    before the penalty is used, as in verl.
+    A failed row keeps its fallback score. If the reward function returns a plain number, the score before the penalty is
+    reported as ``acc``, as in verl.
     """
     buffer, longest = settings.overlong_buffer_cfg, settings.max_resp_len
     penalties = [0.0] * len(results)
@@ -108,15 +108,15 @@ def shaped_by_dapo(settings: RewardKwargs, results: Sequence[RewardResult], leng
 
 @dataclass(frozen=True)
 class Rewarder:
-    """Scores answers, in training and in validation alike.
+    """Scores answers in training and in validation.
 
     Attributes:
-        runner: The reward processes; None if nothing is scored.
-        dapo: Settings of the manager ``dapo``; None with another manager.
-        model: The reward model; None if the settings have none.
-        model_alone: The model's score is the reward. False = the reward function reads it and returns the reward.
-        clock: Times the functions of a training step; None = nothing is timed.
-        reads: Nothing but the text, see :class:`Scorer`.
+        runner: The reward processes; None = nothing is scored.
+        dapo: Settings of the manager ``dapo``; None = another manager.
+        model: The reward model; None = there is no reward model.
+        model_alone: The model's score is the reward. False = the reward function reads the score and returns the reward.
+        clock: Times the reward functions in a training step; None = nothing is timed.
+        reads: Empty, because only the text is read, see :class:`Scorer`.
     """
 
     runner: RewardRunner | None
@@ -134,7 +134,7 @@ class Rewarder:
         return None if self.model is None or not self.model.workers.is_apart else self.model.begin(answers)
 
     def score_answers(self, answers: RowAnswers, batch: StepBatch | None) -> Scored:
-        """Return the reward of each answer. In a training step functions are timed; the workers time the reward model themselves.
+        """Return the reward of each answer. In a training step this times the reward functions; workers time the reward model.
 
         Raises:
             RewardError: The reward function failed on a row, or the model gave no finite score.
@@ -176,30 +176,30 @@ class Rewarder:
 def reward_row(
     runner: RewardRunner, row: PromptRow, text: str, response_ids: list[int], read: Mapping[str, Any] = MappingProxyType({})
 ) -> RewardRow:
-    # An answer in the form that the reward function gets. ``read``: scores that it reads.
+    # Convert an answer to the input of the reward function. ``read``: scores of reward models that the function reads.
     extra: dict[str, Any] = {**row.extra_info, **read}
     if runner.custom.pass_rollout:
         extra |= {"prompt": row.messages or row.text, "completion_ids": response_ids, "trainer_state": runner.trainer_state}
     return RewardRow(row.data_source, text, row.ground_truth, extra, row.address)
 
 
-# Answers that are complete are scored while others are still generated.
+# Score finished answers while others are still being generated.
 
 
 POLL_SECONDS = 0.02
-"""Longest time between two looks at what the engines have written."""
+"""Longest time between two checks for newly finished answers."""
 
 
 @dataclass(frozen=True)
 class ScoringFollower:
     """Scores answers in a thread while the engines generate others.
 
-    A function gives a row the same score whether other rows are there or not, so only the time changes. Errors wait until all
-    answers are there, and are raised where these are scored.
+    The score of a row does not depend on the other rows, so only the timing changes. An error is kept, and raised later when the
+    caller collects the scores.
 
     Attributes:
-        tokenizer: Decodes the responses. The caller waits for the engines meanwhile, and so does not use it.
-        folder: A folder that the driver and all workers see.
+        tokenizer: Decodes the responses. The thread may use it, because the main thread only waits for the engines meanwhile.
+        folder: A folder that the driver and all workers can access.
     """
 
     runner: RewardRunner
@@ -208,16 +208,16 @@ class ScoringFollower:
 
     @classmethod
     def of(cls, scorer: Scorer, tokenizer: Any, folder: Path) -> Self | None:
-        # A function that is called once for all rows waits for the last one, and a reward model for the engine's device.
+        # Scoring cannot begin early if a function is called once for all rows, or if a reward model needs the engine's device.
         if not isinstance(scorer, Rewarder) or scorer.runner is None or scorer.model is not None:
             return None
         return None if MANAGERS[scorer.runner.manager].whole_batch else cls(scorer.runner, tokenizer, folder)
 
     @contextmanager
     def following(self, rows: Sequence[PromptRow], starts: Sequence[int]) -> Iterator[tuple[list[str], Round]]:
-        """Score in the background while the body generates. However the body ends, no thread is left.
+        """Score in a background thread while the ``with`` block generates. The thread ends with the block, even after an error.
 
-        The body gets a file for each engine, to which it writes rows that are complete, and the round of their scores.
+        Yield a file for each engine, into which the engine writes finished rows, and the scoring round.
 
         ``rows``: the dataset row of each answer. ``starts``: number of the first answer of each engine.
         """
@@ -263,7 +263,8 @@ class ScoringFollower:
 
 BUDGET_KEY = "reward_model.forward_max_token_len_per_gpu"
 END = 0
-"""The token that follows each conversation. No model sees it: it only asks for the state of the last token."""
+"""A placeholder token after each conversation. The pass computes a state before each response token, so the placeholder makes it
+compute the state of the last real token. The model does not read the placeholder."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,7 @@ class ModelScores:
     """Scores answers with the reward model, spread over the ranks.
 
     Attributes:
-        actor: The ``actor`` section of the settings, which says whether rows of a group compute their prompt once.
+        actor: The ``actor`` settings, which decide whether the rows of a group compute their prompt only once.
     """
 
     workers: TimedGroup
@@ -280,7 +281,7 @@ class ModelScores:
     actor: Actor
     balance: bool
     further: Mapping[str, Conversations] = field(default_factory=dict)
-    """What each further reward model reads, by name, in the order of the workers' models."""
+    """Name of each further reward model -> its conversations, in the order of the workers' models."""
 
     def further_scores(self, answers: RowAnswers) -> dict[str, list[float]]:
         return {
@@ -294,7 +295,7 @@ class ModelScores:
         Reading the result raises RewardError if a score is not finite. The message names the row.
 
         Raises:
-            ConfigError: A conversation alone is over the limit of a micro-batch.
+            ConfigError: A single conversation exceeds the limit of a micro-batch.
         """
         return self._begin(answers, self.conversations)
 
@@ -334,7 +335,7 @@ def reward_budget(reward_model: RewardModel) -> Budget:
     return budget.learning(reward_model.adaptive_token_budget)
 
 
-# Prompts and answers as the reward model reads them: the policy's ids, or text rendered with the model's own chat template.
+# The input of a reward model: the policy's token ids, or text rendered with the reward model's own chat template.
 
 
 logger = logging.getLogger(__name__)
@@ -347,22 +348,23 @@ class Conversations:
     """Turns answers into the token ids of conversations.
 
     Attributes:
-        tokenizer: The reward model's own tokenizer; None if it reads the policy's ids.
-        max_length: Tokens beyond which the end of a conversation is cut off; None = none is cut.
+        tokenizer: The reward model's own tokenizer; None = the model reads the policy's token ids.
+        max_length: Most tokens of a conversation, whose end is cut off beyond them; None = no limit.
     """
 
     tokenizer: Any
     max_length: int | None
 
     def of(self, answers: RowAnswers) -> tuple[list[Ids], list[Ids], list[int]]:
-        """Return, for each row, the ids before and after the point where the conversations of its group diverge, and its group.
+        """Return three lists with one entry per row: the shared token ids, the remaining token ids, and the group number.
 
-        A group is a prompt: its rows compute the ids before that point once.
+        Neighbouring rows with the same prompt form a group. Their conversations share the ids up to the point where they
+        diverge, and the shared ids are computed once.
 
         Raises:
             DataError: A conversation cannot be rendered.
         """
-        # Neighbours with the same prompt have the same number.
+        # Neighbouring rows with the same prompt get the same number.
         starts = [index == 0 or answers.rows[index - 1] is not row for index, row in enumerate(answers.rows)]
         groups = [number - 1 for number in accumulate(map(int, starts))]
         if self.tokenizer is None:
@@ -392,9 +394,9 @@ class Conversations:
         return [ids[:longest] for ids in rows]
 
     def _rendered(self, row: PromptRow, answer: str) -> tuple[str, Spans]:
-        """Return a conversation as text, and the spans of special tokens that are plain text: those in messages and answers.
+        """Return a conversation as text, and the spans in which special tokens are plain text: those in messages and answers.
 
-        A prompt that is a text rather than a list of messages is followed by the answer as it is. It is encoded as for the
+        If the prompt is a string and not a list of messages, the answer is appended to it. The prompt is encoded as for the
         policy.
         """
         special = special_tokens_of(self.tokenizer)
@@ -420,11 +422,11 @@ class Conversations:
         if any(rows[index].messages is not None for index in range(len(rows))):
             raise ConfigError(
                 f"{REWARD_KEY}.input_tokenizer: the reward model's tokenizer has no chat template, and the prompts are messages. "
-                f"Add a template to its folder, or set {REWARD_KEY}.input_tokenizer=null where it shares the policy's tokenizer."
+                f"Add a template to its folder, or set {REWARD_KEY}.input_tokenizer=null if it shares the policy's tokenizer."
             )
 
 
 def _shared(rows: Sequence[Ids]) -> int:
-    # How many ids at their start all rows share.
-    first, last = min(rows), max(rows)  # in the order of lists, so that all others lie between
+    # The length of the common prefix of all rows.
+    first, last = min(rows), max(rows)  # all rows lie between these two in list order, so they share the prefix of these two
     return next((place for place, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))

@@ -1,6 +1,6 @@
-"""Counts steps that applied no update, over restarts too, and ends the run when there are too many in a row.
+"""Count steps that applied no update, also over restarts, and end the run after too many of them in a row.
 
-It also watches the scores for signs that nothing is learned, and says what to change.
+This file also watches the scores for signs that nothing is learned, and says what to change.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PATHS = {
     ACTOR: "actor_rollout_ref.model.path and actor_rollout_ref.actor.fsdp_config.dtype",
     CRITIC: "critic.model.path and critic.model.fsdp_config.dtype",
 }
-"""Role -> settings that a first update without finite gradients points to."""
+"""Role -> settings to check if even the first update has no finite gradient."""
 LARGE = 1e6
 """Advantages above this make gradients overflow, whatever the weights are."""
 BAD_LOG_PROBS = "training/log_probs_not_finite"
-"""Metric: how many of the policy's log-probs before the update are NaN or infinite."""
+"""Metric: number of the policy's old log-probs that are NaN or infinite."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class UpdateGuard:
     """Watches the updates of each step, and marks checkpoints whose weights have proven good.
 
     Attributes:
-        max_skipped_steps: Steps in a row without any update of a role that end the run.
+        max_skipped_steps: The run ends after this many steps in a row without any update of a role.
     """
 
     max_skipped_steps: int
@@ -59,11 +59,11 @@ class UpdateGuard:
     critic: Updates | None = None
 
     def watch(self, step: int, metrics: Mapping[str, float], sound: bool) -> None:
-        """Judge a finished step.
+        """Judge the updates of a finished step.
 
-        Weights are good if they gave a finite gradient other than 0 and the reward has not collapsed. A step begins with the
-        weights of the checkpoint before it, so that checkpoint is then proven. A gradient of exactly 0 proves nothing. With a
-        critic, both models must be good. A role that was not updated in the step is not judged.
+        Weights are good if they gave a finite gradient other than 0 and the reward has not collapsed. The step began with the
+        weights of the checkpoint before it, so that checkpoint is then marked as proven. A gradient of exactly 0 proves nothing.
+        With a critic, both models must be good. A role that was not updated in the step is not judged.
 
         Raises:
             TrainingError: ``trainer.max_skipped_steps`` steps in a row applied no update.
@@ -87,8 +87,8 @@ class UpdateGuard:
         skipped, norm = int(metrics[role.skipped]), metrics[role.grad_norm]
         if skipped:
             logger.warning(
-                "step %d: the gradient norm%s is %s. %d of %d updates skipped: weights, optimizer state and schedule are "
-                "unchanged", step, _of(role), norm, skipped, updates.updates_per_step,
+                "step %d: the gradient norm%s is %s. %d of %d updates skipped: they changed neither weights nor "
+                "optimizer state nor schedule", step, _of(role), norm, skipped, updates.updates_per_step,
             )  # fmt: skip
         if skipped < updates.updates_per_step:
             updates.skipped_in_a_row, updates.applied_step = 0, step
@@ -137,39 +137,39 @@ def recovery_advice(role: Role, lr: float, store: CheckpointStore) -> str:
     if proven is None:
         return f"No checkpoint of this run has proven good. Start again with a lower rate: trainer.resume_mode=disable {lower}"
     return (
-        f"The checkpoint of step {proven} is good: its weights gave finite gradients. Go on from it with a lower rate: "
+        f"The checkpoint of step {proven} is good: its weights gave finite gradients. Continue from it with a lower rate: "
         f"trainer.resume_mode=resume_path trainer.resume_from_path={store.folder(proven)} {lower}"
     )
 
 
 # Signs that a run has stopped learning, has become worse or wastes its answers. Each is reported once per run.
 #
-# A score now is compared with the score at the start: the mean over prompts, and the standard error of that mean. A small
-# difference is noise, and a healthy run gets no warning.
+# The current score is compared with the score at the start. Both are means over prompts with a standard error, so that a small
+# difference counts as noise and a healthy run gets no warning.
 
 
 VALIDATION_ERRORS = 2.0
-"""Standard errors by which a validation must be below the first one for a warning."""
+"""Warn if a validation score is below the first one by this many standard errors."""
 REWARD_ERRORS = 4.0
-"""The same for the training reward. It is checked in every step, so chance alone produces more false alarms."""
+"""The same for the training reward. The number is higher, because a check in every step gives more false alarms by chance."""
 WINDOW_PROMPTS = 32
-"""Prompts whose rewards are averaged. With fewer, the standard error itself would be unreliable."""
+"""Number of prompts whose rewards are averaged. With fewer prompts the standard error itself would be unreliable."""
 ZERO_STEPS = 5
-"""Consecutive steps with a gradient of exactly 0 before a warning."""
+"""Warn after this many steps in a row with a gradient of exactly 0."""
 ZERO_PROMPTS = 64
-"""Consecutive prompts whose answers all score the same, before a warning. In a few hard prompts this happens by chance."""
+"""Warn after this many prompts in a row whose answers all score the same. A few hard prompts do so by chance."""
 INVALID_SHARE = 0.1
-"""Share of the answers of a step without a score from which a warning is given."""
+"""Warn if more than this share of a step's answers has no score."""
 
-LOWER = "Lower actor_rollout_ref.actor.optim.lr and go back to a checkpoint from before, if it does not recover."
+LOWER = "If the run does not recover, lower actor_rollout_ref.actor.optim.lr and continue from an earlier checkpoint."
 NO_RESPONSE_TOKENS = (
-    "the gradient has been exactly 0 for {steps} steps although the advantages are not. The weights no longer react to the loss. "
-    + LOWER
+    "the gradient has been exactly 0 for {steps} steps, although the advantages are not 0. The weights no longer react to the "
+    "loss. " + LOWER
 )
 EQUAL_SCORES = (
     "the gradient has been exactly 0 for {steps} steps, because all answers to a prompt score the same. Nothing is learned. The "
     "mean score is {now}; in the first steps it was {first}. If it fell, the learning rate is too high: lower "
-    "actor_rollout_ref.actor.optim.lr and go back to an earlier checkpoint. If it never rose, look at the answers in "
+    "actor_rollout_ref.actor.optim.lr and continue from an earlier checkpoint. If it never rose, look at the answers in "
     "generations.jsonl: the task may be too hard or too easy, or the reward never matches."
 )
 WORSE = (
@@ -177,17 +177,17 @@ WORSE = (
     "prompts). " + LOWER
 )
 SCORELESS = (
-    "{invalid} of {answers} answers of step {step} have no score (NaN), so nothing is learned from them. Look at them in the "
-    "samples that trainer.rollout_data_dir writes, or let the reward function score them."
+    "{invalid} of {answers} answers of step {step} have no score (NaN), so nothing is learned from them. Look at these "
+    "answers in the files of trainer.rollout_data_dir, or let the reward function score them."
 )
 """Texts of the warnings."""
 
 
 @dataclass
 class Score:
-    """Scores of some prompts: how many prompts, the sum of their scores, and the sum of the squares.
+    """Number of some prompts, sum of their scores, and sum of the squared scores. They give the mean and its standard error.
 
-    The score of a prompt is the mean of its answers.
+    The score of a prompt is the mean score of its answers.
     """
 
     prompts: int = 0
@@ -196,7 +196,7 @@ class Score:
 
     @classmethod
     def of(cls, scores: Sequence[float], samples: int) -> Score:
-        groups = [_known(scores[start : start + samples]) for start in range(0, len(scores), samples)]
+        groups = [_not_nan(scores[start : start + samples]) for start in range(0, len(scores), samples)]
         means = [sum(group) / len(group) for group in groups if group]
         return cls(len(means), sum(means), sum(mean * mean for mean in means))
 
@@ -209,7 +209,7 @@ class Score:
 
     @property
     def error(self) -> float:
-        # Standard error of the mean. Infinite for one prompt, which says nothing about others.
+        # Standard error of the mean. It is infinite for one prompt, which says nothing about other prompts.
         if self.prompts < 2:
             return math.inf
         variance = max(self.squares - self.total * self.mean, 0.0) / (self.prompts - 1)
@@ -246,7 +246,7 @@ class Health:
         return recent is not None and self._state.first.above(recent, REWARD_ERRORS)
 
     def step(self, step: int, scores: Sequence[float], samples: int, metrics: Mapping[str, float]) -> list[str]:
-        state, score, valid = self._state, Score.of(scores, samples), _known(scores)
+        state, score, valid = self._state, Score.of(scores, samples), _not_nan(scores)
         state.lowest, state.highest = min([state.lowest, *valid]), max([state.highest, *valid])
         if state.first.prompts < WINDOW_PROMPTS:
             state.first = state.first.plus(score)
@@ -310,7 +310,7 @@ class Health:
         return {"zero": EQUAL_SCORES.format(steps=state.zero_steps, now=f"{score.mean:.3f}", first=f"{state.first.mean:.3f}")}
 
     def _recent(self) -> Score | None:
-        # The score of the last steps, apart from the first ones; None while there are too few.
+        # The score of the most recent steps, without the first steps. None = there are too few prompts yet.
         total = functools.reduce(Score.plus, self._state.recent, Score())
         return total if total.prompts >= WINDOW_PROMPTS else None
 
@@ -320,5 +320,5 @@ class Health:
         return list(new.values())
 
 
-def _known(scores: Sequence[float]) -> list[float]:
+def _not_nan(scores: Sequence[float]) -> list[float]:
     return [score for score in scores if not math.isnan(score)]

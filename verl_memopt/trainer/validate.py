@@ -1,4 +1,4 @@
-"""Validation: answers every held-out prompt and scores the answers, with its own sampling settings."""
+"""Validation: answer every held-out prompt with the sampling settings of the validation, and score the answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Validation:
     """The result of a validation.
 
     Attributes:
-        answers: Answers with their rewards, call by call.
+        answers: The answers and their rewards, one pair for each call of the engine.
     """
 
     metrics: dict[str, float]
@@ -39,7 +39,7 @@ class Validator:
     scorer: Scorer
 
     def validate(self, step: int) -> Validation:
-        # A row without a score (NaN) counts in no mean.
+        # Means leave out rows without a score (NaN).
         samples, scorer = self.generator.rollout.val_kwargs.n, self.scorer
         calls = (
             self.generator.generate_validation(expanded.prompts, expanded.prompt_ids, step)
@@ -59,7 +59,8 @@ class Validator:
         return Validation(validation_metrics([row for row in rows if not math.isnan(row.score)]), answered)
 
     def _scored_at_the_end(self, answers: list[RowAnswers]) -> list[tuple[RowAnswers, list[RewardResult]]]:
-        # The engine sleeps while the models of the scorer come to the device, each once. It wakes with the policy's weights.
+        # Score all answers together, so that each model of the scorer comes to the device only once. The engine sleeps meanwhile,
+        # and then gets the policy's weights again.
         self.generator.release_engine()
         results = iter(self.scorer.score_answers(join_answers(answers), None)[0])
         self.generator.restore_engine()
