@@ -16,8 +16,8 @@ what it saves and costs, and what it cannot be combined with. If your run has ju
 [Out of memory](out_of_memory.md).
 
 `verl-memopt knobs` prints the table, `verl-memopt knobs NAME` one section, and `verl-memopt knobs --measure --model FOLDER`
-measures each knob on a model of yours. With `algorithm.adv_estimator=gae`, keys below `critic` turn the same knobs for the
-critic, and they refuse there what they refuse for the policy.
+measures each knob on your own model. With `algorithm.adv_estimator=gae`, keys below `critic` set the same knobs for the critic,
+under the same rules as for the policy.
 """
 
 

@@ -20,9 +20,8 @@ A test compares the log-probs and the gradients of each of these types with thos
 alone and for rows that share a prompt. *Shared prompts* says whether the answers to one prompt can compute it once ([shared
 prompts](shared_prompt.md)). A sliding window would cut the prompt that they share, so a model whose config sets one needs
 `actor_rollout_ref.actor.use_prefix_grouper=false`, which `auto` sets and logs. *Knobs inside blocks* says whether our own decoder
-computes the model.
-There `recompute_elementwise`, `prune_last_block` and `tiled_mlp` act, which are listed with the other [knobs](memory.md). In
-the other models `tiled_mlp` is refused, and the other two leave the blocks as they are and say so in the log.
+computes the model. Only there do `recompute_elementwise`, `prune_last_block` and `tiled_mlp` act ([knobs](memory.md)). In the
+other models `tiled_mlp` is refused, and the other two have no effect, which a line of the log says.
 
 | `model_type` | models | shared prompts | knobs inside blocks | also |
 |---|---|---|---|---|
@@ -33,7 +32,7 @@ REFUSED = """
 
 A model is refused where its log-probs would be wrong or could not be computed. The error names the type and the reason,
 which the table repeats as a sentence that begins with "models of this type". Layers that carry a state from token to token
-would carry it from one row of a pack into the next. Mixtures of experts are not supported, except for the one in the first
+would carry it from one packed row into the next. Mixtures of experts are not supported, except for the one in the first
 table.
 
 | `model_type` | models | models of this type |
@@ -43,7 +42,7 @@ table.
 FOOT = """
 ## Any other model
 
-A type that is in neither table is not refused for that reason. Three checks decide, and each comes as early as it can.
+A type that is in neither table may still work. Three checks decide, and each runs as early as possible.
 
 1. The config is read. It shows encoders, other inputs than text, layers that carry state, factors of the logits that no
    row of the table names, mixtures of experts and windows. Rows longer than the trained length of a LongRoPE or dynamic
@@ -53,7 +52,7 @@ A type that is in neither table is not refused for that reason. Three checks dec
 3. The model with its weights computes a few random rows in each worker: packed, packed beside other rows, and alone. The
    results must agree.
 
-A model that passes all three trains. [Check packed rows when a model is loaded](decisions/models.md) has
+A model that passes all three checks can be trained. [Check packed rows when a model is loaded](decisions/models.md) has
 the bounds and the reasons. To add a type to the tables, see [A model family](extend.md#a-model-family).
 """
 

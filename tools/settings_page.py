@@ -37,7 +37,7 @@ carry verl's names. You give a key on the command line (`key=value`) or in a YAM
 
 _ALIASES = """## Other spellings
 
-Each is read as the key on the right. Two spellings of one key with different values are an error.
+Each spelling is read as the key on the right. Two spellings of one key with different values are an error.
 """
 
 _VALUES = """## Other spellings of values
@@ -47,8 +47,9 @@ The word on the left is read as the one on the right, for that key only.
 
 _REFUSED = """## verl keys without effect
 
-A value passes with one warning if it asks for nothing, or for another way to the same numbers: the last column says what happens
-instead. Any other value asks for what does not exist here and is an error. `null` always passes. `.*` covers every key below.
+A value is accepted with one warning if it changes nothing, or only how the same numbers are computed: the last column says what
+happens instead. Any other value asks for something that does not exist here, and is an error. `null` is always accepted. `.*`
+means every key below.
 """
 
 

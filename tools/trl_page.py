@@ -37,16 +37,16 @@ Three things can happen to a name:
 
 - It is read as one of our keys: `num_generations=8 is TRL's spelling, read as actor_rollout_ref.rollout.n=8`. The value is
   converted where TRL counts something else.
-- It asks for nothing here and passes: `disable_dropout=true does nothing here (...)`.
-- It has no equal and is refused, with what to use instead. All names that are refused are in one error.
+- It has no effect here and is accepted: `disable_dropout=true does nothing here (...)`.
+- It has no equal here and is refused, with what to use instead. One error lists all refused names.
 
 One line of the log says how all names were read. The names mean the same on the command line, in a YAML file, as arguments of
 `verl_memopt.train` and in a config of TRL.
 
-A name wins over what a recipe sets. Beside our own key on the same command line it is refused, and so is an old name beside the
-new one, even if the values agree. The names are read where `algorithm.adv_estimator` is `rloo` or `grpo`. With any other
-estimator a name of TRL is unknown, unless it is the last part of one of our keys. In a YAML file of your own they stand at the
-top level.
+A name takes precedence over a recipe. A name and our own key for the same setting on one command line are refused, and so are
+an old and a new name of TRL, even if the values agree. The names are read where `algorithm.adv_estimator` is `rloo` or `grpo`.
+With any other estimator a name of TRL is unknown, unless it is the last part of one of our keys. In a YAML file of your own, put
+the names at the top level.
 """
 
 _COUNTS = """## What is counted
@@ -63,24 +63,24 @@ TRL counts responses and optimizer steps, we count prompts and rollouts. Let `W`
 | `total_episodes` responses | `trainer.total_training_steps = total_episodes / (data.train_batch_size x n)`, rounded up |
 | `save_steps`, `eval_steps` | divided in the same way, and rounded up |
 
-`p` says nothing about memory here: a forward takes as many rows as fit
-`actor_rollout_ref.actor.ppo_max_token_len_per_gpu` tokens.
+`p` does not decide memory here: a forward takes as many rows as fit into `actor_rollout_ref.actor.ppo_max_token_len_per_gpu`
+tokens.
 """
 
 _TRAINERS = """## Arguments of the trainers
 
 [`verl_memopt.trl`](python.md#a-script-of-trl) reads the other arguments of `GRPOTrainer` and `RLOOTrainer`, and `reward_weights`
-of their configs as well. It refuses these where they say anything:
+of their configs as well. It refuses these if they have a value:
 """
 
 _METRICS = """## Metrics
 
 `trainer.state.log_history` has TRL's names. Those of answers and rewards are computed as TRL computes them: `reward`,
-`reward_std`, `rewards/NAME/mean`, `rewards/NAME/std`, `frac_reward_zero_std`, `num_tokens` and `completions/...`. A validation
-has them with `eval_` before, and `eval_NAME_` where `eval_dataset` has names. It answers each row once, with the most likely
-tokens, unless `num_generations_eval` and `actor_rollout_ref.rollout.val_kwargs` say otherwise; TRL samples as in training.
-`eval_loss` is the loss of the held-out answers by the policy that gave them, without a KL. The others are ours under another
-name:
+`reward_std`, `rewards/NAME/mean`, `rewards/NAME/std`, `frac_reward_zero_std`, `num_tokens` and `completions/...`. In a
+validation these names begin with `eval_`, or with `eval_NAME_` if `eval_dataset` has names. A validation answers each row once,
+with the most likely tokens, unless `num_generations_eval` and `actor_rollout_ref.rollout.val_kwargs` say otherwise; TRL samples
+as in training. `eval_loss` is the loss of the held-out answers under the policy that gave them, without a KL. The other entries
+are our metrics under TRL's names:
 
 {}
 `trainer.run.metrics` has our metrics under our names.
@@ -88,10 +88,10 @@ name:
 
 _PEFT = f"""Of peft's `LoraConfig` it reads {", ".join(f"`{name}`" for name in PEFT)}. `lora_dropout` passes with a warning,
 because adapters are computed without dropout. {", ".join(f"`{name}={value}`" for name, value in PEFT_PASSES.items())}
-ask for nothing. Without `target_modules` it adapts {" and ".join(f"`{name}`" for name in PEFT_TARGETS)}, as peft does in most
+have no effect. Without `target_modules` it adapts {" and ".join(f"`{name}`" for name in PEFT_TARGETS)}, as peft does in most
 models. Any other field that is set is refused with its reason: adapters have one rank, one scale and no further parts.
 
-`debug` of a config is refused too: [debugging modes](debug_modes.md) have that name here.
+`debug` of a config is refused too, because [debug modes](debug_modes.md) have that name here.
 
 A response for which every reward function returns `None` has no reward: it counts in no mean, its advantage is 0, and a warning
 names the row, as in TRL.
@@ -100,9 +100,9 @@ names the row, as in TRL.
 _DEFAULTS = """## Defaults that differ
 
 In a script of TRL (`verl_memopt.trl`, or a config of TRL itself) TRL's defaults hold, and the log has a table of those that
-differ from ours: 8 responses of a device in a step, 3 epochs, a linear schedule, generation with Hugging Face
+differ from ours: 8 responses per device and step, 3 epochs, a linear schedule, generation with Hugging Face
 (`use_vllm=false`), no validation unless `eval_strategy=steps`, the KL of `beta`. On the command line and in `verl_memopt.train`
-a name that is not given has our default, or the recipe's. Give it to get what TRL does without being told. The newer defaults
+a name that is not given has our default, or the recipe's. Give the name to get TRL's default. The newer defaults
 are those of TRL 1.16, the older ones those of `RLOOConfig` in TRL 0.20.
 """
 
@@ -119,7 +119,7 @@ The newest name comes first, then the older ones.
 
 _NO_EQUAL = """## Names without an equal
 
-A value in the second column passes. Any other value is refused. `null` always passes.
+A value in the second column is accepted. Any other value is refused. `null` is always accepted.
 """
 
 
@@ -154,7 +154,8 @@ def _row(spelling: Spelling) -> tuple[str, str, str]:
 def _without_equal() -> str:
     rows = []
     for name, refusal in NO_EQUAL.items():
-        passes = "any" if refusal.inert is None else ", ".join(f"`{shown(value)}`" for value in refusal.inert)
+        # An empty list and an empty tuple are shown alike.
+        passes = "any" if refusal.inert is None else ", ".join(dict.fromkeys(f"`{shown(value)}`" for value in refusal.inert))
         rows.append((f"`{name}`", passes, f"{refusal.reason}."))
     return table(("TRL", "passes", "why, and what to do"), rows)
 
