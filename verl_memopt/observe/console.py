@@ -1,4 +1,4 @@
-"""The console output of a run: on a terminal a progress bar and a table every few steps, elsewhere one line per step."""
+"""The console output of a run. A terminal shows a progress bar and every few steps a table. Other outputs get a line per step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _reserved = _mib_of("perf/max_memory_reserved_gb")
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of a step: its name, its table heading ("" = only in lines), the function that reads it, and its format."""
+    """A figure of a step: its name, its table heading ("" = shown in lines only), the function that reads it, and its format."""
 
     name: str
     head: str
@@ -62,19 +62,19 @@ STEP_FIGURES = (
     Figure("reserved_mib", "reserved\nMiB", _reserved, ",.0f"),
     Figure("peak_mib", "peak\nMiB", _peak, ",.1f"),
 )
-"""The figures of a step in their order. Throughput is per device, as in its metric."""
+"""The figures of a step, in the order in which they are shown. ``tokens/s`` is per device."""
 
 COUNTED = "bytes counted"
 """Marks a step whose live bytes were counted tensor by tensor, which slows it down."""
 
 
 def _counts_bytes(metrics: Metrics) -> bool:
-    # A GPU's allocator counts without a cost, and also has reserved bytes.
+    # Only the byte tracker slows a step down. A GPU's allocator does not, and only there a step has reserved bytes.
     return _peak(metrics) is not None and _reserved(metrics) is None
 
 
 def step_table(rows: Sequence[Metrics]) -> Table:
-    """Build a table of steps that fits 80 columns. A figure that no step has is left out; a dash = this step has none."""
+    """Build a table of steps that fits 80 columns. A figure that no step has gets no column. A dash = not in this step."""
     figures = [figure for figure in STEP_FIGURES if figure.head and any(figure.read(row) is not None for row in rows)]
     table = slim_table(right=["step", *(figure.head for figure in figures)])
     for row in rows:
@@ -94,7 +94,7 @@ def step_line(step: int, total: int, metrics: Metrics) -> str:
 
 
 def progress_bar(unit: str, clock: ProgressColumn, console: Console) -> Progress:
-    # Make a bar of counted units with a description and a clock. Only a terminal shows it.
+    # A bar that counts units, with a description and a clock. It is shown on a terminal only.
     words = TextColumn("{task.description}", markup=False)
     columns = (TextColumn(unit), MofNCompleteColumn(), BarColumn(bar_width=None), words, clock)
     return Progress(*columns, console=console, disable=not console.is_interactive, expand=True)
@@ -103,14 +103,14 @@ def progress_bar(unit: str, clock: ProgressColumn, console: Console) -> Progress
 class RunConsole:
     """Shows each step of a run once. It is the logger ``console``.
 
-    On a terminal a bar moves with the steps, and every ``table_every`` steps a table shows them (0 = only at the end). Elsewhere,
-    as in a file, each step is one line. Use it as a context manager, so that the bar is removed however the run ends.
+    On a terminal a bar moves with the steps, and every ``table_every`` steps a table shows them (0 = only at the end). In any
+    other output, such as a file, each step is one line. As a context manager it removes the bar even if the run fails.
 
-    ``first_step``: number of steps that were done before.
+    ``first_step``: number of steps that earlier starts of this run have done.
     """
 
     def __init__(self, total_steps: int, first_step: int = 0, table_every: int = 10, console: Console | None = None) -> None:
-        # In a notebook too the lines go to standard output, where console.log gets them.
+        # In a notebook too the lines must go to standard output, because console.log is a copy of it.
         self.console = console or Console(highlight=False, force_jupyter=False)
         self._total = total_steps
         self._every = table_every
@@ -156,7 +156,7 @@ class RunConsole:
 def summary_tables(summary: Mapping[str, Any]) -> list[Table]:
     """Show the summary of a run as two tables: the run in one row, and its phases with seconds, share of time, and peaks in MiB.
 
-    A size that no phase has, such as the device's on a CPU, has no column.
+    A size that no phase has, such as used device memory on a CPU, gets no column.
     """
     run = slim_table()
     for head in ("steps", "seconds", "validation before", "validation after"):
@@ -189,7 +189,7 @@ def summary_tables(summary: Mapping[str, Any]) -> list[Table]:
 
 
 def print_end(console: Console, summary: Mapping[str, Any], folder: Path, lines: Sequence[str] = ()) -> None:
-    # Print the summary of a run, further lines, and its folder as the last line, which scripts read.
+    # The last line is the run folder alone, because scripts read it.
     print_summary(console, summary)
     for line in (*lines, str(folder)):
         print_line(console, line)
@@ -207,7 +207,7 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
 
 
 def print_line(console: Console, text: str) -> None:
-    # Uncut and without styles, so that a script can read it.
+    # The line is not wrapped and has no styles, so that a script can read it.
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -234,13 +234,14 @@ COLUMNS = {
     "reserved": "peak_reserved_bytes",
     "host": "host_rss_bytes",
 }
-"""Header -> figure of a phase. ``enter``, ``peak`` and ``exit`` are live tensors, without a sleeping engine's."""
+"""Column heading -> field of ``PhaseMemory``. ``enter``, ``peak`` and ``exit`` count live tensors, without those of a sleeping
+engine."""
 
 
 def phase_rows(step: int, memories: Sequence[PhaseMemory]) -> list[dict[str, Any]]:
-    """Return one row per phase: its step, its name, and the bytes of each column; None if the device has no such figure.
+    """Return one row per phase: its step, its name, and the bytes of each column. None = the device has no such figure.
 
-    With several workers a row also has the mean of their peaks, and the rank of the highest.
+    With several workers a row also has the mean of their peaks, and the rank of the worker with the highest peak.
     """
     return [
         {
@@ -256,7 +257,7 @@ def phase_rows(step: int, memories: Sequence[PhaseMemory]) -> list[dict[str, Any
 def memory_table(step: int, memories: Sequence[PhaseMemory]) -> Table:
     """Show the phases of a step, in the order in which they began, in MiB. A dash = the device has no such figure.
 
-    With several workers the peak is that of the fullest one, whose rank is shown beside the mean of all.
+    With several workers the peak is that of the worker with the highest one. Its rank and the mean of all peaks are shown too.
     """
     several = any(memory.worst_rank is not None for memory in memories)
     table = Table(title=f"memory of step {step}, MiB", box=box.SIMPLE_HEAD, title_justify="left", show_edge=False)

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 TOLERANCE_BYTES = GIB
-"""Difference between driver and ledger that is tolerated: libraries load their own kernels and buffers over time."""
+"""Largest difference between driver and ledger without a warning. Libraries load kernels and buffers of their own over time."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Asleep:
 
 
 AsleepReader: TypeAlias = Callable[[], Asleep | None]
-"""Returns what sleeps now, from the records of the engine that put it to sleep. None if they cannot be read."""
+"""Returns the memory that sleeps now, from the records of the engine that put it to sleep. None = they cannot be read."""
 
 
 class DeviceLedger:
@@ -69,7 +69,7 @@ class DeviceLedger:
         return self._peaks(self.asleep)[1]
 
     def _peaks(self, asleep: Asleep) -> tuple[int, int]:
-        # Both peaks, allocated and reserved, if `asleep` was the sleeping memory since the last change.
+        # The allocated and the reserved peak. `asleep` must be the sleeping memory since the peaks were last reset.
         allocated = device_room.max_memory_allocated(self._device) - asleep.allocated_bytes
         reserved = device_room.max_memory_reserved(self._device) - asleep.reserved_bytes
         return max(self._peak_allocated, allocated), max(self._peak_reserved, reserved)
@@ -80,13 +80,13 @@ class DeviceLedger:
 
     @contextmanager
     def changing(self, read: AsleepReader) -> Iterator[None]:
-        """Wrap anything that puts memory to sleep or wakes it, even if it fails half-way.
+        """Wrap each call that puts memory to sleep or wakes it, also one that may fail half-way.
 
-        Peaks are kept separately for each stretch between two changes, because the same counter means other bytes before and
-        after. Inside the body the smaller of the two sleeps is subtracted. Empty the cache before a wake-up, or the blocks that
-        this frees are counted beside the part that wakes.
+        Peaks are kept separately for each stretch between two such calls, because the sleeping bytes to subtract differ before
+        and after the call. During the call, the smaller size of the two is subtracted. Empty torch's cache before a wake-up.
+        Otherwise the cached blocks that the wake-up frees are counted together with the memory that wakes.
         """
-        # The driver's figures are true only once the queued work is done.
+        # The driver's figures are correct only after the queued work is done.
         device_room.synchronize(self._device)
         before = self.asleep
         self._end_stretch(before)
@@ -96,7 +96,8 @@ class DeviceLedger:
         finally:
             device_room.synchronize(self._device)
             freed = device_room.memory_info(self._device)[0] - free
-            # A cached block that returns to the driver frees memory too, and the allocator stops counting it.
+            # The allocator may return cached blocks to the driver in the body. They add to `freed`, and their reserved bytes
+            # cancel them.
             unmapped = freed + device_room.memory_reserved(self._device) - reserved
             self.asleep = self._agreed(read(), before.reserved_bytes + unmapped)
             reserved = min(before.reserved_bytes, self.asleep.reserved_bytes)
@@ -149,7 +150,7 @@ def ledger_of(device: torch.device) -> DeviceLedger:
 
 # Labels for the allocations of FSDP2: gathered parameters, collective buffers and sharded gradients.
 #
-# The functions are private to torch. No other file names them.
+# The functions patched here are private to torch. No other file uses them.
 
 
 PATCHED = (
@@ -166,13 +167,13 @@ def fsdp_kinds() -> Iterator[None]:
     """Label FSDP2's storages with the active tracker while the body runs.
 
     Gathered parameters are created while FSDP2 waits for the unshard. Collective buffers are created in its all-gather and reduce
-    functions. A sharded gradient is ``grads`` from the moment when the reduce returns; a whole gradient that is not reduced, from
-    the moment when FSDP2 stores it.
+    functions. A sharded gradient gets the kind ``grads`` when the reduce returns. An unsharded gradient that is not reduced gets
+    it when FSDP2 stores it.
     """
     originals = [getattr(owner, name) for owner, name in PATCHED]
-    gather, reduce, wait, put_by = originals
+    gather, reduce, wait, accumulate = originals
     gathering, waiting = _inside("collective buffers", gather), _inside("gathered parameters", wait)
-    replacements = (gathering, _marking_grads(reduce), waiting, _marking_whole_grad(put_by))
+    replacements = (gathering, _marking_grads(reduce), waiting, _marking_unsharded_grad(accumulate))
     for (owner, name), replacement in zip(PATCHED, replacements, strict=True):
         setattr(owner, name, replacement)
     try:
@@ -203,12 +204,12 @@ def _marking_grads(reduce: Callable[..., Any]) -> Callable[..., Any]:
     return marking
 
 
-def _marking_whole_grad(put_by: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(put_by)
+def _marking_unsharded_grad(accumulate: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(accumulate)
     def marking(fsdp_param: Any) -> Any:
-        result = put_by(fsdp_param)
-        whole = fsdp_param.unsharded_accumulated_grad
-        mark("grads", [grad for grad in (whole, fsdp_param._unsharded_param.grad) if grad is not None])
+        result = accumulate(fsdp_param)
+        accumulated = fsdp_param.unsharded_accumulated_grad
+        mark("grads", [grad for grad in (accumulated, fsdp_param._unsharded_param.grad) if grad is not None])
         return result
 
     return marking
@@ -219,7 +220,7 @@ def _marking_whole_grad(put_by: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def optimizer_scope(optimizer: torch.optim.Optimizer, on_host: bool = False) -> Iterator[None]:
-    """Label allocations of ``step()`` as ``optimizer scratch``, and the remaining state as ``optimizer``.
+    """Label allocations of ``step()`` as ``optimizer scratch``, and the state that remains after it as ``optimizer``.
 
     ``on_host``: the step runs on the host, and its state stays there.
     """
@@ -232,7 +233,7 @@ def optimizer_scope(optimizer: torch.optim.Optimizer, on_host: bool = False) -> 
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    # Yield every tensor of an optimizer's state, and the remainders of masters, which our optimizers keep beside it.
+    # Every tensor of an optimizer's state, and the remainders of fp32 master weights, which our optimizers keep outside `state`.
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
     remainders: Callable[[], Iterable[torch.Tensor]] = getattr(optimizer, "remainders", tuple)

@@ -29,7 +29,7 @@ def disk_refusals(path: Path) -> Iterator[None]:
 
 @contextmanager
 def folder_refusals(folder: str) -> Iterator[None]:
-    # Turn an error for any file of a run folder, which may become read-only or vanish during a run, into a UserError.
+    # A run folder may become read-only or vanish during a run. Turn the disk's error for any file in it into a UserError.
     try:
         yield
     except OSError as error:
@@ -51,7 +51,7 @@ def check_space(folder: Path, num_bytes: int) -> None:
     """Check that the disk of a folder has room for ``num_bytes``.
 
     Raises:
-        CheckpointError: It has not. The message has both sizes.
+        CheckpointError: There is too little room. The message has both sizes.
     """
     if num_bytes > _free_bytes(folder):
         raise CheckpointError(
@@ -71,19 +71,20 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Like :func:`replace_text`, but let the disk's errors through."""
+    """Like :func:`replace_text`, but raise a disk error as it is, an OSError."""
     with written_aside(path) as aside, aside.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        # Without this a power failure could leave the new name with an empty file, since the rename may reach the disk first.
+        # The rename may reach the disk before the text does. Without this line, a power failure could then leave an empty file.
         os.fsync(file.fileno())
 
 
 @contextmanager
 def written_aside(path: Path, several_write: bool = False) -> Iterator[Path]:
-    """Yield the path to write a file or a folder to, which is renamed to ``path`` if the body ends well, and removed if it fails.
+    """Yield a temporary path for a file or a folder. It is renamed to ``path`` if the body succeeds, and removed if it fails.
 
-    ``several_write``: processes may write it at the same time, so each has a path of its own. After a kill that path stays.
+    ``several_write``: several processes may write ``path`` at the same time, so each gets its own temporary path. If such a
+    process is killed, its temporary path stays.
     """
     aside = path.with_name(f".{path.name}{f'.{os.getpid()}' if several_write else ''}.partial")
     try:
@@ -100,13 +101,13 @@ def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    # Opened and closed each time, so that a kill loses no row that was logged.
+    # The file is opened and closed each time, so that a kill loses no row that was logged.
     with disk_refusals(path), path.open("a", encoding="utf-8", newline="") as file:
         file.write(text)
 
 
 def json_line(row: dict[str, Any]) -> str:
-    """Return one line of JSON. NaN and infinity are written as in JavaScript, which Python's reader accepts."""
+    """Return one line of JSON. NaN and infinity are written as ``NaN`` and ``Infinity``, which Python's reader accepts."""
     return json.dumps(row, ensure_ascii=False, default=_plain) + "\n"
 
 
@@ -126,7 +127,7 @@ def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a regular file. A pipe of that name is refused, which would block for ever."""
+    """Return the text of a regular file. A named pipe is refused, because reading it would block for ever."""
     with opened(path, follow=True) as file:
         return file.read().decode("utf-8", errors="replace")
 

@@ -1,6 +1,7 @@
-"""Rank-aware logging of a process: one handler on standard error, other packages quiet.
+"""Logging of one process, and the console of a run.
 
-And the console of a run: what it shows is kept in a file, and it may be lost.
+Log lines name the rank and go to standard error. Other packages log only warnings and errors. A file keeps a copy of what the
+console shows, and the run continues if the console is lost.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NOISY = ("transformers", "ray", "matplotlib", "PIL", "urllib3", "httpx", "httpco
 
 
 class _StandardError(logging._StderrHandler):  # type: ignore[name-defined]
-    """Writes to the present standard error, so that a progress bar or a test that replaces it receives the lines."""
+    """Looks up ``sys.stderr`` for each line, so that a progress bar or a test that replaces it receives the lines."""
 
 
 def is_set_up() -> bool:
@@ -33,9 +34,9 @@ def is_set_up() -> bool:
 
 
 def setup_logging(rank: int | None = None, level: int = logging.INFO) -> None:
-    """Log to standard error, each line with time, rank and level. A second call replaces the first.
+    """Log to standard error, each line with time, rank and level. A second call replaces the handler of the first.
 
-    ``rank``: None = the driver. Ranks above 0, and other packages, only log warnings.
+    ``rank``: None = the driver. Ranks above 0, and other packages, log only warnings and errors.
     """
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler, _StandardError)]:
@@ -48,7 +49,7 @@ def setup_logging(rank: int | None = None, level: int = logging.INFO) -> None:
     logging.getLogger("verl_memopt").setLevel(level if not rank else max(level, logging.WARNING))
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)
-    # A start of vLLM logs a dozen warnings about settings that are intended. The engine sets vLLM's loggers when it starts.
+    # vLLM logs a dozen warnings about intended settings when it starts. Later the engine sets the levels of vLLM's loggers anew.
     logging.getLogger("vllm").setLevel(logging.ERROR)
     # transformers reads these variables when it is imported.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -59,7 +60,7 @@ def setup_logging(rank: int | None = None, level: int = logging.INFO) -> None:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    # Settings that are only tried need no warnings.
+    # No warnings in the body. It only tries settings, which no run may ever use.
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -69,13 +70,16 @@ def silent() -> Iterator[None]:
 
 
 MOST_WAITING = 10_000
-"""Lines that are kept until the run has a folder."""
+"""Largest number of console lines that are kept in memory until the run has a folder."""
 CONTROL = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|[@-Z\\-_])")
 """A sequence that moves the cursor or sets a colour."""
 
 
 class ConsoleLog:
-    """Keeps the lines that a console shows as text in a file, once it has one. Of a progress bar it keeps the last state."""
+    """Keeps the lines of a console as text: in memory first, and in a file after :meth:`begin`.
+
+    Of a progress bar it keeps only the last state.
+    """
 
     def __init__(self) -> None:
         self.path: Path | None = None
@@ -88,7 +92,7 @@ class ConsoleLog:
         self.add([hide_shapes(_shown(line)) for line in lines])
 
     def add(self, lines: list[str]) -> None:
-        # If the disk refuses, only this log is lost, and not the run.
+        # A disk error loses lines of this log, but does not stop the run.
         if self.path is None:
             self._waiting = (self._waiting + lines)[-MOST_WAITING:]
         elif lines:
@@ -103,20 +107,21 @@ class ConsoleLog:
 
 
 def _shown(line: str) -> str:
-    # A carriage return starts the line again, so only what follows the last one is left on a terminal.
+    # A carriage return overwrites the line, so a terminal shows only the text after the last one.
     return CONTROL.sub("", line.rstrip("\r").rpartition("\r")[2]).rstrip()
 
 
 def keep_console(path: Path) -> None:
-    """Write what :func:`lasting_console` shows, from its beginning, to a file as well."""
+    """Copy to a file all that the console has shown since :func:`lasting_console` was entered, and all that follows."""
     if isinstance(sys.stdout, LastingStream):
         sys.stdout.log.begin(path)
 
 
 class LastingStream:
-    """A standard stream that may be lost: a pipe whose reader has ended, a log on a full disk, a terminal that is gone.
+    """A standard stream that may be lost: the reader of a pipe ends, the disk of a log is full, or a terminal is closed.
 
-    After the first write that fails, its descriptor leads nowhere, for C++ libraries too, and one line on ``other`` says so.
+    After the first write that fails, the file descriptor leads to the null device, so that C++ libraries do not fail either. One
+    line on ``other`` says that the stream is lost.
     """
 
     def __init__(self, stream: TextIO, name: str, other: TextIO | None, log: ConsoleLog) -> None:
@@ -140,7 +145,7 @@ class LastingStream:
         return getattr(self._stream, name)
 
     def _lose(self, error: OSError) -> None:
-        with suppress(OSError, ValueError):  # a stream without a descriptor is only not written
+        with suppress(OSError, ValueError):  # a stream without a descriptor cannot be redirected
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
@@ -152,7 +157,7 @@ class LastingStream:
 
 @contextmanager
 def lasting_console() -> Iterator[None]:
-    """Let the body continue if standard output or error is lost. :func:`keep_console` names a file for what they show."""
+    """Let the body continue if standard output or standard error is lost. :func:`keep_console` copies both to a file."""
     before = output, errors = sys.stdout, sys.stderr
     log = ConsoleLog()
     if output is not None and errors is not None:  # a process may be started without them
@@ -160,7 +165,7 @@ def lasting_console() -> Iterator[None]:
         sys.stderr = LastingStream(errors, "Standard error", output, log)
     try:
         yield
-    except BaseException as error:  # what shows it comes after this
+    except BaseException as error:  # the error is shown only after this block, so the log must get it here
         short = f"{type(error).__name__}: {error}"
         log.add(hide_shapes(short if isinstance(error, UserError) else traceback.format_exc()).splitlines())
         raise

@@ -1,4 +1,4 @@
-"""Loggers for the metrics of each step, by name. Each is imported on use."""
+"""Loggers for the metrics of each step, by name. The package of a tracking service is imported only if its logger is used."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from verl_memopt.observe.samples import Sample
 logger = logging.getLogger(__name__)
 
 STEP = "training/global_step"
-"""Metric that is the x axis of every other one in wandb."""
+"""Metric that wandb uses as the x axis of all other metrics."""
 SAMPLES = "val/generations"
 """Name of the table of validation samples in wandb and SwanLab."""
 SAMPLE_COLUMNS = ("step", "data_source", "input", "output", "ground_truth", "score")
-"""Its columns."""
+"""Columns of the table of validation samples."""
 
 
 class StepLogger(Protocol):
@@ -102,7 +102,7 @@ class WandbLogger:
                 config=yaml.safe_load(place.folder.config.read_text(encoding="utf-8")),
                 dir=str(place.folder.path),
                 id=stored_id(place, "wandb", lambda: uuid.uuid4().hex[:16]),
-                # wandb continues the run of this id if it has one, and otherwise starts it.
+                # If a run with this id exists, wandb continues it. Otherwise wandb starts a new run.
                 resume="allow",
             )
         except wandb.errors.Error as error:
@@ -149,8 +149,8 @@ class TrackioLogger:
 class SwanlabLogger:
     """Sends metrics, settings and validation samples to SwanLab. ``SWANLAB_MODE=offline`` keeps them in the run folder.
 
-    A resumed run continues the same SwanLab run, whose id is stored in the run folder. ``SWANLAB_LOG_DIR`` is another place for
-    its files, as in verl.
+    A resumed run continues the same SwanLab run, whose id is stored in the run folder. ``SWANLAB_LOG_DIR`` sets another folder
+    for SwanLab's files, as in verl.
     """
 
     def __init__(self, place: LoggingPlace) -> None:
@@ -164,7 +164,7 @@ class SwanlabLogger:
                 config=yaml.safe_load(place.folder.config.read_text(encoding="utf-8")),
                 logdir=folder,
                 id=stored_id(place, "swanlab", lambda: uuid.uuid4().hex[:21]),
-                # SwanLab continues the run of this id if it has one, and otherwise starts it.
+                # If a run with this id exists, SwanLab continues it. Otherwise SwanLab starts a new run.
                 resume="allow",
             )
         except (RuntimeError, OSError, ValueError, swanlab.exceptions.AuthenticationError) as error:
@@ -189,11 +189,11 @@ class SwanlabLogger:
 
 
 class MlflowLogger:
-    """Sends metrics and settings to MLflow: to ``MLFLOW_TRACKING_URI``, or to ``mlflow.db`` in the run folder if it is not set.
+    """Sends metrics and settings to the MLflow server at ``MLFLOW_TRACKING_URI``, or to ``mlflow.db`` in the run folder.
 
     A resumed run continues the same MLflow run, whose id is stored in the run folder. MLflow does not accept "@" in a name, so
-    ``mean@1`` becomes ``mean_at_1``, as in verl; any other character that it does not accept becomes "_". A server that stops
-    answering does not stop the run: one warning says so, and nothing more is sent.
+    ``mean@1`` becomes ``mean_at_1``, as in verl. Any other character that MLflow does not accept becomes "_". If the server stops
+    answering, the run continues: one warning says so, and nothing more is sent.
     """
 
     def __init__(self, place: LoggingPlace) -> None:
@@ -202,7 +202,7 @@ class MlflowLogger:
         self._entities: Any = mlflow.entities
         self._refusals, self._is_lost = (mlflow.exceptions.MlflowException, OSError), False
         try:
-            # A client with its own address: mlflow's functions keep an active run for the whole process.
+            # A client of its own, because mlflow's module functions have one address and one active run for the whole process.
             self._client: Any = mlflow.MlflowClient(address)
             self._run_id = stored_id(place, "mlflow", lambda: self._create(place))
             self._client.update_run(self._run_id, status="RUNNING")
@@ -245,7 +245,7 @@ class MlflowLogger:
 
 
 MLFLOW_LONGEST, MLFLOW_BATCH = 500, 100
-"""Characters of a parameter, and parameters of a call, that every MLflow server takes."""
+"""Largest number of characters per parameter, and of parameters per call, that every MLflow server accepts."""
 
 
 def _first_line(error: BaseException) -> str:
@@ -279,7 +279,7 @@ def installed(name: str) -> Any:
 
 
 def stored_id(place: LoggingPlace, name: str, create: Callable[[], str]) -> str:
-    # The run's id at a tracking service. It is stored beside the metrics, so that a resumed run finds it.
+    # The id of the run at a tracking service. It is stored in the run folder, so that a resumed run finds it.
     id_file = place.folder.path / f"{name}_id.txt"
     if place.resumed_step is None or not id_file.exists():
         replace_text(id_file, create())
@@ -313,13 +313,13 @@ class StepLoggers:
     def close(self, failed: bool = False) -> None:
         # All loggers are closed, even if one of them raises.
         with ExitStack() as closing:
-            # An exit stack calls back in reverse, so the loggers are closed in their order.
+            # An exit stack calls the last callback first, so the loggers are added in reverse and closed in order.
             for step_logger in reversed(self.loggers):
                 closing.callback(step_logger.close, failed)
 
 
 def build_loggers(names: str | Sequence[str], place: LoggingPlace) -> StepLoggers:
-    # The loggers of ``trainer.logger`` as one, in order. First comes the jsonl record, which every run has.
+    # One object for all loggers of ``trainer.logger``, in that order. The jsonl logger comes first: every run has it.
     return StepLoggers(
         [LOGGERS[name](place) for name in dict.fromkeys(("jsonl", *([names] if isinstance(names, str) else names)))]
     )

@@ -30,7 +30,7 @@ def critic_metrics(
 ) -> dict[str, float]:
     """Return ``critic/{score,rewards,advantages,returns}/{mean,max,min}``.
 
-    Scores and rewards are [B], and averaged over rows. Advantages and returns are [R], and averaged over response tokens.
+    Scores and rewards are [B], one per row. Advantages and returns are [R], one per response token of all rows.
     """
     metrics: dict[str, float] = {}
     for name, values in (("score", scores), ("rewards", rewards), ("advantages", advantages), ("returns", returns)):
@@ -41,7 +41,7 @@ def critic_metrics(
 def length_metrics(
     prompt_lengths: torch.Tensor, response_lengths: torch.Tensor, max_prompt_length: int, max_response_length: int
 ) -> dict[str, float]:
-    """Return prompt and response lengths in tokens, with the share of rows that reach the limit. Lengths: [B].
+    """Return prompt and response lengths in tokens, and the share of rows that reach the limit. Lengths are [B].
 
     An aborted row is a row with an empty response.
     """
@@ -58,7 +58,7 @@ def length_metrics(
 
 
 def throughput_metrics(num_tokens: int, step_seconds: float, num_devices: int) -> dict[str, float]:
-    # Return ``perf/{total_num_tokens,time_per_step,throughput}``. Throughput is tokens per second and device.
+    # Return ``perf/{total_num_tokens,time_per_step,throughput}``. Throughput is in tokens per second per device.
     return {
         "perf/total_num_tokens": float(num_tokens),
         "perf/time_per_step": step_seconds,
@@ -67,13 +67,13 @@ def throughput_metrics(num_tokens: int, step_seconds: float, num_devices: int) -
 
 
 NO_METRICS = ("score", "pred")
-"""Entries of a reward function that are not metrics: the score has its own, and an answer has no mean."""
+"""Entries of a reward function's result that are not metrics: the score has other metrics, and an answer has no mean."""
 
 
 def reward_metrics(entries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Return ``reward/<name>/{mean,max,min}`` of each finite number that the reward function returned besides its score.
 
-    True counts as 1. Rows that do not have a number of this name are left out.
+    True counts as 1. Rows without a number under this name are left out.
     """
     numbers: dict[str, list[float]] = {}
     for row in entries:
@@ -103,10 +103,10 @@ def token_timings(timings: Mapping[str, float], response_tokens: int, total_toke
 def memory_metrics(phases: Sequence[PhaseMemory]) -> dict[str, float]:
     """Return ``memory/<phase>/*_gb`` of each phase, and their maxima as ``perf/*_gb``, in GiB.
 
-    With several workers a peak is that of the fullest one, and ``mean_peak_allocated_gb`` the mean of all. A figure that the
-    device or the step does not have is absent. ``perf/memory_allocated_gb`` is the live memory at the end of the last phase.
+    With several workers each peak is the highest one, and ``mean_peak_allocated_gb`` is the mean of their peaks. A figure that
+    the device or the step does not have is absent. ``perf/memory_allocated_gb`` is the live memory at the end of the last phase.
 
-    ``phases``: combined over ranks already.
+    ``phases``: one entry per phase, already combined over all ranks.
     """
     sizes = [
         (f"memory/{phase.name}/{figure}_gb", getattr(phase, f"{figure}_bytes"))
@@ -127,7 +127,7 @@ def memory_metrics(phases: Sequence[PhaseMemory]) -> dict[str, float]:
 
 
 def compile_metrics(phases: Sequence[PhaseMemory]) -> dict[str, float]:
-    # Return ``perf/{compiles,compile_fallbacks}``, summed over phases, without those that the process does not count.
+    # Return ``perf/{compiles,compile_fallbacks}``, summed over phases. A number that no process counts is left out.
     sums = {name: sum_of_counted(phases, name) for name in COMPILE_FIGURES}
     return {f"perf/{name}": float(value) for name, value in sums.items() if value is not None}
 
@@ -149,11 +149,13 @@ class ValidationRow:
 def validation_metrics(rows: Sequence[ValidationRow]) -> dict[str, float]:
     """Return ``{val-core,val-aux}/{data_source}/{variable}/{mean@N,std@N,best@N/mean,worst@N/mean,maj@N/mean}``.
 
-    N is the largest number of samples of a prompt in the data source. Best, worst, spread and majority need N > 1, and majority
-    needs ``pred``. Best, worst and majority are also given for 2, 4, ... samples below N (aux). These are means over all ways of
-    choosing so many of a prompt's samples; the majority takes :data:`VOTES` random choices if there are more. Each statistic is a
-    mean over prompts, so every prompt counts once. Core are mean, best and majority of ``acc`` if the reward function returns it,
-    else of ``reward``. All others are aux.
+    N is the largest number of samples per prompt in the data source. ``std``, ``best``, ``worst`` and ``maj`` need N > 1, and
+    ``maj`` needs ``pred`` too. ``best``, ``worst`` and ``maj`` are also returned for k = 2, 4, 8, ... samples below N. Such a
+    value is a mean over all choices of k samples of a prompt. If there are more than :data:`VOTES` choices, ``maj`` uses that
+    many random ones. Each statistic is a mean over prompts, so every prompt counts once.
+
+    ``val-core`` has mean, best and majority at N: of ``acc`` if the reward function returns it, or else of ``reward``. All
+    other statistics are in ``val-aux``.
     """
     by_source: dict[str, list[ValidationRow]] = defaultdict(list)
     for row in rows:
@@ -172,11 +174,14 @@ def validation_metrics(rows: Sequence[ValidationRow]) -> dict[str, float]:
 
 
 LOSS, VAL_LOSS = "train/loss", "val/loss"
-"""Metrics of a supervised run: nats per response token, of the step before its update and of the held-out rows."""
+"""Losses of a supervised run in nats per response token: of a step's rows before their update, and of the validation rows."""
 
 
 def headline_score(metrics: Mapping[str, float]) -> float | None:
-    """Return one figure for a validation: the mean over data sources of the core mean, or the loss. None = no validation."""
+    """Return one figure for a validation: the mean of ``val-core/*/mean@N`` over data sources, or the validation loss.
+
+    None = the metrics have no validation.
+    """
     if VAL_LOSS in metrics:
         return metrics[VAL_LOSS]
     scores = [value for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name]
@@ -184,7 +189,7 @@ def headline_score(metrics: Mapping[str, float]) -> float | None:
 
 
 def checkpoint_score(metrics: Mapping[str, float]) -> float | None:
-    """Return the number by which checkpoints are ranked, higher is better: the headline score, or minus the loss."""
+    """Return the score that ranks checkpoints, higher is better: the headline score, or minus the validation loss."""
     return -metrics[VAL_LOSS] if VAL_LOSS in metrics else headline_score(metrics)
 
 
@@ -223,7 +228,7 @@ def _numbers_of_samples(n: int) -> list[int]:
 
 
 def _expected_best(numbers: Sequence[float], k: int) -> float:
-    # The mean, over all choices of k numbers, of the largest. With fewer than k numbers, the largest.
+    # The mean of the largest number, over all choices of k numbers. If there are fewer than k numbers: the largest one.
     k, ordered = min(k, len(numbers)), sorted(numbers)
     choices = math.comb(len(ordered), k)
     return sum(number * (math.comb(place, k - 1) / choices) for place, number in enumerate(ordered) if place >= k - 1)
@@ -234,11 +239,11 @@ def _expected_worst(numbers: Sequence[float], k: int) -> float:
 
 
 VOTES = 200
-"""Most choices of a prompt's samples over which the majority is averaged."""
+"""Largest number of choices of a prompt's samples over which the majority is averaged."""
 
 
 def _expected_majority(group: Sequence[tuple[float, Any]], k: int) -> float:
-    # The mean over choices of k samples; with too many choices, over random ones from a fixed seed.
+    # The mean over all choices of k samples. If there are too many choices, over random choices with a fixed seed.
     k = min(k, len(group))
     if math.comb(len(group), k) <= VOTES:
         return statistics.fmean(map(_majority, itertools.combinations(group, k)))
@@ -248,6 +253,6 @@ def _expected_majority(group: Sequence[tuple[float, Any]], k: int) -> float:
 
 
 def _majority(group: Sequence[tuple[float, Any]]) -> float:
-    # Of equally frequent answers the earliest wins.
+    # If two answers are equally frequent, the earlier one wins.
     winner = Counter(str(answer) for _, answer in group).most_common(1)[0][0]
     return next(number for number, answer in group if str(answer) == winner)

@@ -1,7 +1,8 @@
-"""Which files are ours: under a folder that a user gave, nothing is written over or removed unless a record says a run wrote it.
+"""Protects the user's files in a folder that the user gave: a run overwrites and removes only files that a run wrote.
 
-A run's folder has a mark, which is written before anything else. A model's folder has a record with the names of its files. What
-lies under a name of ours without that is the user's, and a start is refused before it writes anything.
+A run folder has a mark, a file that is written before anything else. A model's folder has a record with the names of its files.
+If a file has a name that runs use, but there is neither mark nor record, it is the user's. Then the start is refused before it
+writes anything.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from verl_memopt.records import RecordError, read_json
 MARK = ".verl_memopt"
 """File in a folder that a run has written into."""
 MODEL_RECORD = "training.json"
-"""File of a model's folder that says where the model is from, and which files are the model's."""
+"""File in a model's folder that says which run made the model, and which files belong to the model."""
 CHECKPOINT_RECORD = "meta.json"
-_TEXT = "Runs of verl-memopt write into this folder. Without this file they leave alone what lies here.\n"
+_TEXT = "Runs of verl-memopt write into this folder. Without this file they do not change the other files here.\n"
 
 
 @contextmanager
 def private_files(private: bool) -> Iterator[None]:
     """Let only the user read what this process and its children write in the body. False = the umask decides."""
-    # The umask is that of the whole process, so it is put back.
+    # The umask belongs to the whole process, so it is restored afterwards.
     before = os.umask(OWNER_ALONE) if private else None
     try:
         yield
@@ -45,8 +46,8 @@ OWNER_ALONE = 0o077
 
 
 def with_umask(path: Path) -> None:
-    """Give a file, or a folder with everything in it, the modes that the umask gives new ones."""
-    umask = os.umask(OWNER_ALONE)
+    """Give a file, or a folder with everything in it, the mode that the umask gives to new files."""
+    umask = os.umask(OWNER_ALONE)  # the umask can only be read by setting another one
     os.umask(umask)
     for file in (path, *path.rglob("*")):
         if not file.is_symlink():
@@ -67,7 +68,7 @@ def is_marked(folder: Path) -> bool:
 
 
 def model_files(folder: Path) -> frozenset[str]:
-    """Return the files that the record of a model's folder names, relative to it; none without a record."""
+    """Return the files that the record in a model's folder lists, as paths relative to the folder. Empty = there is no record."""
     try:
         return frozenset(read_json(folder / MODEL_RECORD, _FilesOfModel)["files"])
     except (OSError, RecordError):
@@ -88,18 +89,18 @@ def others_in_model(folder: Path) -> list[str]:
 
 
 def refuse_others(folder: Path, names: Iterable[str], models: Iterable[str], key: str) -> None:
-    """Refuse a run's folder if a file of the user's in it has a name that runs write or remove.
+    """Refuse a run folder if it contains a file of the user with a name that runs write or remove.
 
     Args:
         folder: The folder, which need not exist.
-        names: Patterns of the names of files and folders.
-        models: Names of the folders of models, which have records of their own.
-        key: What the error says before the folder, such as a setting.
+        names: Patterns of the names of files and folders that runs write or remove.
+        models: Names of the models' folders. The record in such a folder says which files a run wrote.
+        key: Text that the error has before the folder, such as a setting.
 
     Raises:
         ConfigError: There is such a file. Nothing was changed.
     """
-    # Checkpoints that were copied into a new folder come without its mark, and have records of their own.
+    # If checkpoints were copied into a new folder, the folder has no mark, but each checkpoint has a record.
     marked = is_marked(folder) or any(folder.glob(f"global_step_*/{CHECKPOINT_RECORD}"))
     patterns, models = tuple(names), tuple(models)
     for path in sorted(folder.glob("*")):
@@ -121,12 +122,12 @@ def is_there(path: str | Path) -> bool:
     """Return whether a path exists. A text that cannot be a path does not."""
     try:
         return Path(path).expanduser().exists()
-    except (OSError, ValueError, RuntimeError):  # too long, with a NUL, or the home of nobody
+    except (OSError, ValueError, RuntimeError):  # it is too long, has a NUL, or names the home of an unknown user
         return False
 
 
 def differs_from_name(path: Path) -> bool:
-    """Return whether an input of a run, whose name has a checksum of its contents, has changed."""
+    """Return whether an input of a run has changed. Its file name has a checksum of its original contents."""
     named = re.fullmatch(r".+-([0-9a-f]{12})(\.\w+)?", path.name)
     if named is None or not is_marked(path.parent.parent) or not path.is_file():
         return False
@@ -134,10 +135,10 @@ def differs_from_name(path: Path) -> bool:
 
 
 def remove_left(path: Path) -> None:
-    """Remove what a killed process of ours has left half written or half removed.
+    """Remove what a killed run has left half written or half removed.
 
     Raises:
-        ConfigError: It is not ours.
+        ConfigError: No run wrote it.
     """
     if not path.exists() and not path.is_symlink():
         return

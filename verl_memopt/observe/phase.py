@@ -31,9 +31,9 @@ class PhaseMemory:
     seconds: float
     """Wall time of the phase in this process."""
     peak_allocated_bytes: int | None
-    """Peak of live tensors: by the allocator on a GPU, by the tracker on a CPU. Without a sleeping engine's tensors."""
+    """Peak of live tensors, without those of a sleeping engine. The allocator counts on a GPU, and the byte tracker on a CPU."""
     allocated_bytes: int | None
-    """Live tensors at the end of the phase, without a sleeping engine's."""
+    """Live tensors at the end of the phase, without those of a sleeping engine."""
     peak_reserved_bytes: int | None
     """Peak of the caching allocator's device memory, without memory that slept at that moment. GPU only."""
     device_used_bytes: int | None
@@ -47,19 +47,19 @@ class PhaseMemory:
     host_buffer_bytes: int = 0
     """Peak bytes in host buffers, which hold data moved off the device."""
     entered_bytes: int | None = None
-    """Live tensors at the start of the phase, without a sleeping engine's."""
+    """Live tensors at the start of the phase, without those of a sleeping engine."""
     compiles: int | None = None
-    """Graphs that were compiled for the trainer's functions. None if the process compiles none."""
+    """Number of graphs that were compiled for the trainer's functions. None if the process compiles none."""
     compile_fallbacks: int | None = None
-    """Calls of such functions that ran uncompiled."""
+    """Number of calls of these functions that ran uncompiled."""
     mean_peak_bytes: int | None = None
     """Mean of the processes' peaks of live tensors. None for a single process, or if none is measured."""
     worst_rank: int | None = None
-    """The process with the highest peak. None if there is no mean."""
+    """Rank of the process with the highest peak. None if ``mean_peak_bytes`` is None."""
 
 
 DEVICE_FIGURES = ("peak_allocated_bytes", "allocated_bytes", "peak_reserved_bytes", "device_used_bytes")
-"""Figures of a device. One that is not measured is None."""
+"""Fields of ``PhaseMemory`` with bytes of a device. A field that is not measured is None."""
 COMPILE_FIGURES = ("compiles", "compile_fallbacks")
 
 
@@ -70,9 +70,10 @@ class MemoryProbe:
     Attributes:
         device: The device.
         resident: Yields (kind, tensor) for all tensors that exist before a phase. Called only if the tracker runs.
-        limit_bytes: On a CPU the largest live bytes of a tracked phase, on a GPU the largest reserved bytes of any phase. A GPU's
-            allocator refuses more, if its cap can express the limit; otherwise the probe raises at the phase's end.
-        kinds_on_gpu: Run the tracker beside a GPU's allocator in tracked phases, for the bytes by kind. Compile must be off.
+        limit_bytes: On a CPU, the limit of the live bytes in a tracked phase. On a GPU, the limit of the reserved bytes in any
+            phase. A GPU's allocator refuses more, if its cap can express the limit; otherwise the probe raises an error at the
+            end of the phase.
+        kinds_on_gpu: Also run the tracker in tracked phases on a GPU, to get the bytes by kind. torch.compile must be off.
     """
 
     device: torch.device
@@ -86,7 +87,7 @@ class MemoryProbe:
 
         Args:
             name: Name of the phase.
-            track: Count live tensor bytes on a CPU, which slows the phase; on a GPU the allocator always counts.
+            track: Count live tensor bytes on a CPU, which slows the phase. On a GPU the allocator always counts them.
             kind: Kind of tensors without a label.
         """
         measured: list[PhaseMemory] = []
@@ -97,7 +98,7 @@ class MemoryProbe:
         allocator: AbstractContextManager[dict] = self._allocator(name) if on_gpu else nullcontext({})
         with tracker as counted, allocator as read:
             yield lambda: measured[0]
-            # Work that is still queued on the GPU belongs to this phase, and would count to the next one.
+            # Wait for the work that is queued on the GPU. It belongs to this phase, and would else be counted in the next one.
             device_room.synchronize(self.device)
         figures: dict[str, Any] = {**dict.fromkeys(DEVICE_FIGURES), **counted, **read}
         memory = PhaseMemory(name, time.perf_counter() - started, **figures, host_rss_bytes=host_rss_bytes())
@@ -107,7 +108,8 @@ class MemoryProbe:
     @contextmanager
     def _allocator(self, name: str) -> Iterator[dict]:
         ledger = ledger_of(self.device)
-        # The phase before has waited for its work. What is queued by now are copies of parameters, which this phase runs beside.
+        # No wait here: the phase before has waited for its work. Only copies of parameters can be queued now, and they may run
+        # during this phase.
         ledger.reset_peaks()
         figures: dict = {"entered_bytes": ledger.allocated()}
         yield figures
@@ -120,7 +122,9 @@ class MemoryProbe:
         ledger.check(name)
         # Torch's cap is at most the device's size and counts sleeping memory, so it cannot express every limit near that size.
         if self.limit_bytes is not None and ledger.peak_reserved() > self.limit_bytes:
-            raise torch.OutOfMemoryError(f"the allocator held {ledger.peak_reserved()} bytes of {self.limit_bytes}")
+            raise torch.OutOfMemoryError(
+                f"the allocator held {ledger.peak_reserved()} bytes, and the limit is {self.limit_bytes}"
+            )
 
     @contextmanager
     def _tracker(self, name: str, kind: str) -> Iterator[dict]:
@@ -135,15 +139,15 @@ class MemoryProbe:
         figures.update(kind_peaks=tracker.most(), entered_bytes=entered)
 
     def _mark_resident(self, tracker: ByteTracker) -> None:
-        # A function of its own, so that no local variable keeps alive a tensor that the phase frees.
+        # This is a function of its own, so that no local variable keeps a tensor alive that the phase frees.
         for kind, tensor in self.resident():
             tracker.mark(kind, [tensor])
 
 
 def combine(memories: Sequence[PhaseMemory], driver_rss_bytes: int = 0) -> PhaseMemory:
-    """Combine one phase's figures of all processes: the largest of each device figure, the sum of resident memory.
+    """Combine the figures of one phase over all processes: the largest of each device figure, and the sum of host memory.
 
-    ``memories``: by rank. Kinds are those of the process with the highest peak.
+    ``memories``: one entry per rank, in order of rank. The bytes by kind are those of the process with the highest peak.
     """
     assert len({memory.name for memory in memories}) == 1, [memory.name for memory in memories]
 
@@ -166,7 +170,7 @@ def combine(memories: Sequence[PhaseMemory], driver_rss_bytes: int = 0) -> Phase
 
 
 def sum_of_counted(memories: Sequence[PhaseMemory], name: str) -> int | None:
-    """Return the sum of a figure over calls or phases; None if none has it."""
+    """Return the sum of a field over all calls or phases that have it; None if none has it."""
     values = [value for memory in memories if (value := getattr(memory, name)) is not None]
     return sum(values) if values else None
 
@@ -174,7 +178,8 @@ def sum_of_counted(memories: Sequence[PhaseMemory], name: str) -> int | None:
 def host_rss_bytes() -> int:
     """Return the resident memory of this process in bytes.
 
-    It includes shared pages and freed blocks that the allocator keeps. Use it for the size of the host, never for a ratio.
+    It includes shared pages, and freed blocks that the allocator keeps. It shows roughly how much memory the host needs, but do
+    not use it for a ratio.
     """
     return psutil.Process().memory_info().rss
 
@@ -189,7 +194,7 @@ def memory_words(memory: PhaseMemory) -> str:
     return " ".join(f"{name}={size / MIB:.1f}" for name, size in sizes.items() if size is not None)
 
 
-# Seconds of each phase of a step, and when it began, on the driver.
+# When each phase of a step began, and its seconds, as the driver measures them.
 
 
 @dataclass(frozen=True)
@@ -202,14 +207,15 @@ class Span:
 
 
 REWARD_IN_ROLLOUT = "reward_in_rollout"
-"""Name of the time in which reward functions score answers while others are generated. It is no phase, but part of ``gen``."""
+"""Name of the time in which reward functions score answers while other answers are generated. It is a part of ``gen``, and not a
+phase of its own."""
 
 
 _EPOCH = time.time() - time.monotonic()
 
 
 def wall_time() -> float:
-    # The seconds since 1970, by a clock that nobody sets back or forth after the process has started.
+    # Seconds since 1970. Setting the system's clock while the process runs does not change this one.
     return _EPOCH + time.monotonic()
 
 
@@ -229,11 +235,11 @@ class PhaseClock:
         self.spans.append(Span(name, started, timer.last))
 
     def add_span(self, name: str, started: float, seconds: float) -> None:
-        # Add a phase that was measured elsewhere, beside others: its start (seconds since 1970) and its time.
+        # Add a phase that was measured elsewhere and may overlap with others. `started` is in seconds since 1970.
         self.spans.append(Span(name, started, seconds))
 
     def add(self, name: str, seconds: float) -> None:
-        """Add time that was spent inside a phase and measured elsewhere. It is not a span, because the phase has one."""
+        """Add time that was spent inside a phase and measured elsewhere. It is not a span, because the phase is one already."""
         self.within[name] = self.within.get(name, 0.0) + seconds
 
     def timings(self) -> dict[str, float]:
