@@ -1,4 +1,4 @@
-"""Checkpoints of the policy and of the critic: this rank's part of the training state, and a Hugging Face folder."""
+"""Checkpoints of the policy and of the critic. Each holds the training state of all ranks and a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from verl_memopt.worker.roles import WorkerPlan
 from verl_memopt.worker.trained_model import ACTOR, TrainedModel, readable
 
 START = "lora_start"
-"""Folder of a checkpoint's policy that holds the adapters it started from, as peft has them."""
+"""Folder in the policy's checkpoint with the adapters that training started from, in the peft format."""
 
 
 def plain_weights(model: PackedModel, exact: Callable[[str], torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -33,7 +33,10 @@ def plain_weights(model: PackedModel, exact: Callable[[str], torch.Tensor] | Non
 
 
 def sent_weights(model: PackedModel, rollout: Rollout, dtype: torch.dtype, merged: bool = True) -> Iterator[WeightSlice]:
-    """Yield the weights for the engine, bucket by bucket, with adapters ``merged`` or without. Gathered rows have ``dtype``."""
+    """Yield the policy's weights for the engine, bucket by bucket. Rows that are gathered from several ranks have ``dtype``.
+
+    With ``merged`` the adapters are merged into the weights. Without it these are the base model's weights.
+    """
     weights = plain_weights(model) if merged else base_weights(model)
     return weight_slices(weights, dtype, rollout.checkpoint_engine.update_weights_bucket_megabytes)
 
@@ -46,27 +49,28 @@ def save_trained(
     contents: Sequence[str],
     start: StartingAdapter | None = None,
 ) -> Records:
-    """Write this rank's part of a role's checkpoint and return the record of each file, relative to ``folder``.
+    """Write this rank's part of a role's checkpoint, and return the record of each file that this rank wrote.
 
-    With hf_model in ``contents``, rank 0 also writes the weights in Hugging Face format. Parameters that rest on the host are
-    written from there. Every file is forced to disk.
+    The paths of the records are relative to ``folder``. With ``hf_model`` in ``contents``, rank 0 also writes the weights in
+    Hugging Face format. Parameters that rest on the host are written from the host. Every file is forced to disk.
 
     Args:
         trained: The policy or the critic.
-        plan: What the worker was built from.
+        plan: The plan from which the worker was built.
         rank: Rank of this worker.
         folder: Folder of the role in the checkpoint.
-        contents: Parts to write.
-        start: The adapters that the policy started from, which its reference needs.
+        contents: Parts to write: any of ``model``, ``optimizer``, ``extra`` and ``hf_model``.
+        start: The adapters that training started from, which the reference needs. None = it started from the base model.
 
     Raises:
-        CheckpointError: The disk refuses. The message names the folder.
+        CheckpointError: A file cannot be written. The message names the folder.
     """
     section = plan.settings if trained.role is ACTOR else plan.critic
     assert section is not None
     model, exported, adapter = section.model, folder / "huggingface", folder / "lora_adapter"
     with readable(trained.home):
-        with scope("checkpoint", HOST):  # what is written is copied on the host, whose bytes a CPU cannot tell from the device's
+        # Writing copies tensors to the host. On a CPU run the byte tracker would count these copies as device bytes.
+        with scope("checkpoint", HOST):
             records = save_training_state(
                 folder, trained.model, trained.optimizer, trained.schedule, trained.device, contents, trained.masters
             )
@@ -77,8 +81,7 @@ def save_trained(
             if start is not None:
                 save_adapter(folder / START, trained.model, str(model.path), model, rank == 0, start)
             if rank == 0:
-                # Recorded after both are written: a safetensors file gets its header last, so it cannot be hashed while it is
-                # written.
+                # Hash these files only after they are complete: the header of a safetensors file is written last.
                 for written in (exported, adapter, folder / START):
                     records |= record_folder(written, folder)
             return records
@@ -87,12 +90,12 @@ def save_trained(
 
 
 def save_model(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path) -> None:
-    """Write the policy as a model for others to load: weights with merged adapters, and the adapters in ``adapter/``.
+    """Write the policy as a Hugging Face model: the weights with merged adapters, and the adapters alone in ``adapter/``.
 
     The weights have the dtype of the folder that the policy started from. Only rank 0 writes.
 
     Raises:
-        CheckpointError: The disk refuses. The message names the folder.
+        CheckpointError: A file cannot be written. The message names the folder.
     """
     model = plan.settings.model
     with readable(trained.home):
@@ -108,7 +111,7 @@ def _export(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, dt
     # Only rank 0 writes. The critic becomes a token classifier with one label.
     settings, model, writes = plan.settings, trained.model, rank == 0
     bucket = settings.rollout.checkpoint_engine.update_weights_bucket_megabytes
-    # What is gathered is gathered on the device.
+    # A sharded weight must be on the device, where it is gathered. A whole weight may stay on the host.
     weights_of = plain_weights(model, _exact(plan, model))
     masters = ((name, trained.master(weight, not isinstance(weight, DTensor))) for name, weight in weights_of)
     stream = full_weights(masters, dtype, bucket) if weights else None
@@ -125,7 +128,7 @@ def _export(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, dt
 def _exact(plan: WorkerPlan, model: PackedModel) -> Callable[[str], torch.Tensor] | None:
     if not quantized_layers(model):
         return None
-    # A quantised base is saved from its folder's exact weights, into which the adapters are merged.
+    # Quantised weights are not exact, so read the exact ones from the model's folder and merge the adapters into them.
     folder = WeightFolder(Path(plan.folder))
     return lambda name: folder.read(name, ()).to(model.masters)
 
@@ -136,7 +139,7 @@ def load_start(folder: Path, model: PackedModel, device: torch.device) -> Starti
 
 
 def load_trained(trained: TrainedModel, folder: Path, contents: Sequence[str]) -> None:
-    # A gradient that waits for a step is one of other weights.
+    # A gradient that still waits for its step was computed with the old weights.
     trained.optimizer.zero_grad(set_to_none=True)
     parts = trained.model, trained.optimizer, trained.schedule
     load_training_state(folder, *parts, trained.device, contents, trained.masters)

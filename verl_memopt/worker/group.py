@@ -1,6 +1,7 @@
-"""Groups of workers: what they answer, the one in this process (``LocalGroup``), and calls timed by ``TimedGroup``.
+"""Groups of workers: their interface, a group of one worker in this process, and a group that times its calls.
 
-A group answers calls in rank order, wherever its members live. Those of Ray are in :mod:`verl_memopt.worker.ray_group`.
+Every group returns results in rank order, wherever its members run. The groups of Ray processes are in
+:mod:`verl_memopt.worker.ray_group`.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class Placement:
     rank: int
     world_size: int
     local_rank: int
-    """Rank of the member on its node, and the index of its device among the devices that its process sees."""
+    """Rank of the member on its node. It is also the index of its device among the devices that its process sees."""
     master_addr: str
-    """Address of rank 0's node, where process groups meet."""
+    """Address of rank 0's node, to which all ranks of a process group connect."""
     master_port: int
-    """A port that was free there when the group started."""
+    """A port of that node. It was free when the group started."""
     device: str
     """Kind of device, as :func:`verl_memopt.distributed.device.resolve_device` names it."""
 
@@ -46,14 +47,14 @@ WorkerFactory = Callable[[Placement], Any]
 
 
 class Pending(Generic[Result]):
-    """A result that may still be computed elsewhere. ``wait`` returns it once it is there, and is called once."""
+    """A result that another process may still compute. ``wait`` blocks until the result exists, and is called only once."""
 
     def __init__(self, wait: Callable[[], Result]) -> None:
         self._wait = wait
 
     @classmethod
     def done(cls, result: Result) -> Pending[Result]:
-        """Wrap a result that exists."""
+        """Wrap a result that exists already."""
         pending = cls(lambda: result)
         pending.result()
         return pending
@@ -67,14 +68,14 @@ class Pending(Generic[Result]):
         return self._wait()
 
     def then(self, use: Callable[[Result], Other]) -> Pending[Other]:
-        """Apply a function to the result: at once if it exists, else when it is asked for."""
+        """Apply ``use`` to the result: now if the result exists, otherwise in the first call of :meth:`result`."""
         if "_result" in vars(self):
             return Pending.done(use(self._result))
         return Pending(lambda: use(self.result()))
 
 
 class WorkerGroup(Protocol):
-    """Members that are called by method name, one call at a time, and that answer together."""
+    """Calls a method by its name on all members, and waits for all results. Calls run one after another."""
 
     @property
     def world_size(self) -> int:
@@ -83,30 +84,30 @@ class WorkerGroup(Protocol):
     def all(self, method: str, *args: Any) -> list[Any]:
         """Make the same call on each member and return the results in rank order.
 
-        After an error the group is gone.
+        After an error the group cannot be used any more.
 
         Raises:
-            UserError: As a member raised it.
-            WorkerError: A member raised any other error. The message carries its traceback. A group in this process raises the
-                error itself.
+            UserError: A member raised this error.
+            WorkerError: A member raised another error. The message has its traceback. :class:`LocalGroup` raises the member's
+                own error instead.
         """
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call member ``rank`` with ``arguments[rank]`` and return the results in rank order. Errors are as in :meth:`all`."""
+        """Call each member with ``arguments[rank]`` and return the results in rank order. Errors are as in :meth:`all`."""
 
     def shutdown(self) -> None:
-        """End the members and all that was started for them. May be called again."""
+        """End the members and everything that was started for them. A second call does nothing."""
 
 
 class PoolGroup(WorkerGroup, Protocol):
-    """A group on devices of its own, which computes while other groups do."""
+    """A group with its own devices. It computes at the same time as other groups."""
 
     def begin(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Pending[list[Any]]:
-        """Call member ``rank`` with ``arguments[rank]``, and return without waiting for the results."""
+        """Call each member with ``arguments[rank]``, and return without waiting for the results."""
 
 
 def process_environment(placement: Placement, local_world_size: int) -> dict[str, str]:
-    """Return the environment variables from which torch.distributed and vLLM read their place."""
+    """Return the environment variables from which torch.distributed and vLLM read the member's ranks and addresses."""
     return {
         "RANK": str(placement.rank),
         "WORLD_SIZE": str(placement.world_size),
@@ -124,15 +125,15 @@ LOOPBACK = "127.0.0.1"
 
 
 class LocalGroup:
-    """One worker in the driver's process. Its environment variables are set for as long as the group lives.
+    """One worker in the driver's process. Its environment variables stay set until :meth:`shutdown`.
 
-    The worker's errors come through unchanged, so a debugger stops at their cause.
+    Errors of the worker are raised unchanged, so a debugger stops at their cause.
     """
 
     world_size = 1
 
     def __init__(self, factory: WorkerFactory, device: str) -> None:
-        # Nobody can connect from outside, and a single member needs no other address.
+        # A single member connects only to itself. Nobody can reach a loopback address from outside.
         port = free_port(LOOPBACK)
         placement = Placement(rank=0, world_size=1, local_rank=0, master_addr=LOOPBACK, master_port=port, device=device)
         with ExitStack() as environment:
@@ -158,24 +159,24 @@ class LocalGroup:
                 worker.close()
 
 
-# The workers as the driver calls them: each call is a timed phase, and its memory is recorded.
+# The group that the driver uses: each call is a timed phase, and the memory of the phase is recorded.
 
 
 GEN_WAITING = "gen_waiting"
-"""Seconds that workers wait for the slowest of them in the phase ``gen``, on average."""
+"""Seconds that a worker waits in the phase ``gen`` for the slowest worker, averaged over workers."""
 
 OWN_PHASES = ("values", "update_critic", "reward")
-"""Phases of a single role. Any other phase of its group, such as the start, gets the name of the role as a suffix."""
+"""Phases that only one role has. Other phases of a role's own group, such as ``init``, get the role's name as a suffix."""
 
 
 class TimedGroup:
-    """A worker group whose calls are timed phases, together with the groups of roles that have devices of their own.
+    """A worker group that times each call as a phase. It also holds the groups of the roles that have their own devices.
 
     Attributes:
-        role: The only role of the group. None = it has every role without a group of its own.
-        track: Count live bytes on a CPU in the calls that follow.
-        figures: Peak bytes, budget and retries of the last call.
-        busy_seconds: Seconds in calls since the last step, for a group on devices of its own.
+        role: The role of a group with its own devices. None = this group has all other roles.
+        track: Count live bytes on a CPU in the next calls.
+        figures: Peak bytes, memory budget and out-of-memory retries of the last call.
+        busy_seconds: Seconds spent in calls since the last step. Counted only for a group with its own devices.
     """
 
     def __init__(
@@ -186,14 +187,14 @@ class TimedGroup:
         pools: Mapping[str, PoolGroup] = MappingProxyType({}),
         role: str | None = None,
     ) -> None:
-        """Record the memory of the start.
+        """Record the memory that the workers measured at their start.
 
         Args:
             group: The workers.
             clock: Measures the phases.
             in_process: The worker runs in this process, so its figures include the driver's resident memory.
-            pools: Role -> its own group.
-            role: As the attribute.
+            pools: Role -> the group with this role's own devices.
+            role: The attribute ``role``.
         """
         self.group = group
         self.clock = clock
@@ -215,22 +216,22 @@ class TimedGroup:
 
     @property
     def pools(self) -> Sequence[TimedGroup]:
-        """The groups of the roles that have devices of their own."""
+        """The groups of the roles that have their own devices."""
         return tuple(self._pools.values())
 
     def of(self, role: str) -> TimedGroup:
-        """Return the group that computes a role: its own, or this one."""
+        """Return the group that computes ``role``: the role's own group if there is one, otherwise this group."""
         return self._pools.get(role, self)
 
     @property
     def is_apart(self) -> bool:
-        """Whether the group has devices of its own, and so computes while the policy's group does."""
+        """Whether the group has its own devices. If so, it computes at the same time as the policy's group."""
         return self.role is not None
 
     def all(self, phase: str, method: Callable[Concatenate[Any, P], Result], *args: P.args, **options: P.kwargs) -> list[Result]:
         """Call a method on each worker with the same arguments, and return the results in rank order.
 
-        ``method`` is one of the worker's class, such as ``Worker.generate``. Arguments travel by position.
+        ``method`` is a function of the worker's class, such as ``Worker.generate``. All arguments must be positional.
         """
         assert not options, f"{method.__name__}: give {', '.join(options)} by position"
         return self.each(phase, method, [args] * self.world_size)
@@ -238,15 +239,15 @@ class TimedGroup:
     def each(self, phase: str, method: Callable[..., Result], arguments: Sequence[tuple[Any, ...]]) -> list[Result]:
         """Call a method on each worker, with one tuple of arguments per rank, and return the results in rank order.
 
-        With fewer tuples each one goes to several neighbouring ranks, which share its work and give equal results. The result of
-        the first of them is returned.
+        If there are fewer tuples than ranks, each tuple goes to several neighbouring ranks. These ranks share the work and give
+        equal results, so only the result of the first of them is returned.
         """
         return self.begin(phase, method, arguments).result()
 
     def begin(self, phase: str, method: Callable[..., Result], arguments: Sequence[tuple[Any, ...]]) -> Pending[list[Result]]:
-        """Call a method as :meth:`each` does. A group with devices of its own computes until the result is asked for.
+        """Call a method as :meth:`each` does. A group with its own devices does not wait for the results here.
 
-        Roles on shared devices compute one after another, so their results exist when this returns.
+        Roles that share devices compute one after another, so their results exist when this returns.
         """
         name, sharing = method.__name__, self.world_size // len(arguments)
         assert sharing * len(arguments) == self.world_size, (self.world_size, len(arguments))
@@ -256,14 +257,14 @@ class TimedGroup:
         with self.clock.phase(phase):
             replies = self.group.each("call", calls)
             if phase == "gen" and len(replies) > 1:
-                # Only here do workers not meet in collectives, so only here does each show its own speed.
+                # In all other phases workers wait for each other in collectives, so only here their own speeds differ.
                 seconds = [reply.memory.seconds for reply in replies]
                 self.clock.add(GEN_WAITING, max(seconds) - sum(seconds) / len(seconds))
         self._note(phase, replies)
         return Pending.done([reply.value for reply in replies[::sharing]])
 
     def _begin_apart(self, phase: str, calls: Sequence[tuple[Any, ...]]) -> Pending[list[Any]]:
-        """Begin calls on devices of the group's own. The clock also measures how long the driver waits for them in the end."""
+        """Begin calls on the group's own devices. The clock also records how long the driver waits for their results."""
         from verl_memopt.observe.phase import wall_time
 
         pool: Any = self.group
@@ -297,15 +298,15 @@ class TimedGroup:
         return memory if own else replace(memory, name=f"{phase}_{self.role}")
 
     def note_idle(self, step_seconds: float) -> None:
-        """Record how long the devices of single roles were idle in a step of so many seconds."""
+        """Record how long each role's own devices were idle during a step that took ``step_seconds``."""
         for pool in self.pools:
             self.clock.add(f"idle_{pool.role}", max(step_seconds - pool.busy_seconds, 0.0))
             pool.busy_seconds = 0.0
 
     def take_memories(self) -> list[PhaseMemory]:
-        """Return the memory of each phase since the last call, in the order in which the phases began.
+        """Return the memory of each phase since this method was last called, in the order of their first results.
 
-        Phases of the groups of single roles follow those of this one.
+        The phases of this group come first. The phases of groups with their own devices follow.
         """
         memories = [_over_calls(calls) for calls in self._memories.values()]
         self._memories = {}
@@ -325,15 +326,15 @@ def _figures(replies: Sequence[Any]) -> PassFigures:
 
 
 def _combined(memories: Sequence[PhaseMemory], with_driver: bool = False) -> PhaseMemory:
-    # Imported here, as it brings torch: Ray imports this file in each worker process before the environment is set, from which
-    # torch takes its threads and devices.
+    # Not imported at the top, because it imports torch, which reads its threads and devices from environment variables. Ray
+    # imports this file in each worker process before these variables are set.
     from verl_memopt.observe.phase import combine, host_rss_bytes
 
     return combine(memories, host_rss_bytes() if with_driver else 0)
 
 
 def _over_calls(calls: Sequence[PhaseMemory]) -> PhaseMemory:
-    """Summarise successive calls of a phase: the largest peaks, summed times, and the live bytes at both ends."""
+    """Combine the calls of a phase: largest peaks, summed times, and live bytes before the first and after the last call."""
     from verl_memopt.observe.phase import COMPILE_FIGURES, sum_of_counted
 
     sums: dict[str, Any] = {name: sum_of_counted(calls, name) for name in COMPILE_FIGURES}

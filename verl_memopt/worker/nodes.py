@@ -1,4 +1,4 @@
-"""The nodes of a run: where each process runs, which devices it sees there, and whether all nodes have the same."""
+"""The nodes of a run: where each process runs, which devices it sees there, and whether all nodes have the same files."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Home:
     address: str
     """Address of the node in the cluster."""
     port: int
-    """A port that the member holds there."""
+    """A port of the node that the member keeps open."""
     gpus: tuple[str, ...] = ()
-    """The GPUs that Ray assigned, by the names of the node; empty on a CPU."""
+    """The GPUs that Ray assigned, by index or UUID. Empty on a CPU."""
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.address}"
@@ -51,9 +51,9 @@ _held: dict[int, socket.socket] = {}
 
 
 def held_port(address: str) -> int:
-    """Return a port of this node on which this process listens from now on, so that no other takes it before it is needed.
+    """Listen on a free port of this node and return the port. No other process can then take it before it is needed.
 
-    On a node whose own address is a loopback address nobody else can connect.
+    If ``address`` is a loopback address, the port is open on this address only. Otherwise it is open on all addresses.
     """
     alone = ipaddress.ip_address(address).is_loopback
     dual = not alone and socket.has_dualstack_ipv6()
@@ -65,9 +65,9 @@ def held_port(address: str) -> int:
 
 
 def take_listener(port: int) -> int | None:
-    """Return the file descriptor that listens on a :func:`held_port` of this process, for the caller to close, or None.
+    """Return the file descriptor that listens on ``port``, or None if :func:`held_port` did not open this port.
 
-    Other ports that this process holds are free from then on.
+    The caller closes the descriptor. This closes all other ports that :func:`held_port` opened.
     """
     listener = _held.pop(port, None)
     while _held:
@@ -76,9 +76,10 @@ def take_listener(port: int) -> int | None:
 
 
 def network_of(address: str) -> dict[str, str]:
-    """Return the variables that tell gloo and vLLM at which address of this node other processes reach this one.
+    """Return the environment variables that make gloo and vLLM use ``address`` of this node.
 
-    Gloo would listen at the address of the host's name, which on Debian and Ubuntu is a loopback address (127.0.1.1).
+    Without them gloo listens at the address of the host name. On Debian and Ubuntu that is a loopback address (127.0.1.1),
+    which other nodes cannot reach.
     """
     import psutil
 
@@ -87,14 +88,14 @@ def network_of(address: str) -> dict[str, str]:
 
 
 def visible_devices(homes: Sequence[Home], rank: int, device: str) -> dict[str, str]:
-    """Return the variable that shows a member the GPUs of its group on its node, in the order of local ranks.
+    """Return the environment variable that shows a member all GPUs of its group on its node, in the order of local ranks.
 
-    On a CPU it shows none. Empty if Ray assigned no GPU to any member.
+    On a CPU it shows no GPU. The result is empty if Ray assigned no GPU to any member of the node.
 
     Raises:
         ConfigError: Ray assigned a member of the node no GPU or more than one.
     """
-    if device == "cpu":  # Ray hides none from a process that requested none
+    if device == "cpu":  # Ray hides no GPU from a process that requested none
         return {VISIBLE_DEVICES: ""}
     neighbours = [home.gpus for home in homes if home.node == homes[rank].node]
     if not any(neighbours):
@@ -102,8 +103,8 @@ def visible_devices(homes: Sequence[Home], rank: int, device: str) -> dict[str, 
     if any(len(gpus) != 1 for gpus in neighbours):
         raise ConfigError(
             f"ray_kwargs.ray_init: Ray gave worker {rank} on {homes[rank].address} the GPUs {sorted(homes[rank].gpus)} instead "
-            f"of one. Remove {VISIBLE_DEVICES} from its runtime_env. To use a part of a node's GPUs, set {VISIBLE_DEVICES} "
-            "before Ray starts on that node."
+            f"of one. Remove {VISIBLE_DEVICES} from ray_init's runtime_env. To use only some GPUs of a node, set "
+            f"{VISIBLE_DEVICES} before Ray starts on that node."
         )
     return {VISIBLE_DEVICES: ",".join(gpu for (gpu,) in neighbours)}
 
@@ -111,7 +112,7 @@ def visible_devices(homes: Sequence[Home], rank: int, device: str) -> dict[str, 
 def site(paths: Mapping[str, str], probe: str) -> dict[str, str]:
     """Return the versions of this node's software, the text of the file ``probe``, and checksums of ``paths``.
 
-    The keys are the names that errors use. The arguments are as in :func:`compare_nodes`.
+    The keys are the names in error messages. ``paths`` are as in :func:`compare_nodes`, which also writes ``probe``.
     """
     import verl_memopt
 
@@ -163,12 +164,12 @@ def compare_nodes(
     Args:
         homes: Where the workers run. Nothing is checked if all are on this machine.
         paths: Setting -> file or folder that workers read.
-        run_dir: The run folder. A file is written there for a moment, which all nodes must see.
-        here: This machine's node.
-        ask: Takes the places of some homes and the path of that file. Returns the :func:`site` of each.
+        run_dir: The run folder. A temporary file is written there, which all nodes must see.
+        here: Ray's ID of this machine's node.
+        ask: Takes indices into ``homes`` and the path of the temporary file. Returns :func:`site` of each of these nodes.
 
     Raises:
-        ConfigError: A node has something else. The message names it and each difference.
+        ConfigError: A node differs. The message names the node and each difference.
     """
     nodes = [home.node for home in homes]
     elsewhere = [place for place, node in enumerate(nodes) if node != here and nodes.index(node) == place]
@@ -195,12 +196,12 @@ def differences(mine: Mapping[str, str], theirs: Mapping[str, str], address: str
         if name == RUN_FOLDER:
             problems.append(f"it does not see {name}={run_dir}; set it to a folder that all nodes share, on NFS for example")
         elif "=" in name:
-            state = "there is no such path" if other is None else "its contents are others"
+            state = "there is no such path" if other is None else "its contents differ"
             problems.append(f"{name}: {state}; give all nodes the same files at this path")
         elif name.startswith("the code"):
-            problems.append(f"{name} is another; install the same version on all nodes")
+            problems.append(f"{name} differs; install the same version on all nodes")
         else:
             problems.append(
-                f"it has {name} {other or 'not at all'}, and this machine {own or 'not at all'}; install the same on all nodes"
+                f"it has {name} {other or '(none)'}, this machine has {own or '(none)'}; install the same version on all nodes"
             )
     return f"node {address} differs from this machine: {'; '.join(problems)}" if problems else ""

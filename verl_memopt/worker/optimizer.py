@@ -1,4 +1,4 @@
-"""Optimizer and learning-rate schedule from the settings."""
+"""Build the optimizer and the learning-rate schedule from the settings."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from verl_memopt.memory.bucketed_adamw_torch import Bucketed, BucketedAdamW, Buc
 
 KEY = "actor_rollout_ref.actor.optim"
 IN_BUCKETS: dict[type[Optimizer], type[Bucketed]] = {AdamW: BucketedAdamW, SGD: BucketedSGD}
-"""Torch's class -> ours, which updates bucket by bucket."""
+"""Class of torch -> the class of this package that updates bucket by bucket."""
 SGD_ALONE = frozenset({"dampening", "maximize", "foreach", "differentiable", "fused"})
-"""Arguments of torch's SGD that ours lacks."""
+"""Arguments of torch's SGD that :class:`BucketedSGD` lacks."""
 SAME_SHAPE = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
-"""Schedules of transformers with a warm-up or a minimum. Here every schedule has both."""
+"""Schedule of transformers with a warm-up or a minimum -> its shape alone. Here every schedule can have both."""
 
 
 def build_optimizer(
@@ -35,19 +35,19 @@ def build_optimizer(
     masters: torch.dtype | None = None,
     grad_offload: bool = False,
 ) -> Optimizer:
-    """Return the optimizer that ``optim`` names, fused if possible, because a fused step has no parameter-sized temporaries.
+    """Return the optimizer that ``optim`` names, fused if possible: a fused step allocates no tensors of a parameter's size.
 
-    AdamW is torch's own, unless the settings need a feature of :class:`Bucketed`; otherwise both are equal bit for bit and
-    equally fast, and torch's is better known. SGD is ours, because torch's fused SGD has no rule for sharded parameters; with
-    arguments that ours lacks it is torch's, unfused.
+    AdamW is torch's class unless the settings need a feature of :class:`Bucketed`. Both classes give the same bits at the same
+    speed, and torch's class is better known. SGD is :class:`BucketedSGD`, because torch's fused SGD does not work with sharded
+    parameters. If the settings have arguments that :class:`BucketedSGD` lacks, SGD is torch's class, not fused.
 
     Args:
-        parameters: What is trained.
-        optim: The settings. ``betas`` and ``momentum`` go only to classes that accept them.
+        parameters: The trained parameters.
+        optim: The settings. ``betas`` and ``momentum`` are passed only to classes that accept them.
         offload: Keep the optimizer state on the host.
         seed: Seed of stochastic rounding.
-        key: The section that errors name.
-        masters: The dtype of split masters. None = the parameters are the masters.
+        key: Section of the settings, for error messages.
+        masters: Dtype of the master weights if they are split. None = the parameters are the master weights.
         grad_offload: The step reads gradients from the host.
 
     Raises:
@@ -80,7 +80,7 @@ def build_optimizer(
         }
     try:
         accepted = inspect.signature(kind).parameters
-        # A class of another library gets only the arguments that it knows, so that it need not have torch's.
+        # Pass only arguments that the class accepts, because an optimizer of another library may lack some of torch's.
         options |= {name: value for name, value in optional.items() if name in accepted}
         return kind(parameters, **{**options, **(optim.override_optimizer_config or {})})
     except (TypeError, ValueError, RuntimeError) as error:
@@ -93,8 +93,8 @@ def build_optimizer(
 def build_schedule(optimizer: Optimizer, optim: Optim, steps: int, key: str = KEY) -> LambdaLR:
     """Return the schedule: a linear warm-up, then the shape that ``optim.lr_scheduler_type`` names.
 
-    ``steps`` are those of the whole run, as ``optim.lr_schedule_steps`` counts them. ``optim.total_training_steps`` replaces
-    them when given.
+    ``steps`` is the length of the whole run in the unit of ``optim.lr_schedule_steps``. ``optim.total_training_steps`` replaces
+    it if it is set.
 
     Raises:
         ConfigError: The schedule rejects an argument.
@@ -105,11 +105,11 @@ def build_schedule(optimizer: Optimizer, optim: Optim, steps: int, key: str = KE
 
 
 def learning_rate_factors(warmup: int, total: int, optim: Optim, key: str = KEY) -> Callable[[int], float]:
-    """Return a function from a step of the schedule, counted from 0, to the factor on ``lr`` at that step.
+    """Return a function that maps a step of the schedule, counted from 0, to the factor on ``lr``.
 
-    A warm-up begins at 0, as in verl and transformers. If the schedule counts optimizer steps, the first one already updates, so
-    a warm-up of ``warmup`` steps begins at ``1 / (warmup + 1)``. After step ``total`` the rate keeps its last value, where
-    transformers' cosine rises again.
+    A warm-up begins at 0, as in verl and transformers. If the schedule counts optimizer steps, it begins at
+    ``1 / (warmup + 1)``, because the first optimizer step must already change the weights. After step ``total`` the rate keeps
+    its last value. The cosine of transformers would rise again there.
     """
     steps = max(total - warmup, 1)
     ahead = 1 if optim.lr_schedule_steps == "updates" else 0
@@ -131,7 +131,7 @@ def _shape(warmup: int, steps: int, optim: Optim, key: str) -> Callable[[int], f
         "inverse_sqrt": {"timescale": warmup or None},
         "polynomial": {"lr_end": 0.0},
     }
-    # Only the lambda is needed, which reads nothing but its step, so the optimizer is a stand-in.
+    # Only the schedule's lambda is needed. It reads only the step, so any optimizer serves.
     stand_in = SGD([torch.zeros(1, device="cpu")], lr=1.0)
     try:
         if name == "constant" and optim.lr_scheduler_kwargs:
@@ -139,7 +139,7 @@ def _shape(warmup: int, steps: int, optim: Optim, key: str) -> Callable[[int], f
         if name == "cosine_with_restarts" and (optim.num_cycles < 1 or optim.num_cycles % 1):
             raise ValueError(f"num_cycles={optim.num_cycles} is not a whole number of cycles")
         schedule = get_scheduler(name, stand_in, 0, steps, {**arguments.get(name, {}), **(optim.lr_scheduler_kwargs or {})})
-        # Called once, because some schedules show a wrong argument only when they are computed.
+        # Call it once here, because some schedules raise the error of a wrong argument only when they are called.
         schedule.lr_lambdas[0](steps)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(

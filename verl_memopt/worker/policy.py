@@ -63,7 +63,7 @@ NO_STATISTICS: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Updated:
-    """The result of an optimizer step that also returns the log-probs of its forward.
+    """The metrics of a gradient or an optimizer step, and the log-probs of its forward.
 
     ``log_probs`` is fp32 [R] on the host, in batch order.
     """
@@ -73,9 +73,10 @@ class Updated:
 
 
 class Policy:
-    """The trained policy, in :attr:`trained`. Arguments are as in :class:`TrainedModel`.
+    """The policy. :attr:`trained` holds its model and optimizer.
 
-    ``bypass`` is the rollout correction in bypass mode. None = decoupled mode, or no correction.
+    Arguments are as in :class:`TrainedModel`, where ``actor`` is called ``settings``. ``bypass`` is the rollout correction if it
+    runs in bypass mode. None = decoupled mode, or no correction.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Policy:
         self.model = model
         self.bypass: RolloutCorrection | None = None
         self.start: StartingAdapter | None = None
-        """The adapters that training started from; None = it started from the base."""
+        """The adapters that training started from. None = it started from the base model."""
         self.actor = actor
         self.trained = TrainedModel(ACTOR, model, actor, schedule_steps, world_size, device, offload)
 
@@ -101,8 +102,8 @@ class Policy:
         fsdp, shares = actor.fsdp_config, roles.shared is not None
         if fsdp.split_master_weights and not shares and world_size > 1:
             raise ConfigError(
-                f"{SPLIT_KEY}=true: the run has no engine whose weights several devices could share, and FSDP2 reduces gradients "
-                f"into the dtype of the weights. Set {SPLIT_KEY}=false."
+                f"{SPLIT_KEY}=true: the run has no engine whose weights several devices share, and without it FSDP2 reduces "
+                f"gradients into the dtype of the weights. Set {SPLIT_KEY}=false."
             )
         compiled = compiles_functions(actor.use_torch_compile, fsdp, roles.device)
         policy_model = build_trained_policy(model, fsdp, folder, roles.mesh(fsdp), roles.device, compiled, shares)
@@ -118,7 +119,7 @@ class Policy:
         policy.bypass = plan.bypass
         if model.lora_adapter_path is not None:
             policy.start = starting_adapter(Path(model.lora_adapter_path), policy_model, policy_model.compute, roles.device)
-        # With LoRA the reference is the policy with other adapters, or none.
+        # With LoRA the reference is the policy with its starting adapters, or without adapters.
         also = (REFERENCE, *roles.also) if model.lora_rank > 0 else ()
         policy.trained.home = roles.home_of(POLICY, policy_model, fsdp, also)
         return policy
@@ -132,20 +133,23 @@ class Policy:
         return self.trained.update(mini_batches, self.loss_at(temperature), ends_rollout)
 
     def update_on_policy(self, mini: MiniBatch, temperature: float, ends_rollout: bool = True) -> Updated:
-        """Take one optimizer step whose forward also yields the log-probs. Without old log-probs it is strictly on-policy."""
+        """Take one optimizer step, and return the log-probs of its forward too.
+
+        If ``mini`` has no old log-probs, the step is strictly on-policy.
+        """
         log_probs: list[Tensor] = []
         metrics = self.trained.step(mini, self.loss_at(temperature, log_probs))
         return self._updated(mini, metrics, log_probs, ends_rollout)
 
     def add_gradient(self, mini: MiniBatch, temperature: float) -> Updated:
-        assert self.trained.in_backward is None, "optim.in_backward has no step of its own"
+        assert self.trained.in_backward is None, "with optim.in_backward every backward already updates the weights"
         log_probs: list[Tensor] = []
         loss = self.loss_at(temperature, log_probs)
         metrics = self.trained.forward_backward(mini, loss, adds=self.trained.has_gradient)
         return self._updated(mini, metrics, log_probs, ends_rollout=False)
 
     def _updated(self, mini: MiniBatch, metrics: dict[str, Tensor], log_probs: list[Tensor], ends_rollout: bool) -> Updated:
-        # An out-of-memory error may have repeated forwards, and clipping in backward repeats them. Only the last ones count.
+        # Forwards run again after an out-of-memory error, and for clipping with optim.in_backward. Keep the last log-probs.
         parts = log_probs[-len(mini.micro_batches) :]
         found, parts = self.trained.conclude([metrics], ends_rollout, parts)
         return Updated(found, scatter_tokens(list(zip(mini.micro_batches, parts, strict=True)), mini.batch.responses.sizes()))
@@ -154,13 +158,16 @@ class Policy:
         return self.trained.accumulate(micro_batches, counts, self.loss_at(temperature))
 
     def loss_at(self, temperature: float, kept: list[Tensor] | None = None) -> LossOf:
-        """Return the loss of a micro-batch: the forward and the objective. The log-probs are appended to ``kept``, if given."""
+        """Return a function that runs the forward of a micro-batch and computes its loss.
+
+        The function appends the log-probs to ``kept``, if given.
+        """
 
         def loss(micro: MicroBatch, counts: GlobalCounts, prefix_kv: PrefixKV | None) -> tuple[Tensor, dict[str, Tensor]]:
             objective = Objective(micro, counts, self.actor, self.bypass)
             token_gradient = objective.token_gradient(self.trained.world_size)
             # With a token_gradient the head computes its gradient in this forward. The backward() of the loss, which
-            # TrainedModel runs, then only hands it on to the blocks.
+            # TrainedModel runs, then only passes it on to the blocks.
             log_probs, entropy = self.model(micro.pack, temperature, objective.with_entropy, token_gradient, prefix_kv)
             if kept is not None:
                 # Detached, because the list outlives the graph of the micro-batch.
@@ -170,20 +177,21 @@ class Policy:
         return loss
 
 
-# The loss of the policy on one micro-batch, and its gradient per token before any backward.
+# The loss of the policy on one micro-batch, and its gradient per token, which is known before the backward.
 
 
 EVERYTHING = slice(None)
 GSPO = "gspo"
-"""The loss whose ratio is the mean of a response's."""
+"""The loss with one ratio per response: the geometric mean of the ratios of its tokens."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of a micro-batch, as this rank's share of a mini-batch whose sizes are ``counts``.
+    """The loss of one micro-batch: this rank's share of the loss of a mini-batch. ``counts`` are the sizes of the mini-batch.
 
-    Without ``old_log_probs`` the update is strictly on-policy: the log-probs of its own forward take their place. ``bypass`` is
-    the rollout correction in bypass mode, where the engine's log-probs are the old ones; None = decoupled mode, or no correction.
+    If ``micro`` has no ``old_log_probs``, the update is strictly on-policy: the log-probs of its own forward replace them.
+    ``bypass`` is the rollout correction if it runs in bypass mode, where the engine's log-probs are the old log-probs. None =
+    decoupled mode, or no correction.
     """
 
     micro: MicroBatch
@@ -193,13 +201,14 @@ class Objective:
 
     @property
     def with_entropy(self) -> bool:
-        # An adaptive coefficient needs the entropy measured while it is 0 too.
+        # An adaptive coefficient needs the measured entropy even while the coefficient is 0.
         return self.actor.entropy_coeff != 0 or self.actor.entropy_ctrl.target is not None
 
     def loss(self, log_probs: Tensor, entropy: Tensor | None) -> LossAndMetrics:
-        """Return the share of the loss (scalar, with gradient) and of its metrics (scalars, without).
+        """Return this rank's share of the loss (a scalar with gradient) and of its metrics (scalars without gradient).
 
-        ``log_probs`` and ``entropy``, which is required if ``with_entropy``, are fp32 [R], in the order of ``pack.targets``.
+        ``log_probs`` and ``entropy`` are fp32 [R], in the order of ``pack.targets``. ``with_entropy`` says whether ``entropy``
+        is required.
         """
         old = self._old(log_probs, EVERYTHING)
         loss, parts = self._policy(log_probs, old, EVERYTHING)
@@ -211,15 +220,16 @@ class Objective:
         return loss, metrics
 
     def token_gradient(self, scale: float) -> TokenGradient | None:
-        """Return a function that computes the gradient of ``scale`` times the loss before any backward, for some of the tokens.
+        """Return a function that computes the gradient of ``scale * loss`` for some of the tokens, before any backward.
 
-        It maps (rows, log-probs, entropies) to the gradients of both. None = it does not exist, because a token's gradient
-        depends on the log-probs of other tokens: a ratio of sequences, off-policy.
+        The function maps (indices of tokens, their log-probs, their entropies) to the gradients of log-probs and entropies.
+        The result is None if the gradient of a token depends on the log-probs of other tokens. This is so if all tokens of a
+        response share one ratio and the update is off-policy.
         """
         on_policy = self.micro.old_log_probs is None
         if (not on_policy and not self._is_token_local) or self._reads_responses:
             return None
-        # A loss of ratios has the same gradient whatever the log-probs are, because every ratio is 1.
+        # On-policy every ratio is 1, so the gradient of a loss of ratios does not depend on the log-probs.
         is_constant = on_policy and (self.bypass is not None or LOSSES[self.actor.policy_loss.loss_mode].is_ratio)
         on_policy_gradient = self._on_policy_gradient() if is_constant else None
         alone = None if on_policy_gradient is None or self.actor.use_kl_loss else on_policy_gradient * scale
@@ -228,7 +238,7 @@ class Objective:
             if alone is not None and entropy is None:
                 return alone[rows], None
             with torch.enable_grad():
-                # Leaves of a small graph of their own: the head's graph does not exist yet when this is called.
+                # Leaves of a new small graph, because the graph of the head does not exist yet.
                 log_probs = log_probs.detach().requires_grad_()
                 entropy = None if entropy is None else entropy.detach().requires_grad_()
                 old = self._old(log_probs, rows)
@@ -238,8 +248,7 @@ class Objective:
                     loss = (log_probs * on_policy_gradient[rows]).sum()
                 for weight, _, value in self._penalties(log_probs, old, entropy, rows):
                     loss = loss + weight * value
-                # Backward starts from the loss times the number of ranks, so the gradient that is computed before it has the
-                # same factor.
+                # TrainedModel runs the backward of the loss times the number of ranks, so this gradient needs the same factor.
                 loss = loss * scale
             found = torch.autograd.grad(loss, [log_probs] if entropy is None else [log_probs, entropy])
             return found[0], None if entropy is None else found[1]
@@ -268,12 +277,12 @@ class Objective:
         moved = sampled - log_probs.detach()
         # Rejected tokens must not make a response look far from the policy.
         moved = moved if micro.kept is None else moved.where(micro.kept, 0.0)
-        # False for tokens of bad responses that the policy has left behind. Their advantage becomes 0.
+        # False for responses with a negative advantage that the policy has moved away from. Their advantage becomes 0.
         return (micro.advantages >= 0) | (row_means(moved, micro.pack.row, micro.lengths) <= threshold)[micro.pack.row]
 
     @property
     def _reads_responses(self) -> bool:
-        # These terms couple the tokens of a response, on-policy too.
+        # These terms couple the tokens of a response, even on-policy.
         actor = self.actor
         weighs = actor.use_kl_loss and actor.kl_loss_by_ratio and actor.policy_loss.loss_mode == GSPO
         return weighs or actor.off_policy_mask_threshold is not None
@@ -294,7 +303,7 @@ class Objective:
 
     def _old(self, log_probs: Tensor, rows: Any) -> Tensor:
         old, kept = self.micro.old_log_probs, self.micro.kept
-        # Detached: strictly on-policy the ratio has the value 1, and its gradient is that of the new log-prob alone.
+        # Detached: strictly on-policy the ratio has the value 1, and only the new log-prob in it has a gradient.
         if old is None:
             return log_probs.detach()
         return old[rows] if kept is None else old[rows].where(kept[rows], log_probs.detach())
@@ -322,21 +331,21 @@ class Objective:
 
     def _on_policy_gradient(self) -> Tensor:
         assert self.micro.advantages is not None
-        # Every ratio is 1 whatever the log-probs are, so zeros take their place.
+        # Every ratio is 1, whatever the log-probs are, so zeros serve as log-probs.
         with torch.enable_grad():
             log_probs = torch.zeros_like(self.micro.advantages, requires_grad=True)
             loss, _ = self._policy(log_probs, log_probs.detach(), EVERYTHING)
         return torch.autograd.grad(loss, log_probs)[0]
 
 
-# A pass without gradients: one forward of each micro-batch. Log-probs, values and scores are all computed by it.
+# The pass without gradients that computes log-probs, values or scores: one forward per micro-batch.
 
 
 Output = TypeVar("Output")
 
 
 Forward = Callable[[Pack, PrefixKV | None, Sequence[int]], Output]
-"""Runs a model on the pack of some rows, with the prefix KV of their prompt if there is one, and the rows themselves."""
+"""Runs a model. Its arguments are some rows packed into one sequence, the prefix KV of their prompt or None, and the rows."""
 
 
 def forward_pass(
@@ -346,11 +355,11 @@ def forward_pass(
     device: torch.device,
     forward: Forward[Output],
 ) -> list[tuple[Sequence[int], Output]]:
-    """Return (rows, output) of each micro-batch, without gradients, and free what the pass has gathered.
+    """Run one forward per micro-batch, without gradients, and return (rows, output) of each. Then free gathered parameters.
 
-    ``micro_batches`` holds the rows of each forward: every row once, and equally many micro-batches on all ranks. After an
-    out-of-memory error the remaining rows are cut into smaller micro-batches, as :func:`attempts` does it. The prefix KV of a
-    prompt is computed once, where its responses lie in several micro-batches.
+    ``micro_batches`` holds the rows of each forward. Every row occurs once, and all ranks have equally many micro-batches.
+    After an out-of-memory error :func:`attempts` cuts the remaining rows into smaller micro-batches. If the responses to a
+    prompt are in several micro-batches, the prefix KV of the prompt is computed only once.
     """
     outputs: list[tuple[Sequence[int], Output]] = []
 
@@ -371,12 +380,12 @@ def forward_pass(
     return outputs
 
 
-# The log-prob pass: log-probs of every response token, without gradients. The policy and the reference run it alike.
+# The log-prob pass: log-probs of every response token, without gradients. Policy and reference both use it.
 
 
 @dataclass(frozen=True)
 class LogProbs:
-    """The result of a log-prob pass: fp32 [R] each, on the host in batch order. ``entropy`` is None if it was not requested."""
+    """The result of a log-prob pass. Each tensor is fp32 [R], on the host, in batch order. ``entropy`` exists if requested."""
 
     log_probs: Tensor
     entropy: Tensor | None
@@ -407,8 +416,9 @@ def compute_log_probs(
 ) -> LogProbs:
     """Return the log-probs of every response token, without gradients.
 
-    ``micro_batches`` are as in :func:`forward_pass`. The logits are divided by ``temperature``. ``statistics`` maps the names of
-    further values per token to addresses, as :func:`verl_memopt.algorithms.custom.statistics_of` gives them.
+    ``micro_batches`` are as in :func:`forward_pass`. The logits are divided by ``temperature``. ``statistics`` maps the name
+    of each further value per token to the address of the function that computes it, as
+    :func:`verl_memopt.algorithms.custom.statistics_of` returns them.
     """
     asked = {name: load_statistic(address) for name, address in statistics.items()}
 
@@ -430,7 +440,7 @@ def in_batch_order(parts: Sequence[tuple[Sequence[int], LogProbs]], sizes: Seque
     )
 
 
-# The pass of a reward model: one score for each conversation, without gradients.
+# The pass of a reward model: one score per conversation, without gradients.
 
 
 def compute_scores(
@@ -438,11 +448,11 @@ def compute_scores(
 ) -> Tensor:
     """Return a reward model's score of each row, fp32 [B] on the host, in batch order.
 
-    A score belongs to the last token of its conversation, as in transformers' sequence classifiers. Values belong to the token
-    after their state, so each response in ``batch`` ends with one more token, whose value is the score. The model does not see
-    that token. ``micro_batches`` are as in :func:`forward_pass`.
+    The score is computed from the hidden state of the conversation's last token, as in transformers' sequence classifiers.
+    :class:`ValueModel` assigns the value of a hidden state to the next token. So each response in ``batch`` must end with one
+    extra token, whose value is the score. The model does not read this token. ``micro_batches`` are as in :func:`forward_pass`.
     """
-    assert all(batch.responses.sizes()), "each conversation ends with one token more"
+    assert all(batch.responses.sizes()), "each conversation must end with one token more"
 
     def forward(pack: Pack, prefix_kv: PrefixKV | None, rows: Sequence[int]) -> Tensor:
         return model(pack, prefix_kv)[pack.row_lengths.cumsum(0) - 1]

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run's workers: joined or started, with room reserved on it."""
+"""The Ray cluster of a run: join or start it, and reserve room on it for the workers."""
 
 from __future__ import annotations
 
@@ -34,37 +34,37 @@ LOOK_SECONDS = 5.0
 """Time between two checks that a joined cluster still answers, and that no process is stopped."""
 
 SILENT_SECONDS = 15.0
-"""Time for which a node of a joined cluster may be silent."""
+"""Longest time for which a node of a joined cluster may stay silent."""
 
 KEPT_SECONDS = 86_400
-"""Age in seconds from which a session's folder is removed."""
+"""Age in seconds after which the folder of an old Ray session is removed."""
 
 HEADS = {"gcs_server": "head process (gcs_server)", "raylet": "node process (raylet)"}
-"""Processes without which Ray cannot carry a run, by their process names."""
+"""Processes of Ray that a run needs: process name -> name in messages."""
 
 SOCKET_BYTES = 107
 """Longest path of a socket in bytes."""
 
 ROOM = SOCKET_BYTES - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1")
-"""Longest path of Ray's folder in bytes that leaves room for its sockets' names."""
+"""Longest path of Ray's folder, in bytes, that leaves room for the names of the sockets in it."""
 
 LOCAL = "local"
-"""Ray's name for a cluster that is started here, whatever RAY_ADDRESS says."""
+"""Ray's address for a cluster that is started here, even if RAY_ADDRESS is set."""
 
 LOCAL_CLUSTER: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 256 * 2**20}
-"""Arguments of ray.init where it starts a cluster, unless ``ray_kwargs.ray_init`` sets them. Batches without padding are small,
-so little shared memory is enough; beyond it Ray spills to disk."""
+"""Arguments of ray.init when it starts a cluster, unless ``ray_kwargs.ray_init`` sets them. Batches have no padding, so little
+shared memory is enough. When it is full, Ray spills to disk."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The room of some roles on the cluster: per device one CPU, and one GPU if the device is a GPU."""
+    """What some roles need of the cluster: per device one CPU, and also one GPU if ``gpu``."""
 
     nnodes: int
     devices_per_node: int
     gpu: bool
     section: str = "trainer"
-    """Section of the settings that asks for it."""
+    """Section of the settings that has these numbers."""
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -77,16 +77,16 @@ class Request:
 
 
 class Connection:
-    """This process's connection to Ray, made here unless one exists. :meth:`close` undoes only what was made here.
+    """This process's connection to Ray. :meth:`close` ends it only if it did not exist before.
 
     Raises:
-        ConfigError: Ray refuses ``ray_init`` or its address, or several nodes are requested without an address.
+        ConfigError: Ray rejects ``ray_init`` or its address, or several nodes are requested without an address.
     """
 
     def __init__(self, ray_init: Mapping[str, Any], *requests: Request, patience_seconds: float = math.inf) -> None:
         """Connect to Ray, or start it, unless this process is connected already.
 
-        ``patience_seconds``: longest wait for a process that a signal has stopped.
+        ``patience_seconds`` is the longest wait for a process that a signal has stopped.
         """
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -98,14 +98,14 @@ class Connection:
         self._members: set[Any] = set()
         self._patience_seconds = patience_seconds
         self._stopped: dict[int, int] = {}
-        """Process that a signal has stopped -> in how many looks. Looks and not seconds: where the whole run is stopped, nobody
-        looks."""
+        """Process that a signal has stopped -> number of checks in a row that found it so. It counts checks and not seconds,
+        because a run that is stopped as a whole makes no checks."""
         self._heads: dict[int, str] = {}
         self._joined: str | None = None
         self._looked_at = time.monotonic()
         self._nodes: dict[str, int] = {}  # address -> port
         self._own_node = ""
-        self._ports: list[int] = []  # of watched processes here
+        self._ports: list[int] = []  # held by watched processes on this node
         self._silent_since: float | None = None
         self.is_lost = False
         self._owned = not ray.is_initialized()
@@ -115,7 +115,7 @@ class Connection:
     def close(self) -> None:
         if self._owned:
             if self.is_lost:
-                # Its other processes would try to reach the dead one for a minute, and so would this process.
+                # Ray's other processes and this process would try to reach the dead process for a minute.
                 self._kill_started()
                 # Ray needs five seconds to notice that no process is left. Its own exit hook waits for this thread.
                 threading.Thread(target=self._shutdown, name="ray-shutdown", daemon=True).start()
@@ -149,7 +149,7 @@ class Connection:
             lost = self._silent_for_long(self.silent_node())
         else:
             lost = f"nothing answers any more at ray_kwargs.ray_init.address={address} ({reason})"
-            if isinstance(reason, TimeoutError):  # busy or stopped, and it may go on
+            if isinstance(reason, TimeoutError):  # busy or stopped by a signal, and may recover
                 lost = self._silent_for_long(lost)
         # Without the head, or the node process of this machine, Ray's own calls would wait for ever.
         self.is_lost = lost is not None and (reason is not None or _does_not_answer(self._own_node) is not None)
@@ -163,15 +163,15 @@ class Connection:
         for home in homes:
             if home.node == here:
                 self._ports.append(home.port)
-                # A process that a signal stops would make the run wait without a word.
-                with suppress(psutil.NoSuchProcess):  # its end is seen by the call that it does not answer
+                # A process that a signal stops would make the run wait without any message.
+                with suppress(psutil.NoSuchProcess):  # the call that it does not answer reports its end
                     self._members.add(psutil.Process(home.pid))
         ports = {node["NodeID"]: node["NodeManagerPort"] for node in ray.nodes()}
         self._nodes = {home.address: ports[home.node] for home in homes}
         self._own_node = next(f"{node['NodeManagerAddress']}:{ports[here]}" for node in ray.nodes() if node["NodeID"] == here)
 
     def kill_watched(self) -> None:
-        # Without its head, a cluster would do so only after a minute.
+        # A cluster without its head process kills its workers only after a minute.
         kill([process.pid for process in self._members if process.is_running()])
 
     def silent_node(self) -> str | None:
@@ -205,7 +205,7 @@ class Connection:
         return {pid for pid, looks in self._stopped.items() if looks * LOOK_SECONDS > self._patience_seconds}
 
     def _name_stopped(self) -> None:
-        # Nothing else would tell why the run waits.
+        # Without this warning nothing would say why the run waits.
         stopped = self.stopped_now()
         for pid in sorted(stopped - self._stopped.keys()):
             logger.warning("process %d of this run is stopped by a signal, and the run waits for it: kill -CONT %d", pid, pid)
@@ -221,7 +221,7 @@ class Connection:
         import psutil
 
         for parent in self._started:
-            # Noted while they can be found: once its parent has ended, an orphan belongs to nobody.
+            # Remember descendants while their parents live, because orphans can no longer be found.
             for pid in (parent, *descendants(parent)):
                 with suppress(psutil.NoSuchProcess):
                     self._known.add(psutil.Process(pid))
@@ -236,7 +236,7 @@ class Connection:
         self._remember_started()
         node = ray._private.worker._global_node
         if self._started and node is not None:
-            # Ray would send SIGTERM, which every process of the run is started with blocked, and wait a second for each.
+            # Ray would send SIGTERM to each process and wait a second for it. But the processes of the run block SIGTERM.
             node.kill_all_processes = lambda **_: self._kill_started()
         ray.shutdown()
         self._kill_started()
@@ -280,22 +280,22 @@ class Connection:
             self.close()
             if isinstance(error, ConnectionError) and joins:
                 raise ConfigError(
-                    f"ray_kwargs.ray_init.address={address}: what answers there does not take this run in ({error}). Give the "
+                    f"ray_kwargs.ray_init.address={address}: the server there does not take this run in ({error}). Give the "
                     "address that ray start --head printed there, and the token of that cluster (RAY_AUTH_MODE=token with "
                     "RAY_AUTH_TOKEN_PATH), or remove the key (and the variable RAY_ADDRESS) to start a cluster on this machine."
                 ) from error
             raise ConfigError(
                 f"ray_kwargs.ray_init={arguments}: Ray could not start: {error}. Correct or remove the argument."
             ) from error
-        except Exception as error:  # Ray raises a plain one where its own processes do not start in time, or are killed meanwhile
+        except Exception as error:  # Ray raises a plain Exception if its own processes do not start in time or are killed
             self.close()
             why = str(error).rstrip(".")
-            raise WorkerError(f"Ray could not start: {why}. Start the command again; a run goes on from its record.") from error
+            raise WorkerError(f"Ray could not start: {why}. Start the command again; a run goes on from its records.") from error
         self._joined = ray.get_runtime_context().gcs_address if joins else None
         self._started = [child.pid for child in psutil.Process().children() if child not in before]
         self._heads = {pid: name for pid in self._started if (name := HEADS.get(psutil.Process(pid).name()))}
         self._remember_started()
-        # From here on the guardian follows parents only, so processes that others start later are left alone.
+        # From now on the guardian finds new processes only by their parents. It leaves processes of other programs alone.
         if self._guardian is not None:
             self._guardian.all_started()
 
@@ -307,10 +307,10 @@ class _Fixed(list[str]):
 
 
 def _job_config() -> Any:
-    """Return a job whose workers do not look for modules in the driver's working directory and script folder first.
+    """Return a job config that keeps the driver's working directory and script folder out of the workers' ``sys.path``.
 
-    Ray puts both in front of the standard library, where a file ``secrets.py`` would replace Python's. A worker appends its own
-    directory.
+    Ray would put both before the standard library, where a file ``secrets.py`` would replace Python's module. The class
+    ``Member`` appends the working directory at the end of ``sys.path`` instead.
     """
     from ray.job_config import JobConfig
 
@@ -320,10 +320,10 @@ def _job_config() -> Any:
 
 @contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """Block the signals that stop a run, in this thread and in the threads and processes that it starts, which inherit the mask.
+    """Block the signals that stop a run in this thread. Threads and processes that it starts inherit this.
 
-    A scheduler sends SIGTERM to every process of a job, and Ray's processes would end before the run has saved. At the end the
-    handlers of this process are restored, because Ray sets some.
+    A scheduler sends SIGTERM to every process of a job. Without this Ray's processes would end before the run has saved. At the
+    end the signal handlers of this process are restored, because Ray sets its own.
     """
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -334,13 +334,13 @@ def stop_signals_blocked() -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        # After the handlers are in place again, so that a signal that waits reaches the run's handler and not Ray's.
+        # Only after the handlers are restored, so that a pending signal reaches the run's handler and not Ray's.
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @contextmanager
 def _one_node() -> Iterator[None]:
-    # Ray turns 127.0.0.1 into the node's address, unless it is configured for a machine without clusters.
+    # Ray replaces 127.0.0.1 by the node's address, unless clusters of several nodes are disabled.
     from ray._private import ray_constants
 
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
@@ -380,11 +380,11 @@ def remove_old_sessions(folder: Path) -> None:
 def own_folder() -> Path:
     """Return this user's folder for Ray's sessions (sockets, logs and spilled objects), with mode 0700.
 
-    It is ``verl_memopt_<user id>`` below RAY_TMPDIR, else below the system's folder for temporary files, else below /tmp if that
-    folder's path is too long for sockets.
+    Its name is ``verl_memopt_<user id>``. It is in RAY_TMPDIR if this is set, otherwise in the system's temporary folder, or in
+    /tmp if the path of that folder is too long for sockets.
 
     Raises:
-        ConfigError: RAY_TMPDIR is too long for a socket, or the folder belongs to someone else, or it cannot be created.
+        ConfigError: RAY_TMPDIR is too long for a socket, or the folder belongs to another user or cannot be created.
     """
     ray_tmpdir = os.environ.get("RAY_TMPDIR")
     name, parent = ("RAY_TMPDIR", Path(ray_tmpdir)) if ray_tmpdir else ("TMPDIR", Path(tempfile.gettempdir()))
@@ -395,8 +395,8 @@ def own_folder() -> Path:
     too_long = len(os.fsencode(folder)) - ROOM
     if too_long > 0:
         raise ConfigError(
-            f"{name}={parent}: the path is {too_long} bytes too long. Ray puts sockets below it, whose paths have at most "
-            f"{SOCKET_BYTES} bytes. Set RAY_TMPDIR to a shorter folder, for example RAY_TMPDIR=/tmp."
+            f"{name}={parent}: the path is {too_long} bytes too long. Ray creates sockets in it, and the path of a socket "
+            f"has at most {SOCKET_BYTES} bytes. Set RAY_TMPDIR to a shorter folder, for example RAY_TMPDIR=/tmp."
         )
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -405,7 +405,7 @@ def own_folder() -> Path:
         raise ConfigError(
             f"{name}={parent}: {folder} cannot be created ({error.strerror}). Set RAY_TMPDIR to a folder of yours."
         ) from error
-    # lstat and not stat: a link that another user has put there must not lead elsewhere.
+    # lstat, not stat: a link from another user must not redirect to another folder.
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise ConfigError(f"{name}={parent}: {folder} is not a folder of yours. Set RAY_TMPDIR to a folder of yours.")
     folder.chmod(0o700)
@@ -413,16 +413,17 @@ def own_folder() -> Path:
 
 
 HTTP2_START = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""What a client of HTTP/2, which gRPC and so Ray speaks, says first: its preface and an empty frame of settings."""
+"""The first bytes of an HTTP/2 client: the preface and an empty SETTINGS frame. Ray uses gRPC, which uses HTTP/2."""
 
 FRAME_BYTES, FRAME_TYPE, FRAME_SETTINGS = 9, 3, 4
-"""Length of a frame's header in HTTP/2, the place of its type there, and the type that a server sends first. RFC 9113."""
+"""HTTP/2 (RFC 9113): length of a frame header, offset of the type in it, and the type of a server's first frame."""
 
 
 def _does_not_answer(address: str) -> OSError | None:
-    """Return why nothing can be reached at a ``host:port``. None if something answers as Ray would, or for another form.
+    """Return the error if no process of Ray answers at ``host:port``, otherwise None.
 
-    That a process listens is not enough: the kernel accepts connections to one that is stopped.
+    An open port is not enough, because the kernel accepts connections for a stopped process too. With TLS only the connection
+    is tested. The result is None for an address of another form.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdigit():
@@ -436,7 +437,7 @@ def _does_not_answer(address: str) -> OSError | None:
             while len(header) < FRAME_BYTES:
                 part = connection.recv(FRAME_BYTES - len(header))
                 if not part:
-                    return ConnectionResetError("it closes the connection")
+                    return ConnectionResetError("the process there closes the connection")
                 header += part
     except OSError as error:
         return error
@@ -444,17 +445,17 @@ def _does_not_answer(address: str) -> OSError | None:
 
 
 def reserve(requests: Sequence[Request], timeout_seconds: float) -> list[list[Any]]:
-    """Return placement groups for each request, one per node with one bundle per device, all placed.
+    """Reserve room for each request. Return its placement groups: one per node, with one bundle per device.
 
     Raises:
         ConfigError: The cluster is too small for the requests.
-        WorkerError: The cluster is large enough, but had no room for ``timeout_seconds``.
+        WorkerError: The cluster is large enough, but had no free room within ``timeout_seconds``.
     """
     import ray
     from ray.util.placement_group import placement_group, placement_group_table
 
     _check_possible(*requests)
-    # The largest first, as what is smaller may fit beside it.
+    # The largest requests first, because smaller ones may fit beside them.
     wanted = sorted(
         (request for request in requests for _ in range(request.nnodes)), key=lambda request: -request.devices_per_node
     )
@@ -463,7 +464,7 @@ def reserve(requests: Sequence[Request], timeout_seconds: float) -> list[list[An
     groups = [placement_group([request.bundle] * request.devices_per_node, strategy="STRICT_PACK") for request in wanted]
     placed, waiting = ray.wait([group.ready() for group in groups], num_returns=len(groups), timeout=timeout_seconds)
     if waiting:
-        # Groups that were placed hold their room until they are removed, and the error would leave them behind.
+        # Placed groups keep their room until they are removed, so remove them before raising.
         release(groups)
         free = _resources(ray.available_resources())
         keys = " or ".join(f"{request.section}.n_gpus_per_node" for request in requests)
@@ -478,8 +479,8 @@ def reserve(requests: Sequence[Request], timeout_seconds: float) -> list[list[An
         node = next(iter(placement_group_table(groups[index])["bundles_to_node_id"].values()))
         return node != here, nodes[node]
 
-    # Rank 0 of the first request reads and writes for all ranks, so it is on this machine where there is room. Room of one size
-    # serves any request of that size.
+    # Rank 0 of the first request reads and writes files for all ranks, so it gets room on this machine if there is any. A
+    # placement group serves any request of its size.
     order = sorted(range(len(groups)), key=place)
     found = []
     for request in requests:
@@ -497,10 +498,10 @@ def release(groups: list[Any]) -> None:
 
 
 def _check_possible(*requests: Request) -> None:
-    """Check that the cluster has room for all requests at once, each of their nodes on a node of its own.
+    """Check that the cluster is large enough for all requests at once. All nodes of one request must be different nodes.
 
     Raises:
-        ConfigError: It has not. The message names the keys of each request.
+        ConfigError: The cluster is too small. The message names the keys of each request.
     """
     import ray
 
@@ -516,7 +517,7 @@ def _check_possible(*requests: Request) -> None:
                 f"{'; '.join(map(str, requests))}{at_once}, but the cluster's nodes have: {available}. Lower {keys}, "
                 "raise ray_kwargs.ray_init.num_cpus if CPUs are short, or join a larger cluster with ray_kwargs.ray_init.address."
             )
-        # The fullest that fit, so that a later request finds a node that is empty.
+        # Use the fullest nodes that fit, so that empty nodes are left for later requests.
         for node in sorted(fitting, key=lambda node: [node.get(name, 0) for name in needed])[: request.nnodes]:
             for name, number in needed.items():
                 node[name] -= number

@@ -1,10 +1,9 @@
-"""The workers of a run as Ray's processes: one actor per device, on one node or many, in one pool or several.
+"""The workers of a run as Ray processes: one actor per device, on one or more nodes, in one or more pools.
 
-A member that fails ends all pools: other members may wait for it in a collective, and the driver for its answer, so they are
-killed.
+If a member fails, the members of all pools are killed, because others may wait for it in a collective.
 
-Each member sees all GPUs that Ray gave to its pool on its node, in the order of the local ranks. Its own GPU is the one of its
-local rank, as under torchrun. Why: docs/decisions/workers_and_engine.md.
+Each member sees all GPUs that Ray gave to its pool on its node, in the order of the local ranks. Its local rank is the index of
+its own GPU, as under torchrun. The reason is in docs/decisions/workers_and_engine.md.
 """
 
 from __future__ import annotations
@@ -39,30 +38,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLOW_SECONDS, SLOW_TIMES = 5.0, 2.0
-"""A worker is slow once others have waited for it this long, and this many times as long as they took themselves. If a whole pool
-takes this many times its longest call, all members without a result are slow."""
+"""A worker is slow if the others have waited for it longer than SLOW_SECONDS, and longer than SLOW_TIMES the time that they took
+themselves. If a pool needs longer than SLOW_TIMES its longest call so far, all its members without a result are slow."""
 
 SETTLE_SECONDS = 1.0
-"""Wait for further failures after the first: a broken connection is often reported before the death that caused it."""
+"""Wait after a first failure for further ones: a broken connection is often reported before the death that caused it."""
 
 SLICE_SECONDS = 1.0
 """Time between two checks that Ray itself is still alive, while calls run."""
 
 KILL_SECONDS = 10.0
-"""Longest time in which killed members must be gone."""
+"""Longest wait for the end of killed members."""
 
 START = "start"
-"""Name of the calls before a worker is built."""
+"""Name, in messages, of the calls that start and build workers."""
 
 
 class Member:
-    """The process of one worker. It starts empty, so that its environment is set before anything heavy is imported."""
+    """The process of one worker. It starts without heavy imports, so that they see the environment variables set later."""
 
     def __init__(self, name: str) -> None:
-        # Last, so that a file there never stands for a module of Python; see _job_config in ray_cluster.py.
+        # At the end, so that a file there never replaces a module of Python. See _job_config in ray_cluster.py.
         sys.path.append(os.getcwd())
-        # The driver decides what a signal to all processes of a run means, and this process ends with the driver. A handler,
-        # not SIG_IGN: programs that this process starts then have the default actions.
+        # Ignore signals that stop a run: the driver acts on them, and this process ends with the driver. A handler and not
+        # SIG_IGN, because programs that this process starts would inherit SIG_IGN.
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -77,11 +76,11 @@ class Member:
         import ray
 
         here = ray.get_runtime_context().get_node_id()
-        # Asked of the cluster. Ray's get_node_ip_address guesses in a worker's process, by a route to the internet.
+        # Ask the cluster. In a worker's process Ray's get_node_ip_address guesses from the route to the internet.
         (address,) = (node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == here)
         gpus = tuple(map(str, ray.get_gpu_ids()))
         for name, value in network_of(address).items():
-            # What was set on a node before Ray started there is the wish of who knows its network.
+            # Keep variables that the user set before starting Ray on this node: the user knows its network.
             os.environ.setdefault(name, value)
         return Home(os.getpid(), here, address, held_port(address), gpus)
 
@@ -89,22 +88,22 @@ class Member:
         return site(paths, probe)
 
     def prepare(self, environment: dict[str, str], ahead: Sequence[str]) -> None:
-        """Set the environment variables. ``ahead`` is the dotted name of a function to call now, and its arguments."""
+        """Set the environment variables, then call the function named ``ahead[0]`` with the rest of ``ahead`` as arguments."""
         os.environ.update(environment)
         if ahead:
             with uncollected():
                 pkgutil.resolve_name(ahead[0])(*ahead[1:])
-            gc.freeze()  # nothing of it ever goes, so no later collection needs to look through it
+            gc.freeze()  # imported modules stay for ever, so later collections need not search them
 
     def build(self, pickled_factory: bytes, placement: Placement) -> None:
         from ray import cloudpickle
 
-        # Unpickled here and not by Ray: it imports modules that read the environment.
+        # Unpickled here and not by Ray, because this imports modules that read the environment variables.
         self._worker = cloudpickle.loads(pickled_factory)(placement)
 
     def call(self, method: str, *args: Any) -> Any:
         if method == "close":
-            # The process is killed next. Its memory goes with it, and vLLM's collections of garbage took a second and a half.
+            # The process is killed next, which frees its memory. Skip vLLM's garbage collections, which take 1.5 seconds.
             vars(gc)["collect"] = lambda generation=2: 0
         return getattr(self._worker, method)(*args)
 
@@ -118,23 +117,23 @@ def start_ray_group(
     ahead: Sequence[str] = (),
     patience_seconds: float = math.inf,
 ) -> RayGroup:
-    """Return a group of the requested processes, with ranks in the order of the nodes. :meth:`RayGroup.build` makes the workers.
+    """Start the requested processes, with ranks in the order of the nodes. :meth:`RayGroup.build` builds the workers in them.
 
-    If it fails, nothing that it started is left behind.
+    After an error everything that this function started is ended.
 
     Args:
-        requests: The processes: first those of the policy, then each pool of its own.
+        requests: First the request for the policy's pool, then one per role with its own devices.
         device: Kind of device, as :func:`verl_memopt.distributed.device.resolve_device` names it.
-        timeout_seconds: Longest wait for placement, and again for the start of the processes.
-        ray_init: Arguments of ray.init, where this process is not connected yet.
+        timeout_seconds: Longest wait for placement, and then for the start of the processes.
+        ray_init: Arguments of ray.init. Used if this process is not connected to Ray yet.
         num_threads: OMP_NUM_THREADS of each worker.
-        ahead: What each process of the policy calls until its worker is built, such as its imports: ``module:function`` and
-            arguments.
+        ahead: A function that each process of the policy calls before its worker is built, such as slow imports:
+            ``module:function`` and its arguments.
         patience_seconds: Longest wait for a process of this machine that a signal has stopped.
 
     Raises:
-        ConfigError: The cluster is too small for the group, or Ray refuses ``ray_init``.
-        WorkerError: The cluster had no room in time.
+        ConfigError: The cluster is too small for the group, or Ray rejects ``ray_init``.
+        WorkerError: The cluster had no free room in time.
     """
     wanted = [requests] if isinstance(requests, Request) else list(requests)
     group = RayGroup(Connection(ray_init, *wanted, patience_seconds=patience_seconds), device)
@@ -149,9 +148,9 @@ def start_ray_group(
 
 
 def group_of(settings: Settings, device: str, ahead: Sequence[str] = (), pools: Sequence[str] | None = None) -> RayGroup:
-    """Start the group that the settings of a run ask for, still without workers. As :func:`start_ray_group`.
+    """Start the processes of a run as the settings say. ``ahead`` and errors are as in :func:`start_ray_group`.
 
-    ``pools`` names the roles on devices of their own; None = those of the settings.
+    ``pools`` names the roles with their own devices. None = the settings name them.
     """
     trainer, ray, gpu = settings.trainer, settings.ray_kwargs, device != "cpu"
     requests = [Request(trainer.nnodes, trainer.n_gpus_per_node, gpu)]
@@ -165,16 +164,16 @@ def group_of(settings: Settings, device: str, ahead: Sequence[str] = (), pools: 
 
 @dataclass(eq=False)
 class Calls:
-    """Calls of one pool that are under way, one per member: ``pending`` is call -> rank, ``results`` is rank -> result."""
+    """Running calls of one pool, one per member. ``pending`` maps a call to its rank, ``results`` a rank to its result."""
 
     pool: Pool
     pending: dict[Any, int]
     name: str
-    """The phase, or what else is called."""
+    """Name in messages: the phase, or the method outside of phases."""
     results: dict[int, Any] = field(default_factory=dict)
     begun: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
-    """When the last result came."""
+    """When the last result arrived."""
     told: bool = False
 
     def ended(self) -> list[Any]:
@@ -189,7 +188,7 @@ class Pool:
     homes: list[Home] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
     longest: dict[str, float] = field(default_factory=dict)
-    """Longest seconds of the calls so far, by their names."""
+    """Name of calls -> seconds of the longest one so far."""
 
     @property
     def world_size(self) -> int:
@@ -222,7 +221,7 @@ class Pool:
 
 
 class RayGroup:
-    """One actor per device. Created by :func:`start_ray_group`. As a worker group it acts as its first pool, the policy's."""
+    """All pools of a run. :func:`start_ray_group` creates it. Its own calls go to the first pool, which is the policy's."""
 
     def __init__(self, connection: Connection, device: str) -> None:
         self._device = device
@@ -249,7 +248,6 @@ class RayGroup:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        # A process starts empty, so that its environment is set before anything heavy is imported.
         rooms = reserve(requests, timeout_seconds)
         self._room = [room for own in rooms for room in own]
         self._all = [Pool(self, request) for request in requests]
@@ -259,7 +257,7 @@ class RayGroup:
                     options = ray.remote(Member).options(
                         num_cpus=1,
                         num_gpus=1 if pool.request.gpu else 0,
-                        # A worker meets others in collectives, so its calls must run one at a time and in their order.
+                        # Workers meet in collectives, so each must run its calls one at a time and in order.
                         max_concurrency=1,
                         scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=bundle),
                     )
@@ -273,7 +271,7 @@ class RayGroup:
     def prepare(self, num_threads: int, ahead: Sequence[str]) -> None:
         for pool in self._all:
             made, nodes = [], [home.node for home in pool.homes]
-            # On one node the loopback address needs no firewall to be open, and nobody else can connect.
+            # On one node use the loopback address: no firewall blocks it, and nobody can connect from outside.
             address = LOOPBACK if len(set(nodes)) == 1 else pool.homes[0].address
             for rank, member in enumerate(pool.members):
                 local_rank = nodes[:rank].count(nodes[rank])
@@ -298,13 +296,13 @@ class RayGroup:
         compare_nodes(self.homes, paths, run_dir, here, ask)
 
     def build(self, factory: WorkerFactory, pool_factories: Mapping[str, WorkerFactory] | None = None) -> RayGroup:
-        """Build the worker of each process, and return the group. Workers may meet in collectives meanwhile.
+        """Build the worker of each process, and return the group. Workers may run collectives while they are built.
 
         ``pool_factories`` maps the section of a pool to the factory of its workers.
 
         Raises:
-            WorkerError: A worker failed while it was built. The group is gone then, as after any error.
-            UserError: As the factory raised it.
+            WorkerError: A worker failed while it was built. After any error the group is shut down.
+            UserError: The factory raised this error.
         """
         from ray import cloudpickle
 
@@ -358,13 +356,13 @@ class RayGroup:
         return calls
 
     def wait(self, calls: Calls, timeout_seconds: float | None = None) -> list[Any]:
-        """Wait for some calls, or for the first failure of any call. A failure kills every member, and its error is raised."""
+        """Wait for ``calls``, or for the first failure in any pool. A failure kills all members and is then raised."""
         import ray
 
         failures: dict[tuple[Calls, int], ray.exceptions.RayError] = {}
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while calls.pending or failures:
-            # Calls of all pools, because a failure anywhere ends the run.
+            # Wait for the calls of all pools, because any failure ends the run.
             pending = {call: batch for batch in self._under_way for call in batch.pending}
             if not pending:
                 break
@@ -406,8 +404,8 @@ class RayGroup:
     def _cause(self, failures: dict[tuple[Calls, int], Any]) -> UserError:
         """Choose the error to raise for several failures.
 
-        A lost node comes first, then a death, then a member that a signal has stopped, because they explain the broken
-        connections and timeouts of the other members; then an error for the user.
+        The order is: a lost node, a dead member, a member that a signal has stopped, an error for the user. The first three
+        explain broken connections and timeouts of other members.
         """
         import ray
 
@@ -433,7 +431,7 @@ class RayGroup:
         if user_errors:
             (calls, rank), error = user_errors[0]
             pool = calls.pool
-            # The user must learn whose memory it was: each pool has settings of its own.
+            # Name the worker that ran out of memory, because each pool has its own settings.
             if isinstance(error, DeviceMemoryError | HostMemoryError) and pool.is_own:
                 error.args = (f"{pool.where(rank)}: {error.args[0]}", *error.args[1:])
             return error
@@ -445,8 +443,8 @@ class RayGroup:
                 if calls.pool.homes and calls.pool.homes[rank].pid in pids:
                     return (
                         f"{calls.pool.where(rank)} was stopped by a signal in {calls.name}, and the others wait no longer than "
-                        "actor_rollout_ref.nccl_timeout seconds for it. The same command resumes from the last checkpoint. A "
-                        "process that is to go on gets kill -CONT before that time is over, or raise the key."
+                        "actor_rollout_ref.nccl_timeout seconds for it. The same command resumes from the last checkpoint. Next "
+                        "time, send the process kill -CONT before that time is over, or raise the key."
                     )
         return None
 
@@ -477,15 +475,15 @@ class RayGroup:
 
 
 def _name_slow(calls: Calls) -> None:
-    """Warn once of members that others wait for: the slow ones of a pool, or a whole pool that takes longer than ever."""
+    """Warn once about slow calls: of members that the others of the pool wait for, or of a pool that is slower than before."""
     waited, took, pool = time.monotonic() - calls.heard, calls.heard - calls.begun, calls.pool
     if calls.told or not pool.homes or not calls.pending or waited <= SLOW_SECONDS:
         return
-    # Members are named with node and pid, so that one can look there.
+    # The message has node and pid of the members, so that the user can look there.
     slow = ", ".join(map(pool.where, calls.pending.values()))
     if calls.results and waited > SLOW_TIMES * took:
         calls.told = True
-        logger.warning("the others were done after %.1f seconds, and wait for %s", took, slow)
+        logger.warning("the other workers ended after %.1f seconds, and now wait for %s", took, slow)
         return
     before = pool.longest.get(calls.name, 0.0)
     if pool.is_own and calls.name != START and before and waited > SLOW_TIMES * before:
@@ -495,13 +493,13 @@ def _name_slow(calls: Calls) -> None:
 
 DEATH_HINT = (
     "A process that ends without a traceback was usually killed for its memory use: compare the host memory of the run with the "
-    "machine's, lower the micro-batch or the KV cache, and see Ray's logs in"
+    "machine's, lower the size of micro-batches or of the KV cache, and see Ray's logs in"
 )
 
 
 def _reason(text: str) -> str:
     match = re.search(r"Worker exit type: .*?(?= Some common causes|$)", _plain(text), re.DOTALL)
-    # Ray's facts without its general advice.
+    # Keep the facts in Ray's text, and drop its general advice.
     return match.group() if match else _plain(text)
 
 

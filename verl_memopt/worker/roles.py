@@ -1,7 +1,7 @@
-"""The roles of a worker: what the driver sends, and how the models are built from it.
+"""The roles of a worker: the plan that the driver sends, and how a worker builds its models from it.
 
-A role is a sharded model, filled from its folder, with a place on the host if it may rest there. Frozen roles are built here.
-``worker/policy.py`` builds the policy and the critic, with the helpers of :class:`RoleBuilder`.
+A role is a sharded model with the weights of its folder. If it may rest on the host, it has host memory reserved for that.
+Frozen roles are built here. ``worker/policy.py`` builds the policy and the critic, with helpers of :class:`RoleBuilder`.
 """
 
 from __future__ import annotations
@@ -61,21 +61,21 @@ from verl_memopt.worker.trained_model import TrainedModel, readable
 
 
 class FrozenRole(Protocol):
-    """A frozen model with what a recipe computes in it. The driver calls its methods through ``Worker.call_role``."""
+    """A frozen model, and a recipe's methods that use it. The driver calls them through ``Worker.call_role``."""
 
     @property
     def model(self) -> PolicyModel: ...
 
 
 class RolePlan(Protocol):
-    """One more role that a recipe asks each worker to build. It travels to the workers, so it must be picklable.
+    """A further role, which each worker builds for a recipe. It is sent to the workers, so it must be picklable.
 
-    The role computes in the phase ``reward``. Its model rests on the host outside of that phase if its settings say so.
+    The role computes in the phase ``reward``. Outside of that phase its model rests on the host if its settings say so.
     """
 
     @property
     def is_reference(self) -> bool:
-        """Whether the role computes in the reference's model, which must then be on the device in the phase ``reward`` too."""
+        """Whether the role uses the reference's model, which must then be on the device in the phase ``reward`` too."""
 
     def build(self, roles: RoleBuilder, policy: PolicyModel, reference: PolicyModel | None) -> FrozenRole:
         """Build the role. ``reference`` is None if the reference has no model of its own."""
@@ -87,63 +87,64 @@ class WorkerPlan:
     folder: str
     """Folder of the policy's model."""
     engine_folder: str | None
-    """Folder with the config for the engine: the model's own, or one with ``model.override_config`` merged in. None = there is no
-    engine."""
+    """Folder from which the engine reads the model's config. It differs from ``folder`` if settings such as
+    ``model.override_config`` change the config. None = there is no engine."""
     reference_folder: str | None
-    """Folder of the reference's model. None = no model of its own."""
+    """Folder of the reference's model. None = the reference has no model of its own."""
     tokenizer_folder: str
     eos_token_ids: tuple[int, ...]
     """Tokens that end a response."""
     schedule_steps: int
-    """Steps of the policy's schedule over the whole run, as ``actor.optim.lr_schedule_steps`` counts them."""
+    """Steps of the policy's schedule in the whole run, in the unit of ``actor.optim.lr_schedule_steps``."""
     free_engine: bool
     """The engine sleeps outside of rollout and validation."""
     track_init: bool
-    """Count the bytes of the start on a CPU."""
+    """On a CPU, count live bytes while the worker is built."""
     known_ids: int | None = None
-    """As :attr:`verl_memopt.rollout.engine.EnginePlace.known_ids`."""
+    """The same as :attr:`verl_memopt.rollout.engine.EnginePlace.known_ids`."""
     critic: schema.Critic | None = None
     """The ``critic`` section of the settings. None = there is no critic."""
     critic_folder: str | None = None
     """Folder of the critic's model."""
     critic_schedule_steps: int = 0
-    """Steps of the critic's schedule over the whole run."""
+    """Steps of the critic's schedule in the whole run, in the unit of ``critic.optim.lr_schedule_steps``."""
     memory: Memory = dataclasses.field(default_factory=Memory)
     """Limits and host buffers of the process."""
     kinds_on_gpu: bool = False
-    """Count bytes by kind in tracked phases on a GPU too. Compiled functions then stay uncompiled."""
+    """Count bytes by kind in tracked phases on a GPU too. Functions are then not compiled."""
     bypass: RolloutCorrection | None = None
     """The rollout correction in bypass mode. None = decoupled mode, or no correction."""
     stop_file: str | None = None
-    """File that tells a rollout to stop, once the driver has written it. None = rollouts are never abandoned."""
+    """A rollout stops once the driver has written this file. None = rollouts are never stopped."""
     private_files: bool = False
-    """Files that the workers write are readable only by the user who trains."""
+    """Only the user who trains can read the files that the workers write."""
     sync_check: bool = False
     """Compare the engine's weights with the policy's after each sync, and look for stale cache blocks."""
     snapshot_folder: str | None = None
-    """Where a snapshot of the memory is written when it runs out. None = nowhere."""
+    """Folder for a memory snapshot after an out-of-memory error. None = no snapshot is written."""
     reward_model: ScoringModel | None = None
-    """Settings of the reward model's own model. None = no model scores."""
+    """Settings of the reward model. None = no model scores responses."""
     reward_folder: str | None = None
     """Folder of the reward model."""
     further_reward_folders: tuple[str, ...] | None = None
     """Folders of further reward models, which have the same settings. None = there are none."""
     rewards: RewardModel | None = None
-    """The ``reward_model`` section of the settings, for the advice after an out-of-memory error. None = no model scores."""
+    """The ``reward_model`` section of the settings, for the advice after an out-of-memory error. None = no model scores
+    responses."""
     role: RolePlan | None = None
-    """A recipe's own role. None = no recipe has one."""
+    """The further role of a recipe. None = there is none."""
     beside_cache_bytes: int | None = None
-    """Bytes that the device holds beside the KV cache by the formulas, with ``rollout.kv_cache_memory_gb=auto``. None = the
+    """With ``rollout.kv_cache_memory_gb=auto``: bytes on the device that are not KV cache, by the planner's formulas. None = the
     settings give the size of the cache."""
     adaptive_phases: tuple[str, ...] = ()
-    """Phases whose micro-batches are cut again after an out-of-memory error, on one rank."""
+    """Phases whose micro-batches are cut smaller after an out-of-memory error, if no ranks share a micro-batch."""
     has_policy: bool = True
-    """False = the worker has a single other role, on devices of its own."""
+    """False = the worker has only one other role, and its own device."""
 
     def alone(self, role: str) -> WorkerPlan:
         absent: dict[str, Any] = dict.fromkeys(("engine_folder", "reference_folder", "role", "beside_cache_bytes"))
         snapshots = None if self.snapshot_folder is None else f"{self.snapshot_folder}/{role}"
-        # Engine, reference and recipe belong to the policy's workers.
+        # Only the policy's workers have an engine, a reference and the role of a recipe.
         own = {**absent, **_absent({*OWN_ROLES} - {role}), "snapshot_folder": snapshots}
         return dataclasses.replace(self, **own, has_policy=False)
 
@@ -155,7 +156,7 @@ OWN_ROLES = {
     "critic": ("critic", "critic_folder"),
     "reward_model": ("reward_model", "reward_folder", "further_reward_folders", "rewards"),
 }
-"""Role that may have devices of its own -> its fields of the plan."""
+"""Role that may have its own devices -> the fields of the plan for this role."""
 
 
 def _absent(roles: Iterable[str]) -> dict[str, Any]:
@@ -176,7 +177,7 @@ class FrozenModel:
     model: Model
     fsdp: Fsdp
     compiled: bool
-    """The settings ask for compiled functions."""
+    """Whether the settings request compiled functions."""
     quantization: str = "none"
 
 
@@ -190,8 +191,8 @@ class RoleBuilder:
         plan: What to build.
         placement: The place of this worker in its group.
         device: The device of the worker.
-        residency: Gets each part that may rest on the host.
-        shared: The engine's weights, which the policy computes with. None = it has its own.
+        residency: Each part that may rest on the host is added to it.
+        shared: The engine's weights if the policy computes with them. None = the policy has its own weights.
     """
 
     plan: WorkerPlan
@@ -213,7 +214,7 @@ class RoleBuilder:
         with self.own_seed(fsdp):
             model = build_policy(plan.model, fsdp, folder, self.mesh(fsdp), self.device, use)
             model.requires_grad_(False)
-            mapped = None  # the weights of a mapped model, which stays unfilled
+            mapped = None  # the weights in the mapped file; the model's own storage then has no values yet
             if self.plan.settings.model.load_mode == "mmap" and fsdp.param_offload:
                 mapped = materialize_mapped(model, folder, self.device, f"{key}.model_dtype")
             else:
@@ -221,7 +222,8 @@ class RoleBuilder:
         if plan.quantization != "none":
             self.log_quantization_error(model, folder, plan.key, plan.quantization)
         home = self.home_of(plan.part, model, fsdp, also, mapped)
-        if home is not None and mapped is not None:  # it gets its values on the device
+        # Moving to the host and back copies the values from the mapped file to the device.
+        if home is not None and mapped is not None:
             home.to_host()
             home.to_device()
         self.check_packing(model, folder, plan.model_key)
@@ -242,7 +244,7 @@ class RoleBuilder:
                 "same weights. Remove the key, or set actor_rollout_ref.ref.sync_every_steps=null."
             )
         home = self.residency.find(REFERENCE)
-        # One that streams has its weights on the host at all times.
+        # A streamed model has no such home: its weights are on the host at all times.
         return MovingReference(reference, home if isinstance(home, OffloadedParams) else None, policy)
 
     def reward_model(self, folder: Path) -> ValueModel:
@@ -292,7 +294,7 @@ class RoleBuilder:
     @property
     def also(self) -> tuple[str, ...]:
         role = self.plan.role
-        # Then the reference is needed in that model's phase too.
+        # The role then uses the reference, so the reference must also be on the device in the reward model's phase.
         return (REWARD_MODEL,) if role is not None and role.is_reference else ()
 
     def activation_offload(self, packed_model: PackedModel, model: Model | CriticModel, metric: str) -> ActivationOffload | None:
@@ -314,18 +316,19 @@ class RoleBuilder:
 
 
 def arriving_units(model: PackedModel, fsdp: Fsdp) -> tuple[list[nn.Module], int]:
-    """Return the modules that can compute while later parameters still come from the host, and how many units each reads ahead.
+    """Return the modules that can start before later parameters have arrived from the host, and how many units each reads ahead.
 
-    FSDP2 gathers a unit whole, and may gather the next one while a unit computes.
+    FSDP2 gathers all parameters of a unit at once. It may gather the next unit while a unit computes.
     """
     sharded: list[Any] = fsdp_units(model)
     return (sharded, int(fsdp.forward_prefetch)) if sharded else ([model, *model.blocks(), model.head], 0)
 
 
 def fill_masters(trained: TrainedModel, folder: Path, renamed: Mapping[str, str | None] | None = None) -> None:
-    """Give split masters the digits of the model's folder that the parameters, which are filled already, are too short for.
+    """Set split fp32 master weights to the values in the model's folder.
 
-    ``renamed`` maps parameters to other names in the folder. None = the folder lacks the parameter.
+    The parameters have these values already, but rounded to a shorter dtype. ``renamed`` maps a parameter's name to its name in
+    the folder, or to None if the folder lacks it.
     """
     if trained.masters is None:
         return
@@ -387,10 +390,10 @@ def quantization_error(policy: PolicyModel, folder: Path, device: torch.device, 
 
 @dataclass(frozen=True)
 class MovingReference:
-    """A reference whose weights are a moving average of the policy's. They are read and written where they rest.
+    """A reference whose weights are a moving average of the policy's weights. They are read and written where they rest.
 
-    ``home`` is its place on the host; None = it never moves. Saving and loading raise CheckpointError with the name of the
-    folder.
+    ``home`` moves the weights between host and device. None = they never move. Saving and loading raise CheckpointError with the
+    name of the folder.
     """
 
     model: PolicyModel
@@ -418,27 +421,27 @@ class MovingReference:
             yield reference, self.policy.master(policy[name])
 
     def _changed(self) -> None:
-        # On the host the copy itself was changed, and it is the one that counts.
+        # On the device the host's copy is now old. On the host that copy itself was changed.
         if self.home is not None and self.home.on_device:
             self.home.changed()
 
 
 # Move the weights of one model towards those of another, shard by shard, where they rest.
 #
-# Bytes on the device: none where the target rests on the host, or where both models lie on the device in fp32. Otherwise two
-# pieces of at most ``PIECE`` elements. No copy of a whole model exists at any time.
+# It needs no bytes on the device if the target rests on the host, or if both models are on the device in fp32. Otherwise it needs
+# two pieces of at most ``PIECE`` elements. It never copies a whole model.
 
 
 PIECE = 2**22
-"""Elements that are copied or converted at a time: 16 MiB in fp32."""
+"""Number of elements that are copied or converted at once: 16 MiB in fp32."""
 
 
 def move_towards(pairs: Iterable[tuple[Tensor, Tensor]], alpha: float, on_host: bool) -> None:
     """Set each target to ``alpha * source + (1 - alpha) * target``, in place.
 
-    The sum is computed in fp32 and rounded once, to the dtype of the target. ``pairs`` are (target, source) of each parameter,
-    with the same shape and, on several ranks, the same shards. They may lie on different devices. With ``on_host`` the targets
-    are on the host, where the sum is then computed.
+    The sum is computed in fp32 and rounded once, to the dtype of the target. ``pairs`` are (target, source) of each parameter.
+    Both have the same shape and, on several ranks, the same shards, but may be on different devices. ``on_host`` says that the
+    targets are on the host. The sum is then computed there.
     """
     with torch.no_grad(), scope("moving average", HOST if on_host else None):
         for target, source in pairs:

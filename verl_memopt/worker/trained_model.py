@@ -1,4 +1,4 @@
-"""A model that is trained: its optimizer, its schedule, and optimizer steps on a loss that the caller gives."""
+"""A trained model with its optimizer and schedule. It takes optimizer steps on a loss that the caller provides."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from verl_memopt.model.packing import Pack, pack_groups, pack_prompt, pack_suffi
 from verl_memopt.observe.device_ledger import gradient_kinds, optimizer_scope, state_tensors
 from verl_memopt.worker.optimizer import build_optimizer, build_schedule
 
-# Micro-batches: the rows of one forward, packed, with the fields that the loss reads.
+# Micro-batches: the rows of one forward, packed into one sequence, with the fields that the loss reads.
 
 
 TOKEN_TENSORS = (
@@ -53,12 +53,13 @@ TOKEN_TENSORS = (
 class MicroBatch:
     """The input of one forward. The optional tensors have one value per target, in the order of ``pack.targets``.
 
-    They are fp32 [R], except ``selected``, bool [R]: tokens that the losses ``clip_cov`` and ``kl_cov`` act on; and ``kept``,
-    bool [R]: False for tokens that the rollout correction rejects. ``old_values`` and ``returns`` are for the critic.
+    These tensors are fp32 [R], except ``selected`` and ``kept``, which are bool [R]. ``selected`` is True for tokens that the
+    losses ``clip_cov`` and ``kl_cov`` act on. ``kept`` is False for tokens that the rollout correction rejects. ``old_values``
+    and ``returns`` are for the critic.
 
-    ``prompt`` is the prompt to compute before its first responses, if the pack contains only responses. ``ends`` is True in the
-    micro-batch with the last of its responses. ``reads`` is False where the prompt is only computed to keep step with other
-    ranks.
+    ``prompt`` is None unless several micro-batches share the computation of one prompt. It is then computed before the first of
+    them, and ``ends`` is True in the last of them. ``reads`` is False if the rows do not read this prompt, which is then computed
+    only to run the same collectives as other ranks.
     """
 
     pack: Pack
@@ -77,14 +78,14 @@ class MicroBatch:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """The number of response tokens per row, int64 [rows], without those that the rollout correction rejects."""
+        """Number of response tokens per row that the rollout correction does not reject, int64 [rows]."""
         pack, kept = self.pack, self.kept
         return pack.row_lengths if kept is None else kept_lengths(kept, pack.row, pack.row_lengths)
 
     def to(self, device: torch.device) -> MicroBatch:
         found: list[Tensor] = []
 
-        # Two passes over the tensors in one order: collect them, send all in one copy, and put the copies in their places.
+        # Two passes over the tensors in the same order: collect them, send all in one copy, then replace each by its copy.
         def take(tensor: Tensor) -> Tensor:
             found.append(tensor)
             return tensor
@@ -109,16 +110,16 @@ def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
 
 
 def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_prefix_kv: bool) -> Iterator[MicroBatch]:
-    """Yield the packed micro-batches of a batch. ``rows`` holds the rows of each.
+    """Yield the micro-batches of a batch, each packed into one sequence. ``rows`` holds the rows of each micro-batch.
 
-    ``with_prefix_kv`` computes a prompt once for neighbouring micro-batches, as :func:`spans` groups them.
+    With ``with_prefix_kv`` neighbouring micro-batches of one prompt share its computation. :func:`spans` groups them.
     """
     for span, reading in spans(rows, batch.row_tokens()) if with_prefix_kv else [([single], None) for single in rows]:
         if reading is None:
             yield micro_batch(batch, span[0])
             continue
-        # The prompt is packed once for the span. Each part holds the same object, and the first one has it computed. A rank
-        # that carries none computes one of a single token, because the others do.
+        # The prompt is packed once for the span, and all micro-batches of the span hold the same object. A rank without a shared
+        # prompt computes a prompt of one token, so that it runs the same collectives as the other ranks.
         prompt = pack_prompt(batch.select(span[0][:1]).prompts.flat if reading else torch.zeros(1, dtype=torch.int64))
         for place, part in enumerate(span):
             chosen, ends = batch.select(part), place == len(span) - 1
@@ -137,9 +138,9 @@ def _token_tensors(batch: RolloutBatch) -> dict[str, Any]:
 class MiniBatch:
     """This rank's share of the rows of one optimizer step.
 
-    ``micro_batches`` holds the rows of ``batch`` for each forward and backward; every rank has equally many. After an
-    out-of-memory error smaller ones replace them. ``counts`` are tokens and sequences of the mini-batch over all ranks, so that
-    the loss does not depend on the split.
+    ``micro_batches`` holds the rows of ``batch`` for each forward and backward. All ranks have equally many micro-batches. After
+    an out-of-memory error smaller micro-batches replace them. ``counts`` has the number of tokens and sequences of the
+    mini-batch over all ranks, so that the loss does not depend on the split into micro-batches.
     """
 
     batch: RolloutBatch
@@ -147,22 +148,22 @@ class MiniBatch:
     counts: GlobalCounts
 
     def cut_again(self, micro_batches: Sequence[Sequence[int]]) -> None:
-        # In place: the caller matches the outputs of a step with the micro-batches that really ran.
+        # In place, because the caller matches the outputs of a step with the micro-batches that really ran.
         self.micro_batches[:] = map(list, micro_batches)
         if isinstance(micro_batches, Cut):
-            assert isinstance(self.micro_batches, Cut), "ranks carry prompts in the same micro-batches"
+            assert isinstance(self.micro_batches, Cut), "all ranks must share prompts between the same micro-batches"
             self.micro_batches.spans = micro_batches.spans
 
 
 LossOf = Callable[[MicroBatch, GlobalCounts, PrefixKV | None], tuple[Tensor, dict[str, Tensor]]]
-"""Returns a micro-batch's share of the loss (scalar, with gradient) and of its metrics (scalars, without).
+"""Returns a micro-batch's share of the loss (a scalar with gradient) and of its metrics (scalars without gradient).
 
-Its arguments are the micro-batch on the device, the sizes of the mini-batch, and the prefix KV of the prompt of its responses.
-The caller runs the backward of ``world_size`` times the loss, once."""
+Its arguments are the micro-batch on the device, the sizes of the mini-batch, and the prefix KV of the shared prompt or None. The
+caller runs one backward of ``world_size * loss``."""
 
 
 class SavedTensorHooks(Protocol):
-    """Keeps the tensors that a forward saves for its backward elsewhere than on the device."""
+    """Moves the tensors that a forward saves for its backward off the device."""
 
     def forward(self) -> AbstractContextManager[None]: ...
 
@@ -179,15 +180,15 @@ class Role:
         self.lr = f"{name}/lr"
         """The learning rate."""
         self.skipped = f"{name}/skipped_updates"
-        """How many optimizer steps of an update were skipped."""
+        """Number of skipped optimizer steps in an update."""
         self.partial = f"{name}/partial_updates"
-        """In a skipped step: 1 if this rank had already changed parameters."""
+        """1 if a skipped step had already changed parameters on this rank. Exists only for skipped steps."""
         self.changed = f"{name}/changed_weights"
-        """The share of the weights that compute, in half precision, whose bits an optimizer step has changed."""
+        """Share of the half-precision weights that an optimizer step has changed by at least one bit."""
         self.counts = self.skipped, self.partial
         """Metrics that are summed over the optimizer steps of an update. The others are averaged."""
         self.same_on_all_ranks = self.grad_norm, self.lr, self.skipped, self.changed
-        """Metrics with the same value on every rank. The others are each rank's share of a sum."""
+        """Metrics with the same value on every rank. Of all other metrics each rank has its share of a sum."""
 
 
 ACTOR = Role("actor", "actor_rollout_ref.actor")
@@ -202,13 +203,13 @@ class TrainedModel:
         role: The role of the model.
         model: The model, sharded and filled.
         settings: The role's section of the settings.
-        schedule_steps: Length of the schedule over the whole run, as ``optim.lr_schedule_steps`` counts it.
+        schedule_steps: Length of the schedule in the whole run, in the unit of ``optim.lr_schedule_steps``.
         world_size: Number of ranks.
         device: The device of the model.
-        offload: Offloads its activations. None = they stay on the device.
+        offload: Offloads the activations of the model. None = they stay on the device.
 
     Attributes:
-        home: The place of the parameters on the host. None = they stay on the device.
+        home: Moves the parameters between host and device. None = they stay on the device.
     """
 
     role: Role
@@ -229,10 +230,10 @@ class TrainedModel:
         self.optimizer = build_optimizer(trained, optim, fsdp.optimizer_offload, fsdp.seed, key, masters, fsdp.grad_offload)
         self.masters = self.optimizer if isinstance(self.optimizer, Bucketed) and fsdp.split_master_weights else None
         if self.masters is not None:
-            # Sums over micro-batches need more digits than the weights have, as FSDP2's reduced gradients do.
+            # A sum over micro-batches needs a longer dtype than the weights have. FSDP2 sums in this dtype too.
             for parameter in (weight for weight in trained if weight.dtype != torch.float32):
                 parameter.grad_dtype = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{self.role.key}.fsdp_config")
-        # With adapters most weights that compute are the frozen model's, so a share of changed ones would say nothing.
+        # With adapters most weights are frozen, so the share of changed weights would say nothing.
         half, whole = (torch.bfloat16, torch.float16), len(trained) == len(list(self.model.parameters()))
         self.bucketed = self.optimizer if isinstance(self.optimizer, Bucketed) else None
         if self.bucketed is not None and whole and self.model.compute in half:
@@ -246,7 +247,7 @@ class TrainedModel:
 
     def _offload_gradients(self) -> OffloadedGradients:
         model, fsdp = self.model, self.fsdp
-        # What is reduced at the last micro-batch alone is summed whole until then.
+        # With gradient_sync=last, gradients are not sharded until the last micro-batch, so they cannot leave in tiles.
         whole = self.world_size > 1 and fsdp.gradient_sync == "last"
         matrices = () if whole else (model.lm.get_input_embeddings(), model.head)
         reduce = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{self.role.key}.fsdp_config")
@@ -258,7 +259,10 @@ class TrainedModel:
         yield from (("optimizer", value) for value in state_tensors(self.optimizer))
 
     def master(self, parameter: Tensor, on_host: bool = False) -> Tensor:
-        """Return the fp32 values of a parameter: the parameter, or both halves joined, ``on_host`` if they rest there."""
+        """Return the fp32 master weights of a parameter: the parameter itself, or the joined halves if they are split.
+
+        With ``on_host`` split halves are joined on the host if they rest there.
+        """
         return parameter if self.masters is None else self.masters.master(parameter, on_host)
 
     @property
@@ -268,56 +272,57 @@ class TrainedModel:
     def update(self, mini_batches: Sequence[MiniBatch], loss_of: LossOf, ends_rollout: bool = True) -> dict[str, float]:
         """Take one optimizer step per mini-batch and return the mean of their metrics.
 
-        Summed over ranks the metrics are global, except those in ``Role.same_on_all_ranks``. ``{role}/skipped_updates`` counts
-        skipped steps. With ``optim.in_backward`` a skipped step also has ``{role}/partial_updates``: 1 if this rank had already
-        changed parameters.
+        The sum of a metric over ranks is its global value, except for the metrics in ``Role.same_on_all_ranks``.
+        ``{role}/skipped_updates`` counts skipped steps. With ``optim.in_backward`` a skipped step also has
+        ``{role}/partial_updates``: 1 if this rank had already changed parameters.
 
         Args:
             mini_batches: One per optimizer step.
-            loss_of: The loss of a micro-batch.
-            ends_rollout: No further mini-batches of the same rollout follow. A schedule that counts rollouts then advances,
+            loss_of: Computes the loss of a micro-batch.
+            ends_rollout: Whether these are the last mini-batches of a rollout. A schedule that counts rollouts then advances,
                 unless every step of the rollout was skipped.
         """
         if self.in_backward is not None:
-            # Of all mini-batches, before the step of the first one changes a weight.
+            # Check all mini-batches before the first step changes a weight.
             self.in_backward.check(max(len(mini.micro_batches) for mini in mini_batches))
         return self.conclude([self.step(mini, loss_of) for mini in mini_batches], ends_rollout)[0]
 
     def step(self, mini: MiniBatch, loss_of: LossOf) -> dict[str, Tensor]:
-        """Take one optimizer step on a mini-batch, and return its metrics as scalars on their devices.
+        """Take one optimizer step on a mini-batch, and return its metrics as scalar tensors, which may still be on the device.
 
-        The host waits for the device only with an optimizer that cannot decide there whether to skip the step.
+        The host waits for the device only if the optimizer cannot decide on the device whether to skip the step.
         """
-        # Where the host decides nothing, it learns during this step whether earlier ones of the update were skipped.
+        # If the device decides, the host learns during this step whether earlier steps of the update were skipped.
         learn = self._outcomes()
         metrics = self.forward_backward(mini, loss_of)
         learn()
         return self.take_step(metrics)
 
     def forward_backward(self, mini: MiniBatch, loss_of: LossOf, adds: bool = False) -> dict[str, Tensor]:
-        """Compute the gradient of a mini-batch and return its metrics. ``adds``: to the gradient of earlier calls."""
-        # Starting again would lose the gradient of earlier calls, and weights that were updated in backward cannot go back.
+        """Compute the gradient of a mini-batch and return its metrics. With ``adds`` add to the gradient of earlier calls."""
+        # A second attempt would lose the gradient of earlier calls, and cannot undo updates that a backward has made.
         restarts = not adds and self.in_backward is None
         passes: Iterable[None] = [None]
         if self.in_backward is not None:
-            # An update in backward that clips needs a pass before it, for the norm.
+            # With clipping, an update in backward needs an earlier pass that computes the norm.
             passes = self.in_backward.passes(len(mini.micro_batches), self.optim.clip_grad)
         for _ in passes:
-            # After an out-of-memory error on any rank all starts again, with smaller micro-batches.
+            # After an out-of-memory error on any rank, all ranks start again with smaller micro-batches.
             for attempt in attempts(self.model, mini.batch.row_tokens, mini.micro_batches, restarts):
                 with attempt as rows:
                     if restarts:
-                        self.optimizer.zero_grad(set_to_none=True)  # what a failed attempt or call has left
+                        self.optimizer.zero_grad(set_to_none=True)  # of a failed attempt or call
                     micro_batches = micro_batches_of(mini.batch, rows, self.model.supports_prefix_kv)
                     metrics = self.accumulate(micro_batches, mini.counts, loss_of)
         mini.cut_again(rows)
         return metrics
 
     def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, loss_of: LossOf) -> dict[str, Tensor]:
-        """Add the gradient of each micro-batch, one after another, and return the sums of their metrics.
+        """Compute and sum the gradients of the micro-batches, one after another. Return the sums of their metrics.
 
-        No tensor of a micro-batch outlives its turn. Hooks of the parameters take gradients away as soon as backward has them:
-        FSDP2 reduces them, and then they leave for the host or update their parameters, where the settings say so.
+        All tensors of a micro-batch are freed before the next one starts. Hooks of the parameters take each gradient as soon as
+        backward has computed it: FSDP2 reduces it, and then, if the settings say so, it moves to the host or updates its
+        parameter.
         """
         total: dict[str, Tensor] = {}
         prefix_kv: PrefixKV | None = None
@@ -332,15 +337,15 @@ class TrainedModel:
                     loss, metrics = loss_of(micro, counts, prefix_kv if micro.reads else None)
                 # FSDP averages gradients over ranks, but the loss is this rank's share of a global mean, so it is scaled up
                 # again. The head may have computed its gradients in its forward above, with the same factor (see
-                # _PrecomputedGradient in memory/chunked_logprob_torch.py). Its backward then only hands them on to the blocks.
+                # _PrecomputedGradient in memory/chunked_logprob_torch.py). Its backward then only passes them on to the blocks.
                 (loss * self.world_size).backward()
                 self.model.end_backward()
                 del loss
                 for name, value in metrics.items():
                     total[name] = total[name] + value if name in total else value
                 if micro.ends and prefix_kv is not None:
-                    # All its responses have added to the gradient of the prompt's keys and values, so the prompt's own backward
-                    # runs once.
+                    # All responses have now added to the gradient of the prompt's keys and values, so one backward of the prompt
+                    # is enough.
                     prefix_kv.backward()
                     self.model.end_backward()
                     prefix_kv = None
@@ -349,8 +354,8 @@ class TrainedModel:
     def take_step(self, metrics: dict[str, Tensor], learning_rate: float | None = None) -> dict[str, Tensor]:
         """Clip the gradient, take the step, drop the gradient, and add the step's metrics to ``metrics``.
 
-        A step whose gradient norm is not finite is skipped: weights, optimizer state and schedule stay as they are. The norm is
-        the same on all ranks, so they all decide alike. ``learning_rate`` is for this step alone; None = the schedule's.
+        A step whose gradient norm is not finite is skipped: weights, optimizer state and schedule do not change. The norm is
+        the same on all ranks, so all ranks decide alike. ``learning_rate`` is for this step only. None = the schedule's rate.
         """
         role = self.role
         with self._learning_rate(learning_rate) as rate:
@@ -371,9 +376,9 @@ class TrainedModel:
     def conclude(
         self, steps: Sequence[Mapping[str, Tensor]], ends_rollout: bool = False, also: Sequence[Tensor] = ()
     ) -> tuple[dict[str, float], list[Tensor]]:
-        """Wait for queued steps. Return their metrics as :meth:`update` does, and the further fp32 tensors ``also`` on the host.
+        """Wait for queued steps. Return their metrics as :meth:`update` does, and the fp32 tensors ``also`` on the host.
 
-        Everything comes to the host in one copy, for which the host waits after the last launch.
+        One copy brings all values to the host. The host waits for it after all work is queued.
         """
         values = [value.float() for step in steps for value in step.values()]
         undecided, self._undecided = self._undecided, []
@@ -381,7 +386,7 @@ class TrainedModel:
         self._note_steps([next(fetched) for _ in undecided])
         metrics_by_step = [{name: next(fetched) for name in step} for step in steps]
         if ends_rollout:
-            # A schedule that counts rollouts stays where it is if every step since the last rollout was skipped.
+            # A schedule that counts rollouts does not advance if every step since the last rollout was skipped.
             if self._moved and self.optim.lr_schedule_steps == "rollouts":
                 self.schedule.step()
             self._moved = False
@@ -391,10 +396,10 @@ class TrainedModel:
     # How a step is taken.
 
     def _clip_and_step_on_device(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-        # Queues clipping and update, which the device skips if the norm is not finite.
+        # Queue the clipping and the update. The device skips the update if the norm is not finite.
         metrics[self.role.grad_norm] = norm = self._norm()
         metrics[self.role.skipped] = skipped = norm.isfinite().logical_not_().float()
-        # Torch's protocol for gradient scalers: the kernel of the update divides the gradient, or does nothing.
+        # Torch's interface for gradient scalers: the update's kernel divides gradients by grad_scale, or skips if found_inf is 1.
         optimizer: Any = self.optimizer
         optimizer.found_inf = skipped
         optimizer.grad_scale = None if self.optim.clip_grad is None else clip_divisor(norm, self.optim.clip_grad)
@@ -410,7 +415,7 @@ class TrainedModel:
         metrics[role.grad_norm] = self.clip()
         if self.in_backward is not None:
             moved, sequence = self.in_backward.take_moved(), self.model.sequence
-            # The driver reads the metrics of one rank of those that share micro-batches.
+            # If several ranks share micro-batches, the driver reads the metrics of only one of them.
             metrics[role.partial] = moved if sequence is None else largest_of_ranks(moved, sequence)
         metrics = on_host(metrics)
         finite = is_finite(metrics[role.grad_norm])
@@ -422,12 +427,12 @@ class TrainedModel:
 
     def _outcomes(self) -> Callable[[], None]:
         fetched, self._undecided = fetched_together(self._undecided, self.device), []
-        # The copy starts now and is read later, so the host does not wait in between.
+        # The copy starts now, and the returned function reads it later, so the host does not wait in between.
         return lambda: self._note_steps(fetched())
 
     @contextmanager
     def _learning_rate(self, own: float | None) -> Iterator[float | Tensor]:
-        # The schedule's, read before the step, which advances the schedule; or another one for the body alone.
+        # Read the schedule's rate before the step, which advances the schedule. A given rate is set for the body only.
         scheduled = self.schedule.get_last_lr()
         if own is None:
             yield scheduled[0]
@@ -447,17 +452,17 @@ class TrainedModel:
 
     def changed(self) -> None:
         if self.model.rows is not None:
-            # This rank's rows have new values. The whole weights on all ranks are old until the next gather.
+            # This rank's rows have new values. The gathered weights on all ranks are stale until the next gather.
             self.model.rows.stale = True
 
     def _step_optimizer(self) -> None:
         if self.home is not None:
-            self.home.arrive()  # weights that have left since their backward are read here before any forward
+            self.home.arrive()  # the step reads weights that left the device after their backward
         with optimizer_scope(self.optimizer, on_host=self.model.stays_on_host):
             self.optimizer.step()
 
     def _note_steps(self, skipped: Sequence[Tensor]) -> None:
-        # Zeros are the steps that were taken.
+        # A value of 0 means that the step was taken.
         for was_skipped in skipped:
             if isinstance(was_skipped, FakeTensor) or not float(was_skipped.numpy()):
                 self._moved = True
@@ -470,7 +475,7 @@ class TrainedModel:
             self.offloaded.divide(None if limit is None else clip_divisor(norm, limit))
         elif self.in_backward is None and limit is not None:
             shards = [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in self._gradients()]
-            # Divided, not multiplied by the inverse: the fused kernel divides, and no knob may change the last bit.
+            # Divide, do not multiply by the inverse: the fused kernel divides, and no knob may change a single bit.
             torch._foreach_div_(shards, clip_divisor(norm, limit).to(shards[0].device))
         return norm
 

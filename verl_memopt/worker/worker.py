@@ -84,12 +84,12 @@ def import_ahead(engine: str, device: str) -> None:
 
 
 class Worker:
-    """The roles of one device. The driver calls :meth:`call`. All members of a group make the same calls in the same order."""
+    """The roles of one device. The driver calls :meth:`call`. All members of a group get the same calls in the same order."""
 
     def __init__(self, plan: WorkerPlan, placement: Placement) -> None:
         if not is_set_up():
             setup_logging(placement.rank)
-        if plan.private_files:  # Ray may have started this process before the run
+        if plan.private_files:  # Ray may have started this process without the umask of the run
             os.umask(OWNER_ALONE)
         self.plan = plan
         self.settings = plan.settings
@@ -123,15 +123,16 @@ class Worker:
             with self._report_out_of_memory("init"), self.probe.phase("init", counted, kind="built") as report:
                 self._build()
         except BaseException:
-            # A worker that is half built still holds engines and limits of the process, and nobody else has a reference to it.
+            # A half-built worker holds an engine and limits of the process, and nobody else has a reference to close it.
             self.close()
             raise
         self.init_memory = dataclasses.replace(report(), **take_compile_counts())
 
     def call(self, phase: str, track: bool, method: str, *args: Any) -> Reply:
-        """Run one method as a phase of the step, measure its memory, and survive an out-of-memory error where that is allowed.
+        """Run one method as a phase of the step, and measure its memory.
 
-        ``track`` counts live bytes on a CPU too.
+        After an out-of-memory error the method continues with smaller micro-batches if the plan allows it. With ``track`` live
+        bytes are counted on a CPU too.
         """
         counted = track and (method != "generate" or self._counts_engine)
         sharing = self._sequence_ranks(phase)
@@ -142,11 +143,11 @@ class Worker:
             self.probe.phase(phase, counted) as report,
             oom_retry(self.device, may_go_on) as recut,
         ):
-            # Host buffers are counted anew in each phase, as the device's bytes are.
+            # Each phase has its own peak of host buffers, as of device bytes.
             host_allocator().reset_peak()
             value = getattr(self, method)(*args)
         memory = dataclasses.replace(report(), host_buffer_bytes=host_allocator().peak_bytes, **take_compile_counts())
-        # What other processes leave free has changed, so the driver learns the budget of the next call.
+        # Other processes may have changed the free memory, so the reply has the budget for the next call.
         return Reply(value, memory, available_bytes(self.device, self.device_limit), recut.cap, recut.retries)
 
     def started(self) -> PhaseMemory:
@@ -166,18 +167,18 @@ class Worker:
 
         Args:
             prompt_ids: As in :meth:`RolloutEngine.generate`.
-            seeds: As there.
-            sampling: As there.
-            may_stop: Abandon the rollout when the run is asked to stop.
-            finished: File of a :class:`FinishedRows` for rows that are complete before others. None = nothing reads them.
+            seeds: As in :meth:`RolloutEngine.generate`.
+            sampling: As in :meth:`RolloutEngine.generate`.
+            may_stop: Abandon the rollout if the run must stop.
+            finished: File to which each row is written once it is complete, as in :class:`FinishedRows`. None = no file.
         """
         assert self.engine is not None
-        # The cache is allocated late: until here its memory belongs to the trainer.
+        # Allocate the KV cache only now, because until now the trainer used this memory.
         self.wake_engine()
         if self.sync_check is not None:
             self.sync_check.check_cache(self.engine)
         stoppable = may_stop and self.plan.stop_file is not None
-        # The driver writes the file. The engine looks at it between two of its steps.
+        # The driver writes the file to stop the rollout. The engine looks for the file between its steps.
         stopped = StopFile(Path(str(self.plan.stop_file))).passed if stoppable else never
         try:
             report = ignore_row if finished is None else FinishedRows(Path(finished)).write
@@ -187,7 +188,7 @@ class Worker:
 
     def wake_engine(self) -> None:
         if self.plan.free_engine:
-            # Only an engine that sleeps between rollouts has let go of its cache.
+            # Only an engine that sleeps between rollouts has freed its cache.
             _built(self.engine).wake_up("kv_cache")
 
     def release_engine(self) -> None:
@@ -200,10 +201,10 @@ class Worker:
         assert self.policy is not None
         rollout = self.settings.rollout
         if self.plan.free_engine:
-            # The engine takes its memory from the driver, so the trainer's unused blocks must go back first.
+            # The engine allocates from the CUDA driver, so return the trainer's unused blocks to it first.
             empty_cache(self.device)
             self.engine.wake_up("weights")
-        # After the engine's memory is there: giving memory to the driver would wait for the copies.
+        # Start these copies only now: returning memory to the CUDA driver would have waited for them.
         self.residency.copy_out()
         dtype = dtype_of(rollout.dtype, "actor_rollout_ref.rollout.dtype")
         if self.shares_weights:
@@ -213,7 +214,7 @@ class Worker:
             # Bucket by bucket, so that no second copy of the model exists.
             self.engine.load_weights(sent_weights(self.policy.model, rollout, dtype))
         if self.sync_check is not None:
-            merged = not self.shares_weights  # an engine that shares the base gets the adapters apart
+            merged = not self.shares_weights  # an engine that shares the base model gets the adapters separately
             self.sync_check.check_weights(self.engine, sent_weights(self.policy.model, rollout, dtype, merged))
 
     def old_log_probs(
@@ -229,11 +230,12 @@ class Worker:
     def ref_log_probs(
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float | None = None
     ) -> LogProbs:
-        """Return log-probs under the reference: a model of its own, or with LoRA the policy with its starting adapters.
+        """Return log-probs under the reference, which is a model of its own, or the policy with other adapters.
 
-        ``temperature`` divides the logits; None = that of the rollouts.
+        With LoRA and no model of its own, the reference is the policy with its starting adapters or without adapters.
+        ``temperature`` divides the logits. None = the temperature of the rollouts.
         """
-        # Rollouts and all log-probs divide by the same temperature, unless a recipe asks for another.
+        # Rollouts and all log-probs use the same temperature, unless a recipe gives another one.
         used = self.temperature if temperature is None else temperature
         if self.reference is None:
             policy = _built(self.policy)
@@ -245,7 +247,7 @@ class Worker:
         return _built(self.policy).compute_log_probs(batch, micro_batches, temperature, False)
 
     def call_role(self, method: Callable[..., Result], *args: Any) -> Result:
-        # The phase is ``reward``, which has the role's model on the device.
+        # This runs in the phase ``reward``, in which the role's model is on the device.
         return method(self.role, *args)
 
     def sync_reference(self) -> None:
@@ -266,16 +268,16 @@ class Worker:
 
     def take_step(self, learning_rate: float | None) -> dict[str, float]:
         trained = _built(self.policy).trained
-        # It is the only step of its rollout, so a schedule that counts rollouts advances too.
+        # This is the only step of its rollout, so a schedule that counts rollouts advances too.
         return trained.conclude([trained.take_step({}, learning_rate)], ends_rollout=True)[0]
 
     def values(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
         return _built(self.critic).values(batch, micro_batches)
 
     def reward_scores(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], place: int = 0) -> torch.Tensor:
-        """Return the scores of :func:`compute_scores` under one of the reward models. The phase is ``reward``.
+        """Return the scores of one of the reward models, as :func:`compute_scores` does. It runs in the phase ``reward``.
 
-        ``place`` is 0 for the reward model itself, then counts the further ones in their order.
+        ``place`` is 0 for the reward model itself, and 1, 2, ... for the further reward models in their order.
         """
         model = (_built(self.reward_model), *self.further_reward_models)[place]
         return compute_scores(model, batch, micro_batches, self.device)
@@ -284,7 +286,7 @@ class Worker:
         return _built(self.critic).update(mini_batches)
 
     def update_bypass(self, mini_batches: Sequence[MiniBatch]) -> list[Updated]:
-        # Engine log-probs are the old ones here, so the forward of each step yields the new ones for the metrics.
+        # The engine's log-probs serve as old log-probs. The policy's log-probs, which the metrics need, come from each step.
         policy, last = _built(self.policy), len(mini_batches) - 1
         return [policy.update_on_policy(mini, self.temperature, place == last) for place, mini in enumerate(mini_batches)]
 
@@ -307,7 +309,7 @@ class Worker:
             policy.start = load_start(Path(folder), policy.model, self.device)
 
     def load_critic(self, folder: str, contents: Sequence[str]) -> None:
-        # The phase ``load_checkpoint`` has the policy on the device, and the critic takes its place.
+        # In the phase ``load_checkpoint`` the policy is on the device. The phase ``load_critic`` replaces it by the critic.
         with self.residency.phase("load_critic"):
             load_trained(_built(self.critic).trained, Path(folder), contents)
 
@@ -315,12 +317,12 @@ class Worker:
         return _built(self.moving_reference).save(Path(folder))
 
     def load_reference(self, folder: str, contents: Sequence[str]) -> None:
-        # This phase has the reference on the device, which ``load_checkpoint`` has not.
+        # In this phase the reference is on the device. In ``load_checkpoint`` it is not.
         with self.residency.phase("sync_ref"):
             _built(self.moving_reference).load(Path(folder))
 
     def close(self) -> None:
-        # Before the engine: it must wake before its shutdown, and needs the room.
+        # Free the models first: the engine must wake up before its shutdown, and needs their memory.
         self._free_models()
         engine, self.engine = self.engine, None
         try:
@@ -329,7 +331,8 @@ class Worker:
         finally:
             self.limits.close()
             leave_process_group()
-            # A model and its hooks refer to each other, and to the group's sockets: without this, the next run finds them there.
+            # Models and their hooks refer to each other and to the sockets of the process group. Without this they would still
+            # exist when this process starts the next run.
             gc.collect()
 
     def _free_models(self) -> None:
@@ -343,7 +346,7 @@ class Worker:
     # Building.
 
     def _build(self) -> None:
-        # The engine is first: it measures the free memory, sleeps, and leaves the device to the trainer.
+        # Build the engine first: it measures the free memory, then sleeps and leaves the device to the trainer.
         place, settings, shared = self.placement, self.settings, None
         seconds, listener = settings.nccl_timeout, take_listener(place.master_port)
         join_process_group(self.device, place.rank, place.world_size, place.master_addr, place.master_port, seconds, listener)
@@ -359,7 +362,7 @@ class Worker:
                 parameters = sum(parameter.numel() for parameter in self.policy.model.parameters())
                 phases = bytes_a_parameter(settings, place.world_size, self.shares_weights, self.plan.free_engine)
                 logger.info("%s", resident_words(parameters, phases))
-        # Each model rests before the next one is built, so that two of them need not fit on the device at once.
+        # Move each model to its place of rest before building the next one, so that two need not fit on the device at once.
         self.residency.rest()
         if self.plan.reference_folder is not None:
             self.reference = roles.reference(Path(self.plan.reference_folder))
@@ -405,7 +408,7 @@ class Worker:
 
     def _frozen(self) -> list[torch.nn.Module]:
         role = None if self.role is None else self.role.model
-        # A recipe may compute in a model that another role owns. Each module is reported once.
+        # A recipe may use the model of another role. Report each model only once.
         if role is self.reference or (self.policy is not None and role is self.policy.model):
             role = None
         models = (self.reference, self.reward_model, *self.further_reward_models, role)
@@ -425,7 +428,7 @@ class Worker:
     def _sequence_ranks(self, phase: str) -> int:
         own = {
             "ref": self.reference,
-            # Other phases compute in the policy.
+            # Phases that are not named here use the policy.
             "reward": self.reward_model if self.role is None else self.role.model,
             **dict.fromkeys(CRITIC_PHASES, None if self.critic is None else self.critic.model),
         }.get(phase)
@@ -434,7 +437,7 @@ class Worker:
 
     @property
     def _counts_engine(self) -> bool:
-        # A function that is compiled while bytes are counted stays uncompiled afterwards, so only an eager engine is counted.
+        # Functions that are first called while bytes are counted are never compiled, so only an eager engine is counted.
         return self.settings.rollout.name == "hf" or self.settings.rollout.enforce_eager
 
     def _resident(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -447,12 +450,12 @@ class Worker:
 
 
 def work_of(arguments: Sequence[Any], sequences_at_once: int, sequence_ranks: int = 1) -> Work | None:
-    """Return the size of a call's work, for advice after an out-of-memory error. None if the arguments do not tell.
+    """Return the size of a call's work, for advice after an out-of-memory error. None if the arguments do not show it.
 
-    They are mini-batches, or rows and their micro-batches, or prompts and seeds. Tokens are those of one of the
-    ``sequence_ranks`` that share each micro-batch.
+    The arguments that show it are mini-batches, or a batch and its micro-batches, or prompts and their seeds. Tokens are counted
+    per rank. Each micro-batch is shared by ``sequence_ranks`` ranks.
     """
-    # A role of a recipe gets its method first.
+    # The first argument of ``call_role`` is a method.
     first, second = (*(argument for argument in arguments if not callable(argument)), None, None)[:2]
     minis = [first] if isinstance(first, MiniBatch) else first if isinstance(first, list) else []
     if minis and all(isinstance(mini, MiniBatch) for mini in minis):
@@ -477,31 +480,32 @@ def work_of(arguments: Sequence[Any], sequences_at_once: int, sequence_ranks: in
 
 
 def left_for_cache(device: torch.device, limit: int | None, beside: int) -> int:
-    """Return and log the bytes left for the KV cache, beside the ``beside`` bytes that will be on the device too.
+    """Return and log the bytes that are left for the KV cache.
 
-    ``limit`` is what the process may take of the device, in bytes.
+    ``beside`` is the number of bytes that all other data on the device will need. ``limit`` is the number of bytes that the
+    process may use on the device; None = no limit.
 
     Raises:
         ConfigError: Nothing is left.
     """
     free = available_bytes(device, limit)
-    assert free is not None, "the driver has refused a device of unknown size"
+    assert free is not None, "the driver refuses a device of unknown size"
     if free <= beside:
         raise ConfigError(
-            f"{CACHE}=auto: {free / GIB:.2f} GiB of the device are free, and {beside / GIB:.2f} may be needed beside the cache, "
-            "so nothing is left for it. Save memory (verl-memopt fit says what would), or give the cache a size in GiB."
+            f"{CACHE}=auto: {free / GIB:.2f} GiB of the device are free, and {beside / GIB:.2f} may be needed for other data, so "
+            "nothing is left for the cache. Save memory (verl-memopt fit shows how), or set the key to a size in GiB."
         )
     sizes = free / GIB, beside / GIB, (free - beside) / GIB
-    logger.info("%.2f GiB of the device are free, of which at most %.2f are needed beside the KV cache: it takes %.2f", *sizes)
+    logger.info("%.2f GiB of the device are free. Other data needs up to %.2f GiB, and the KV cache gets %.2f GiB", *sizes)
     return free - beside
 
 
 def shared_weights(
     engine: RolloutEngine, settings: ActorRolloutRef, devices: int, sleeps: bool
 ) -> dict[str, torch.Tensor] | None:
-    """Return the engine's weights for the policy to compute with, or None where each has its own copy. Logs which, and why.
+    """Return the engine's weights, with which the policy computes. None = engine and policy have a copy each. Log which and why.
 
-    ``sleeps`` says that the engine sleeps outside of rollouts.
+    ``sleeps`` says whether the engine sleeps outside of rollouts.
 
     Raises:
         ConfigError: The weights cannot be shared, but ``rollout.share_weights=true`` or a quantised base needs it.
@@ -511,21 +515,21 @@ def shared_weights(
         try:
             weights = engine.share_weights()
         except RolloutError as error:
-            # The engine has been built for bytes that only a policy which shares them fills.
+            # The engine of a quantised base is built with empty weights, and only a policy that shares them fills them.
             reason, refused = f"{error}.", settings.model.quantization != "none"
     if weights is None and settings.rollout.share_weights is True:
-        raise ConfigError(f"{SHARE_WEIGHTS}=true: {reason} Set {SHARE_WEIGHTS}=auto to go on with two copies.")
+        raise ConfigError(f"{SHARE_WEIGHTS}=true: {reason} Set {SHARE_WEIGHTS}=auto to run with two copies.")
     if weights is None and refused:
         raise ConfigError(
             f"{QUANTIZATION}={settings.model.quantization}: the engine cannot share the quantised base: {reason} Set "
-            f"{SHARE_WEIGHTS}=false, with which the engine has whole weights of its own (on one device), or {QUANTIZATION}=none."
+            f"{SHARE_WEIGHTS}=false, so that the engine has its own unquantised weights (on one device), or {QUANTIZATION}=none."
         )
     if weights is None:
-        logger.info("engine and policy hold a copy of the weights each: %s", reason)
+        logger.info("engine and policy have a copy of the weights each: %s", reason)
     else:
         num_bytes = sum(weight.numel() * weight.itemsize for weight in weights.values())
         trained = "weights" if settings.model.lora_rank == 0 else "adapters"
-        over = "" if devices == 1 else f" on each of {devices} devices, which update a shard of the {trained} each"
+        over = "" if devices == 1 else f" on each of {devices} devices, each of which updates its shard of the {trained}"
         logger.info("engine and policy share one copy of the weights, %.1f MiB%s", num_bytes / MIB, over)
     return weights
 
@@ -548,16 +552,16 @@ def resident_words(parameters: int, phases: Mapping[str, tuple[float, float]]) -
     return f"weights, gradients and optimizer state take {', '.join(said)}"
 
 
-# What a worker answers to a call.
+# The answer of a worker to a call.
 
 
 @dataclass(frozen=True)
 class Reply:
     """The result of a call and its memory.
 
-    ``budget_bytes`` is what the process may take of its device; None = no limit. ``cap_after_error`` is the largest number of
-    tokens in a micro-batch after the last out-of-memory error that the call survived; None = there was none. ``retries`` counts
-    such errors.
+    ``budget_bytes`` is the number of bytes that the process may use on its device; None = no limit. ``retries`` counts the
+    out-of-memory errors that the call survived. ``cap_after_error`` is the largest number of tokens in a micro-batch after the
+    last of them; None = there was none.
     """
 
     value: Any
