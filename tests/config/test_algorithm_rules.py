@@ -81,7 +81,9 @@ def test_a_rank_that_the_adapters_do_not_have_is_refused(complaint, tmp_path):
 
 
 def test_a_folder_that_says_nothing_leaves_the_rank_to_the_user(complaint, tmp_path):
-    said = f"{MODEL}.lora_rank=0, {MODEL}.lora_adapter_path={tmp_path}: adapters are given and none are asked for. "
+    said = (
+        f"{MODEL}.lora_rank=0, {MODEL}.lora_adapter_path={tmp_path}: adapters are given, but rank 0 means that there are none. "
+    )
     assert complaint({f"{MODEL}.lora_adapter_path": str(tmp_path)}).startswith(said)
     assert complaint(folder_of(tmp_path, lora_alpha=8)).startswith(said)
 

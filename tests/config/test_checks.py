@@ -62,18 +62,19 @@ WRONG = {
     "another optimizer that should rest on the host": (
         {f"{FSDP}.optimizer_offload": True, f"{OPTIM}.optimizer": "RMSprop"},
         f"{FSDP}.optimizer_offload=true, {OPTIM}.optimizer=RMSprop, "
-        f"{OPTIM}.optimizer_impl=torch.optim: only AdamW and SGD of torch.optim can. Remove "
+        f"{OPTIM}.optimizer_impl=torch.optim: only AdamW and SGD of torch.optim support it. Remove "
         f"{FSDP}.optimizer_offload, or {OPTIM}.optimizer and optimizer_impl.",
     ),
     "an argument that our AdamW does not take": (
         {f"{OPTIM}.state_dtype": "int8", f"{OPTIM}.override_optimizer_config": {"foreach": True}},
-        f"{OPTIM}.state_dtype=int8, {OPTIM}.override_optimizer_config={{'foreach': True}}: AdamW with "
-        f"{OPTIM}.state_dtype takes lr, betas, eps and weight_decay; SGD takes lr, momentum, nesterov and weight_decay. "
+        f"{OPTIM}.state_dtype=int8, {OPTIM}.override_optimizer_config={{'foreach': True}}: with "
+        f"{OPTIM}.state_dtype, AdamW takes only lr, betas, eps and weight_decay, and SGD only lr, momentum, nesterov and "
+        f"weight_decay. "
         f"Remove foreach from {OPTIM}.override_optimizer_config.",
     ),
     "a quantised momentum": (
         {f"{OPTIM}.state_dtype": "int8", f"{OPTIM}.optimizer": "SGD", f"{OPTIM}.momentum": 0.9},
-        f"{OPTIM}.state_dtype=int8, {OPTIM}.optimizer=SGD: SGD's momentum is not quantised. Set "
+        f"{OPTIM}.state_dtype=int8, {OPTIM}.optimizer=SGD: SGD's momentum cannot be quantised. Set "
         f"{OPTIM}.state_dtype=bfloat16, or {OPTIM}.optimizer=AdamW.",
     ),
     "rounding of weights that are not rounded": (
@@ -83,7 +84,7 @@ WRONG = {
     ),
     "torchao's 4-bit optimizer": (
         {f"{OPTIM}.optimizer_impl": "torchao.optim", f"{OPTIM}.optimizer": "AdamW4bit", "trainer.device": "cuda"},
-        f"{OPTIM}.optimizer_impl=torchao.optim, {OPTIM}.optimizer=AdamW4bit: it does not update sharded "
+        f"{OPTIM}.optimizer_impl=torchao.optim, {OPTIM}.optimizer=AdamW4bit: this optimizer cannot update sharded "
         f"parameters. Remove both and set {OPTIM}.state_dtype=int4 (or int8), or set {OPTIM}.optimizer="
         "AdamW8bit.",
     ),
@@ -102,7 +103,7 @@ WRONG = {
     ),
     "two ways of resting on the host": (
         {f"{FSDP}.offload_policy": True, f"{FSDP}.param_offload": True},
-        f"{FSDP}.offload_policy=true, {FSDP}.param_offload=true: with offload_policy",
+        f"{FSDP}.offload_policy=true, {FSDP}.param_offload=true: offload_policy already keeps",
     ),
     "a policy that streams": (
         {f"{FSDP}.param_offload": "stream"},
@@ -111,8 +112,8 @@ WRONG = {
     ),
     "a reference that streams to several devices": (
         {f"{REF}.param_offload": "stream", **KL, "trainer.n_gpus_per_node": 2},
-        f"{REF}.param_offload=stream, trainer.nnodes=1, trainer.n_gpus_per_node=2: each device has a shard of "
-        f"every block, and FSDP2 gathers them. Set {REF}.offload_policy=true",
+        f"{REF}.param_offload=stream, trainer.nnodes=1, trainer.n_gpus_per_node=2: on several devices "
+        f"FSDP2 shards each block, and gathers it when it computes. Set {REF}.offload_policy=true",
     ),
     "a reference that streams from a mapped file": (
         {f"{REF}.param_offload": "stream", **KL, f"{AR}.model.load_mode": "mmap"},
@@ -120,7 +121,7 @@ WRONG = {
     ),
     "a reference that streams and never leaves the host": (
         {f"{REF}.{key}": value for key, value in (("param_offload", "stream"), ("offload_policy", True))} | {**KL},
-        f"{REF}.offload_policy=true, {REF}.param_offload=stream: with offload_policy",
+        f"{REF}.offload_policy=true, {REF}.param_offload=stream: offload_policy already keeps",
     ),
     "adapters and a reference that streams": (
         {f"{REF}.param_offload": "stream", f"{AR}.model.lora_rank": 4},
@@ -129,15 +130,15 @@ WRONG = {
     "a reference that follows the policy and has lost its masters": (
         {f"{REF}.param_offload": "stream", **KL, f"{AR}.ref.sync_every_steps": 1},
         f"{REF}.param_offload=stream, {AR}.ref.sync_every_steps=1, {REF}.model_dtype=fp32, "
-        f"{REF}.dtype=bfloat16: a reference that streams rests in the dtype of compute",
+        f"{REF}.dtype=bfloat16: a reference that streams rests in the compute dtype",
     ),
     "two ways of offloading optimizer state": (
         {f"{FSDP}.offload_policy": True, f"{FSDP}.optimizer_offload": True},
-        f"{FSDP}.offload_policy=true, {FSDP}.optimizer_offload=true: with offload_policy",
+        f"{FSDP}.offload_policy=true, {FSDP}.optimizer_offload=true: offload_policy already keeps",
     ),
     "a mapped file without a reference on the host": (
         {f"{AR}.model.load_mode": "mmap", **KL},
-        f"{AR}.model.load_mode=mmap, {REF}.param_offload=false: a mapped file is where a reference rests",
+        f"{AR}.model.load_mode=mmap, {REF}.param_offload=false: a mapped file holds a reference",
     ),
     "a mapped file and adapters": (
         {f"{AR}.model.load_mode": "mmap", f"{AR}.model.lora_rank": 4, **KL},
@@ -145,7 +146,7 @@ WRONG = {
     ),
     "a mapped file and a reference that never leaves the host": (
         {f"{AR}.model.load_mode": "mmap", f"{REF}.offload_policy": True, **KL},
-        f"{AR}.model.load_mode=mmap, {REF}.offload_policy=true: with offload_policy the reference never leaves",
+        f"{AR}.model.load_mode=mmap, {REF}.offload_policy=true: with offload_policy the reference stays in a host buffer",
     ),
     "Ray's arguments without Ray": (
         {"trainer.worker_group": "local", "ray_kwargs.ray_init": {"num_cpus": 2}},

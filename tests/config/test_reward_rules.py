@@ -127,7 +127,7 @@ def test_the_tokenizer_of_the_responses_is_the_policys(settled, tokenizer):
         ),
         (
             {POOL: True, PER_NODE: 2, f"{FSDP}.param_offload": "stream"},
-            f"{FSDP}.param_offload=stream, reward_model.nnodes=1, reward_model.n_gpus_per_node=2: each device has",
+            f"{FSDP}.param_offload=stream, reward_model.nnodes=1, reward_model.n_gpus_per_node=2: on several devices",
             f"Or set {FSDP}.param_offload=true.",
         ),
     ],

@@ -269,7 +269,7 @@ def test_where_an_engine_that_sleeps_would_leave_more_room_to_shards_auto_does_n
 def test_transformers_shares_only_when_asked_and_the_log_says_what_was_chosen(made, caplog):
     caplog.set_level(logging.INFO)
     assert not made(settings_of("auto")).shares_weights
-    assert "a copy of the weights each: auto shares those of actor_rollout_ref.rollout.name=vllm alone" in caplog.text
+    assert "a copy of the weights each: auto shares weights only with actor_rollout_ref.rollout.name=vllm" in caplog.text
     worker = made(settings_of(True))
     assert worker.shares_weights
     assert "share one copy of the weights" in caplog.text

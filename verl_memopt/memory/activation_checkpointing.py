@@ -1,11 +1,13 @@
-"""Keep only the input of a decoder block and compute the rest again in backward (activation checkpointing).
+"""Keep only the input of each decoder block, and compute the rest again in backward (activation checkpointing).
 
-Use it when: activations are the peak. It is on in mode ``full``; ``every_n`` and ``selective`` give some memory back for speed.
-Saves: everything that checkpointed blocks keep for their backward but their inputs. ``selective`` also keeps the outputs of
-    products and attention.
-Costs: ``full``: one more forward, about a third more compute. ``every_n``: 1/n of that. ``selective``: elementwise work only.
-Works with: every knob. With FSDP a block is gathered once for recomputation and backward. Activation offload then moves block
-    inputs alone.
+Use it when: activations set the memory peak. It is on by default, in mode ``full``. The modes ``every_n`` and ``selective`` are
+    faster and use more memory.
+Saves: everything that checkpointed blocks would keep for backward, except their inputs. With ``selective`` a block also keeps the
+    outputs of matrix products and of attention.
+Costs: ``full``: one more forward, which is about a third more compute. ``every_n``: 1/n of that. ``selective``: only elementwise
+    work is done twice.
+Works with: every knob. With FSDP a block is gathered once for recomputation and backward together. With activation offload only
+    the inputs of blocks move to the host.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ _ON, _MODE, _EVERY = (
 @dataclass(frozen=True)
 class ActivationCheckpointing:
     enable_gradient_checkpointing: bool = True
-    """Recompute decoder blocks in backward (non-reentrant): saves activations, costs one more forward."""
+    """Recompute decoder blocks in backward (non-reentrant). This saves activations and costs one more forward."""
     gradient_checkpointing_mode: Literal["full", "every_n", "selective"] = "full"
-    """full = every block keeps its input only; every_n = one block in ``gradient_checkpointing_every`` does, the others keep
-    everything; selective = every block also keeps the outputs of products and attention, and computes the rest again."""
+    """full = every block keeps only its input; every_n = one block in ``gradient_checkpointing_every`` keeps only its input, and
+    the other blocks keep everything; selective = every block also keeps the outputs of matrix products and of attention, and
+    recomputes the rest."""
     gradient_checkpointing_every: PositiveInt = 2
-    """With every_n: one block in n is computed again, counted back from the last but one. Raise it while memory lasts: a block
-    that keeps everything is faster."""
+    """With every_n: one block in n is recomputed, counted back from the last block but one. Raise it while there is memory left:
+    a block that keeps everything is faster."""
 
     @property
     def checkpointing(self) -> str | None:

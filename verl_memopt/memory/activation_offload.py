@@ -1,11 +1,12 @@
-"""Move what a forward saves for its backward to host memory, and fetch it back in time (activation offload).
+"""Copy what a forward saves for backward to host memory, and copy it back before backward needs it (activation offload).
 
-Use it when: activations are the peak although checkpointing is on, and host memory is free.
-Saves: with checkpointing, the inputs of all blocks but those whose copies are under way. Nothing is saved where a micro-batch is
-    so small that gradients, and not activations, set the peak.
-Costs: as many bytes of host memory, and a copy each way. Copies hide behind compute where blocks are checkpointed; without
-    checkpointing they do not.
-Works with: activation checkpointing, several micro-batches per optimizer step, and ``memory.host_limit_gb``.
+Use it when: activations set the memory peak although checkpointing is on, and the host has free memory.
+Saves: with checkpointing, the inputs of all blocks except those whose copies are under way. It saves nothing where micro-batches
+    are so small that gradients set the peak, and not activations.
+Costs: as much host memory as it saves on the device, and one copy in each direction. With checkpointing the copies run while the
+    device computes. Without checkpointing the device has to wait for them.
+Works with: activation checkpointing, several micro-batches per optimizer step, and ``memory.host_limit_gb``, which limits the
+    host memory.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ _LEAST, _IN_FLIGHT, _STAYS = (f"{_MODEL}.activation_offload_{key}" for key in ("
 @dataclass(frozen=True)
 class ActivationOffloadSettings:
     enable_activation_offload: bool = False
-    """What a forward saves for its backward rests in host buffers in between, with or without gradient checkpointing."""
+    """Keep the tensors that a forward saves for backward in host memory until backward needs them, with or without gradient
+    checkpointing."""
     activation_offload_min_bytes: NaturalInt = 1048576
-    """Smaller tensors stay on the device: a copy of its own would cost more than they take."""
+    """Tensors smaller than this many bytes stay on the device, because copying them would cost more than it saves."""
     activation_offload_in_flight: PositiveInt = 2
-    """Tensors whose copies may be under way at once, either way; more hides copies better and holds as many on the device."""
+    """How many tensors may be copied at once, in each direction. A larger number hides the copies better, but keeps that many
+    tensors on the device."""
     activation_offload_device_gb: Annotated[float, NOT_NEGATIVE] = 0
-    """GiB of what each forward saves that stays on the device: the first tensors that fit. Each of them saves as much host memory
-    and its two copies over the bus, so set it to what the device has to spare."""
+    """GiB of the saved tensors of each forward that stay on the device: the first tensors, up to the first one that does not fit.
+    They take no host memory and need no copies, so set this to the memory that the device has to spare."""
 
     @property
     def in_flight(self) -> int | None:

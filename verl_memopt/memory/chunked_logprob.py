@@ -1,10 +1,11 @@
-"""Compute log-probs and entropy chunk by chunk, so that the [tokens, vocabulary] logits never exist.
+"""Compute log-probs and entropy chunk by chunk, so that the whole [tokens, vocabulary] matrix of logits never exists.
 
-Use it when: always; it is on. Lower ``logprob_chunk_tokens`` when an out-of-memory report names logits.
-Saves: the logits of a pass shrink from all response tokens of a micro-batch to one chunk of them.
-Costs: nothing where the loss is one of tokens or strictly on-policy. Elsewhere, and with a vocabulary tile, one more product with
-    the head, because backward computes the logits again.
-Works with: every pass and every other knob. A sharded head is gathered once a pass, not once a chunk.
+Use it when: always; it is on by default. Lower ``logprob_chunk_tokens`` when an out-of-memory report names logits.
+Saves: most of the logits. At any time only the logits of one chunk of tokens exist, not those of all response tokens of a
+    micro-batch.
+Costs: nothing if the loss is computed per token, or if training is strictly on-policy. With any other loss, or with a vocabulary
+    tile, one more matrix product with the LM head, because backward computes the logits again.
+Works with: every pass and every other knob. A sharded LM head is gathered once per pass, not once per chunk.
 """
 
 from __future__ import annotations
@@ -23,24 +24,26 @@ if TYPE_CHECKING:
 _CHUNK = "actor_rollout_ref.model.logprob_chunk_tokens"
 
 FREE_TILE = 16_384
-"""Vocabulary entries a tile where ``logprob_vocab_tile`` is 0 and a tile costs no product."""
+"""Vocabulary entries per tile where ``logprob_vocab_tile`` is 0 and tiles cost no extra product."""
 
 LEAST_CHUNK = 64
-"""Smaller chunks make products slow and save next to nothing."""
+"""Smaller chunks make matrix products slow and save almost nothing."""
 
 
 @dataclass(frozen=True)
 class ChunkedLogprob:
     logprob_chunk_tokens: NaturalInt = 512
-    """Response tokens per chunk of LM head, log-prob and entropy; 0 = whole logits. In half precision, where a GPU compiles, a
-    chunk has three times as many in the same bytes: fp32 logits are not kept."""
+    """Response tokens for which the LM head, log-probs and entropy are computed at once (a chunk); 0 = all tokens at once. On a
+    GPU that compiles in half precision, a chunk holds three times as many tokens in the same bytes, because fp32 logits are not
+    kept."""
     logprob_vocab_tile: NaturalInt = 0
-    """Vocabulary entries per tile of a chunk's logits; 0 = 16,384 where a tile costs nothing, and whole rows where it would cost
-    a product with the head: in an update whose loss is one of tokens, or strictly on-policy. Set it when logits are the peak."""
+    """Vocabulary entries per tile of a chunk's logits; 0 = 16,384 where tiles cost nothing, and the whole vocabulary where tiles
+    would cost one more matrix product with the LM head. That is in an update whose loss is computed per token, or is strictly
+    on-policy. Set it when logits set the memory peak."""
 
 
 def logit_bytes(shapes: Shapes, update: bool) -> int:
-    """Bytes of the logits, in an update with old log-probs or in a log-prob pass, without entropy."""
+    """Bytes of the logits in an update (``update``) or in a log-prob pass, without those for entropy."""
     model, actor = shapes.settings.model, shapes.settings.actor
     chunk = model.logprob_chunk_tokens
     whole_rows = chunk == 0 or (update and actor.policy_loss.loss_mode not in LOSSES_OF_SEQUENCES)
@@ -49,7 +52,7 @@ def logit_bytes(shapes: Shapes, update: bool) -> int:
     narrow = 0 if shapes.compute_bytes == 4 else shapes.compute_bytes
     entry_bytes = 4 + narrow
     if narrow and shapes.compiles:
-        # As ``Head.rows_at_once``: without fp32 logits a chunk has as many more tokens as take the same bytes.
+        # As in ``Head.rows_at_once``: without fp32 logits a chunk has more tokens in the same bytes.
         summed = 0 if tile == shapes.vocab else shapes.hidden * (4 + narrow)
         chunk, entry_bytes = chunk * ((4 + narrow) * tile + summed) // (narrow * tile + summed), narrow
     return int(min(shapes.responses, chunk or shapes.responses) * tile * entry_bytes)

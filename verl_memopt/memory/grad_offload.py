@@ -1,17 +1,19 @@
-"""Keep gradients in host memory: each leaves the device as soon as backward has it, and the optimizer reads it from there.
+"""Keep gradients in host memory: each gradient leaves the device as soon as backward has computed it.
 
-Use it when: gradients are the peak, and you sum them over micro-batches, which ``optim.in_backward`` cannot do, or clip them
-    without its second pass.
-Saves: all gradients but those of two blocks. That of a matrix of the vocabulary passes in tiles: ``optim.bucket_megabytes`` of it
-    are on the device at once.
-Costs: as many bytes of host memory. Each gradient crosses the bus once per micro-batch, the sum so far comes back for every
-    micro-batch after the first, and the optimizer reads it once more. For its tiles the head computes its logits once more: 1.6 %
-    of the products of an update of Qwen3-8B, 7 % of Qwen3-0.6B. It does not where ``model.logprob_chunk_tokens`` is as large as a
-    micro-batch.
+The optimizer reads the gradients from there.
+
+Use it when: gradients set the memory peak, and you sum them over several micro-batches, which ``optim.in_backward`` cannot do, or
+    clip them, for which ``optim.in_backward`` needs a second pass.
+Saves: all gradients except those of two blocks. The gradient of the vocabulary matrix (embedding or LM head) passes over the
+    device in tiles: at most ``optim.bucket_megabytes`` of it are there at once.
+Costs: as much host memory as it saves on the device. Each gradient is copied to the host once per micro-batch. For every
+    micro-batch after the first, the sum so far is copied back. The optimizer reads the sum once more. Because of the tiles, the
+    LM head computes its logits once more: 1.6 % of the matrix products of an update of Qwen3-8B, 7 % with Qwen3-0.6B. This is not
+    needed if ``model.logprob_chunk_tokens`` is at least as large as a micro-batch.
 Works with: clipping, any number of micro-batches, several devices (each keeps its shard), ``optimizer_offload`` and
-    ``split_master_weights``, with which ``mixed_precision.reduce_dtype=bfloat16`` halves the gradients. It changes no number but
-    the rounding of what passes in tiles. On several devices with ``gradient_sync=last`` the matrix stays whole. It refuses
-    ``optim.in_backward`` and ``offload_policy``.
+    ``split_master_weights``. With the last one, ``mixed_precision.reduce_dtype=bfloat16`` halves the gradients. Results change
+    only by the rounding of gradients that pass in tiles. On several devices with ``gradient_sync=last`` the gradient of the
+    vocabulary matrix is not tiled. It refuses ``optim.in_backward`` and ``offload_policy``.
 """
 
 from __future__ import annotations
@@ -34,24 +36,26 @@ _IN_BACKWARD, _NATIVE = f"{_ACTOR}.optim.in_backward", f"{_ACTOR}.fsdp_config.of
 @dataclass(frozen=True)
 class GradOffload:
     grad_offload: bool = False
-    """A gradient leaves the device as soon as backward has it, and is summed over micro-batches in host memory: 4 bytes a
-    parameter (fp32) leave the device. The optimizer clips it and reads it from there, bucket by bucket."""
+    """Copy each gradient to host memory as soon as backward has computed it, and keep the sum over micro-batches there. This
+    saves 4 bytes per parameter (fp32) on the device. The optimizer clips the gradients and reads them from the host, bucket by
+    bucket."""
 
 
 _offloads = attrgetter(KEY)
 
 
 LEAST_ROWS = 64
-"""Fewest rows of a tile on a rank, so that products with it are worth their launch; more are a multiple of it."""
+"""Fewest rows of a tile on each rank, so that products with the tile are worth a kernel launch. Larger tiles have a multiple of
+it."""
 
 
 def tile_rows(bucket_bytes: int, row_bytes: int) -> int:
-    """Rows of a tile on each rank. ``row_bytes``: bytes of one row on every rank together."""
+    """Rows of a tile on each rank. ``row_bytes``: bytes of one row, summed over ranks."""
     return max(bucket_bytes // SLOTS // row_bytes // LEAST_ROWS, 1) * LEAST_ROWS
 
 
 def tile_params(shapes: Shapes, ranks: int = 1) -> int | None:
-    """Elements of one gradient tile of the vocabulary's matrix, over all ranks; None if it is not tiled."""
+    """Elements of one tile of the vocabulary matrix's gradient, summed over ranks; None if that gradient is not tiled."""
     fsdp, bucket = shapes.settings.actor.fsdp_config, int(shapes.settings.actor.optim.bucket_megabytes * 2**20)
     element_bytes = shapes.gradient_bytes
     summed_whole = ranks > 1 and fsdp.gradient_sync == "last"
@@ -67,7 +71,7 @@ def matrix_params(shapes: Shapes, ranks: int = 1) -> int:
 
 
 def _saved(_: Shapes, after: Shapes) -> float:
-    # If copies take no time, only the vocabulary's matrix or one block's gradients are there.
+    # If copies take no time, the device holds only the gradient of the vocabulary matrix, or the gradients of one block.
     return after.gradient_bytes * (after.params - max(matrix_params(after), after.block_params))
 
 
@@ -79,13 +83,13 @@ KNOB = Knob(
         Refusal(
             (KEY, _IN_BACKWARD),
             lambda settings: _offloads(settings) and attrgetter(_IN_BACKWARD)(settings),
-            "each gradient is used and freed inside backward already",
+            "in_backward already uses and frees each gradient inside backward",
             f"Set {_IN_BACKWARD}=false, or {KEY}=false.",
         ),
         Refusal(
             (KEY, _NATIVE),
             lambda settings: _offloads(settings) and attrgetter(_NATIVE)(settings),
-            "FSDP2 keeps gradients on the host already",
+            "offload_policy already keeps gradients on the host",
             f"Set {_NATIVE}=false, or {KEY}=false.",
         ),
     ),

@@ -1,10 +1,13 @@
-"""Choose how weights come from their files: streamed shard by shard, or left in the mapped file until the device needs them.
+"""Choose how weights are loaded: each rank reads its shards, or a frozen model stays in its memory-mapped file.
 
-Use it when: a reference or a recipe's frozen model rests on the host (``param_offload``) and host memory is short.
-Saves: with ``mmap``, the host buffer in which that model would rest. Either way no rank holds more of a model than its shard.
-Costs: the system may drop pages of the file and read them again, and copies cannot come from page-locked memory.
-Works with: ``ref.fsdp_config.param_offload``, which it needs, and a ``ref.fsdp_config.model_dtype`` that is the file's. It
-    refuses LoRA, ``ref.quantization`` and ``offload_policy``, unless a recipe's own model rests on the host.
+Use it when: a reference, or the frozen model of a recipe, rests on the host (``param_offload``) and host memory is short.
+Saves: with ``mmap``, the host buffer that would hold the frozen model. With either mode no rank loads more of a model than its
+    shard.
+Costs: the system may drop pages of the file from memory and read them again from disk. Copies to the device are slower, because a
+    mapped file is not page-locked.
+Works with: ``ref.fsdp_config.param_offload``, which it needs, and a ``ref.fsdp_config.model_dtype`` equal to the dtype of the
+    files. It refuses ``ref.quantization``. It also refuses LoRA and ``offload_policy``, unless the frozen model of a recipe rests
+    on the host.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ _QUANTIZATION = "actor_rollout_ref.ref.quantization"
 @dataclass(frozen=True)
 class LoadMode:
     load_mode: Literal["stream", "mmap"] = "stream"
-    """stream = each rank reads its own shards, tensor by tensor; mmap = a reference and a recipe's model that rest on the host
-    rest in their safetensors files, mapped, and take no host memory of their own."""
+    """stream = each rank reads its own shards, tensor by tensor; mmap = a frozen model that rests on the host (a reference, or
+    the model of a recipe) stays in its memory-mapped safetensors files and takes no host buffer."""
 
 
 def _maps(settings: Settings) -> bool:
@@ -49,7 +52,7 @@ _is_native = attrgetter(_NATIVE)
 
 
 def _without_frozen(settings: Settings) -> bool:
-    # Whether nothing rests on the host, for a reason other than LoRA or offload_policy, which are refused above.
+    # Whether no frozen model rests on the host. LoRA and offload_policy are left out, because rules of their own refuse them.
     offloaded = settings.actor_rollout_ref.ref.fsdp_config.param_offload
     rests = (offloaded and needs_reference(settings)) or _recipe_rests(settings)
     return _maps(settings) and not (rests or _adapts(settings) or _is_native(settings))
@@ -63,20 +66,20 @@ KNOB = Knob(
         Refusal(
             (_KEY, _RANK),
             lambda settings: _maps(settings) and _adapts(settings) and not _recipe_rests(settings),
-            "with LoRA the reference is the policy's own base, and no other rests in a file",
+            "with LoRA the reference is the policy's own base, so no model could stay in a mapped file",
             f"Set {_KEY}=stream.",
         ),
         Refusal(
             (_KEY, _NATIVE),
             lambda settings: _maps(settings) and _is_native(settings) and not _adapts(settings) and not _recipe_rests(settings),
-            "with offload_policy the reference never leaves its host buffer, and none rests in a file",
+            "with offload_policy the reference stays in a host buffer, so no model could stay in a mapped file",
             f"Set {_OFFLOAD}=true in place of offload_policy, or {_KEY}=stream.",
         ),
         Refusal(
             (_KEY, _OFFLOAD),
             _without_frozen,
-            "a mapped file is where a reference rests, and no reference rests on the host",
-            f"Set {_OFFLOAD}=true (with a KL), or {_KEY}=stream.",
+            "a mapped file holds a reference that rests on the host, and there is none",
+            f"Set {_OFFLOAD}=true and use a KL, which needs a reference, or set {_KEY}=stream.",
         ),
         Refusal(
             (_KEY, _QUANTIZATION),
@@ -87,7 +90,7 @@ KNOB = Knob(
         Refusal(
             (_KEY, "reward_model.model.quantization"),
             lambda settings: _maps(settings) and settings.reward_model.model.quantization != "none" and _recipe_rests(settings),
-            "the student rests on the host, and the mapped file holds the unquantised weights",
+            "the model of the recipe would stay in its mapped file, which holds unquantised weights",
             f"Set {_KEY}=stream, or reward_model.model.fsdp_config.param_offload=false.",
         ),
     ),

@@ -1,12 +1,15 @@
-"""Train low-rank adapters on a frozen base (LoRA); the reference is the same model with the adapters it started from.
+"""Train low-rank adapters on a frozen base model (LoRA).
+
+The reference is the same base with the adapters that training started from.
 
 Use it when: gradients and optimizer state do not fit, and low-rank training is good enough.
-Saves: gradients and optimizer state of all frozen parameters (12 bytes each with fp32 AdamW), and the second model of a KL.
-Costs: two thin products per layer. An engine that shares the base computes them too; another gets merged weights, one tensor at
-    a time.
-Works with: ``rollout.share_weights``, ``model.quantization`` of the base, checkpointing, every packing knob. On one device, and
-    on several that share the base with their engines, it rests in the precision that computes. It refuses a reference of another
-    path, and ``ref.quantization``. Source: arXiv 2106.09685.
+Saves: gradients and optimizer state of all frozen parameters (12 bytes per parameter with fp32 AdamW), and the second model that
+    a KL would need.
+Costs: two thin matrix products per adapted layer. An engine that shares the base computes them too. Any other engine gets weights
+    into which the adapters are merged, one tensor at a time.
+Works with: ``rollout.share_weights``, ``model.quantization`` of the base, checkpointing, and every knob that packs tokens. The
+    base rests in the compute dtype on one device, and also on several devices if they share the base with their engines. It
+    refuses a reference with another ``path``, and ``ref.quantization``. Source: arXiv 2106.09685.
 """
 
 from __future__ import annotations
@@ -31,20 +34,23 @@ _REFERENCE, _QUANTIZATION = "actor_rollout_ref.ref.model.path", "actor_rollout_r
 @dataclass(frozen=True)
 class Lora:
     lora_rank: NaturalInt = 0
-    """Rank of the adapters of a frozen base; 0 = train every weight. Use it when gradients and optimizer do not fit. If it is not
-    given, it comes from the ``adapter_config.json`` of ``lora_adapter_path``, with the other LoRA settings that are not given."""
+    """Rank of the adapters on a frozen base; 0 = train every weight. Use LoRA when gradients and optimizer state do not fit. If
+    the rank is not given, it is read from ``adapter_config.json`` in ``lora_adapter_path``, like all other LoRA settings that are
+    not given."""
     lora_alpha: PositiveFloat = 16
     """Adapters are scaled by lora_alpha / lora_rank."""
     use_rslora: bool = False
     """Scale adapters by lora_alpha / sqrt(lora_rank) instead, so that a large rank learns as fast as a small one (rsLoRA, arXiv
     2312.03732)."""
     target_modules: Any = "all-linear"
-    """Layers with an adapter: all-linear (all but the head), a list of name endings, or a regular expression. A name that no
-    layer has is an error."""
+    """Layers that get an adapter: all-linear (all linear layers but the LM head), a list of name endings, or a regular
+    expression. A name that matches no layer is an error."""
     exclude_modules: Any = None
-    """Layers left out: a list of name endings or a regular expression. A name that no part of the model has is an error."""
+    """Layers that get no adapter: a list of name endings or a regular expression. A name that matches no part of the model is an
+    error."""
     lora_adapter_path: str | None = None
-    """Folder in the peft format to start the adapters from. A KL's reference starts from it too (``ref.adapter``)."""
+    """Folder in the peft format from which the adapters start. The reference of a KL uses these adapters too (see
+    ``ref.adapter``)."""
 
     @property
     def lora_scale(self) -> float:
@@ -58,17 +64,17 @@ def adapter_scale(rank: int, alpha: float, use_rslora: bool) -> float:
 @dataclass(frozen=True)
 class LoraReference:
     adapter: Literal["start", "base"] = "start"
-    """With LoRA, the reference is the base with the adapters of ``model.lora_adapter_path`` as training began (start), or the
-    base alone (base). Both are the same where training starts without a folder of adapters."""
+    """Which adapters the reference uses with LoRA. start = those of ``model.lora_adapter_path``, from which training started;
+    base = none, so the reference is the base alone. Both are the same without ``model.lora_adapter_path``."""
 
 
 NOT_HERE = {
-    "use_dora": "adapters have no magnitude of their own (DoRA) here",
+    "use_dora": "magnitudes of adapters (DoRA) are not supported",
     "rank_pattern": "all adapters of a model have one rank here",
     "alpha_pattern": "all adapters of a model have one scale here",
     "modules_to_save": (
-        "a module that is trained as a whole beside the adapters would be needed twice, as it is and as the reference has it, "
-        "and an engine that shares the base has one place for it. Train adapters alone, or all weights (lora_rank=0)"
+        "a module that is trained in full beside the adapters would be needed twice, trained and as the reference has it, "
+        "and an engine that shares the base has room for one. Train adapters alone, or all weights (lora_rank=0)"
     ),
     "trainable_token_indices": (
         "rows of the embedding are not trained beside adapters: engine and reference compute with the same embedding. Train "
@@ -77,14 +83,16 @@ NOT_HERE = {
     "lora_bias": "adapters have no bias here",
     "layers_to_transform": "name layers by a regular expression in target_modules instead",
 }
-"""Fields of peft's LoraConfig that change what is computed and have no equal here, and why. Empty or false asks for nothing."""
+"""Fields of peft's LoraConfig that change what is computed and are not supported, each with its reason. Empty or false values are
+accepted."""
 PEFT = {
     "r": "lora_rank", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora", "target_modules": "target_modules",
     "exclude_modules": "exclude_modules",
 }  # fmt: skip
 """Field of peft's LoraConfig -> name of our key below the model's section."""
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""How the names of those ``init_lora_weights`` begin that also change the base, so that the adapters belong to other weights."""
+"""An ``init_lora_weights`` that begins with one of these also changes the base, so its adapters do not fit the base in the
+model's folder."""
 
 
 ASKS_NOTHING = (
@@ -92,26 +100,26 @@ ASKS_NOTHING = (
     "lora_dropout", "fan_in_fan_out", "init_lora_weights", "megatron_config", "megatron_core", "loftq_config", "eva_config",
     "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying", "layers_pattern",
 )  # fmt: skip
-"""Other fields, which trained adapters do not compute with, or which are looked at by themselves."""
+"""Other fields of LoraConfig. Trained adapters do not compute with them, or :func:`not_here` checks them one by one."""
 
 
 def not_here(config: Mapping[str, Any]) -> list[str]:
-    """List what a peft LoraConfig asks for that is not supported, each with its reason."""
+    """List the settings of a peft LoraConfig that are not supported, each with its reason."""
     found = [f"{name}={config[name]!r:.60}: {reason}" for name, reason in NOT_HERE.items() if config.get(name)]
     handled = {*PEFT, *NOT_HERE, *ASKS_NOTHING}
-    found += [f"{name}={value!r:.60}: it has no equal here" for name, value in config.items() if value and name not in handled]
+    found += [f"{name}={value!r:.60}: it is not supported" for name, value in config.items() if value and name not in handled]
     kind, start, bias = (config.get(name) for name in ("peft_type", "init_lora_weights", "bias"))
     if kind is not None and str(getattr(kind, "value", kind)) != "LORA":
-        found.append(f"peft_type={getattr(kind, 'value', kind)}: LORA is the one kind")
+        found.append(f"peft_type={getattr(kind, 'value', kind)}: only LORA is supported")
     if isinstance(start, str) and start.startswith(CHANGES_BASE):
-        found.append(f"init_lora_weights={start}: it changes the base too. Convert the adapters to plain ones with peft")
+        found.append(f"init_lora_weights={start}: it also changes the base. Convert the adapters to plain ones with peft")
     if bias not in (None, "none"):
         found.append(f"bias={bias}: biases of the base stay frozen")
     return found
 
 
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks for which vLLM has room. An adapter of another rank is filled up with zeros."""
+"""Adapter ranks that vLLM supports. An adapter of another rank is padded with zeros to the next larger one."""
 
 
 def slot_rank(rank: int) -> int:
@@ -119,11 +127,11 @@ def slot_rank(rank: int) -> int:
 
 
 def base_rests_as_computed(lora_rank: int, fsdp: TrainedFsdp, whole: bool) -> bool:
-    """Return whether the frozen base rests in the compute dtype, and only the adapters in the masters' dtype.
+    """Return whether the frozen base rests in the compute dtype, so that only the adapters rest in ``model_dtype``.
 
-    Nothing updates the base, so it needs no more digits than compute uses. If the masters have fewer, the base rests as they do.
-    ``whole``: each device holds all of the base, because there is one device, or because the engine's weights are the base.
-    Elsewhere FSDP2 casts the masters of a whole unit.
+    Nothing updates the base, so it needs no more digits than compute uses. If ``model_dtype`` has fewer digits, the base rests in
+    it too. ``whole``: each device holds the whole base, because there is only one device, or because the base is the engine's
+    weights. Otherwise FSDP2 casts all parameters of a unit from one dtype.
     """
     masters_have_enough = fsdp.model_dtype in ("fp32", fsdp.dtype)
     return lora_rank > 0 and whole and not fsdp.offload_policy and masters_have_enough
@@ -169,7 +177,7 @@ KNOB = Knob(
         Refusal(
             (_RANK, _PATH),
             lambda settings: not _adapts(settings) and settings.actor_rollout_ref.model.lora_adapter_path is not None,
-            "adapters are given and none are asked for",
+            "adapters are given, but rank 0 means that there are none",
             f"Set {_RANK} to their rank, or give a folder with adapter_config.json.",
         ),
     ),

@@ -1,9 +1,10 @@
-"""FSDP2's own CPU offload: parameters, gradients and optimizer state live on the host, and the optimizer steps there.
+"""Use FSDP2's own CPU offload: parameters, gradients and optimizer state live on the host, and the optimizer runs there.
 
-Use it when: nothing else makes the model fit. ``param_offload`` with ``optimizer_offload`` moves less and is faster.
-Saves: all training state (16 bytes a parameter with fp32 AdamW). What is gathered for compute stays on the device.
-Costs: as many bytes of host memory, the weights over the bus at every gather, the gradients back, and an optimizer step at the
-    host's speed.
+Use it when: nothing else makes the model fit. ``param_offload`` with ``optimizer_offload`` copies less and is faster.
+Saves: all training state on the device (16 bytes per parameter with fp32 AdamW). Parameters that are gathered for compute still
+    take device memory.
+Costs: as many bytes of host memory. Every gather copies weights to the device, every gradient is copied back, and the optimizer
+    step runs at the speed of the CPU.
 Works with: few, large micro-batches. It refuses ``param_offload`` and ``optimizer_offload``.
 """
 
@@ -23,8 +24,8 @@ _KEYS = tuple(f"actor_rollout_ref.{role}.fsdp_config.offload_policy" for role in
 @dataclass(frozen=True)
 class NativeOffload:
     offload_policy: bool = False
-    """FSDP2's own offload: parameters, gradients and optimizer state live on the host, and a CPU optimizer steps there.
-    The last resort; not together with ``param_offload`` or ``optimizer_offload``."""
+    """Use FSDP2's own CPU offload: parameters, gradients and optimizer state live on the host, and the optimizer runs on the CPU.
+    It is the last resort, and cannot be combined with ``param_offload`` or ``optimizer_offload``."""
 
 
 def not_beside_native_offload(role: Literal["actor", "ref"], name: str, is_on: Predicate) -> Refusal:
@@ -37,8 +38,8 @@ def not_beside_native_offload(role: Literal["actor", "ref"], name: str, is_on: P
     return Refusal(
         (f"{prefix}.offload_policy", f"{prefix}.{name}"),
         both,
-        "with offload_policy parameters and optimizer state never leave the host",
-        f"Set one of the two to false; {name} is the faster one.",
+        "offload_policy already keeps parameters and optimizer state on the host",
+        f"Set one of the two to false; {name} is faster than offload_policy.",
     )
 
 

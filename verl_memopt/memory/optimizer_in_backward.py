@@ -1,12 +1,13 @@
-"""Update each FSDP unit inside backward, as soon as its gradient is reduced, and free the gradient at once.
+"""Update each FSDP unit inside backward, as soon as its gradients are reduced, and free these gradients at once.
 
-Use it when: gradients are the peak and one micro-batch holds a whole mini-batch. With ``optim.clip_grad=null`` it costs no time.
-Saves: all gradients but those of the largest unit, on the device and on the host.
-Costs: gradient accumulation. Clipping needs the norm of all gradients before the first weight moves, so with ``optim.clip_grad``
-    forward and backward run twice: first for the norm, then for the update. Without it a gradient that is not finite stops the
-    run once parameters have moved; with it the step is skipped.
-Works with: ``optimizer_offload``, ``optim.state_dtype``, ``optim.stochastic_rounding`` and clipping; a token budget that takes a
-    whole mini-batch at once. Of published trainers, LOMO clips this way (arXiv 2306.09782).
+Use it when: gradients set the memory peak, and one micro-batch holds a whole mini-batch. With ``optim.clip_grad=null`` it costs
+    no time.
+Saves: all gradients except those of the largest unit, on the device and on the host.
+Costs: gradients cannot accumulate over micro-batches. Clipping needs the norm of all gradients before the first weight changes,
+    so with ``optim.clip_grad`` forward and backward run twice: first for the norm, then for the update. A gradient that is not
+    finite makes clipping skip the step. Without clipping it stops the run if parameters have already changed.
+Works with: ``optimizer_offload``, ``optim.state_dtype``, ``optim.stochastic_rounding``, clipping, and a token budget that holds a
+    whole mini-batch at once. LOMO clips in the same way (arXiv 2306.09782).
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ _ROWS, _MINI = f"{_ACTOR}.ppo_micro_batch_size_per_gpu", f"{_ACTOR}.ppo_mini_bat
 @dataclass(frozen=True)
 class OptimizerInBackward:
     in_backward: bool = False
-    """Update each FSDP unit as soon as its gradient is reduced and free the gradient at once. Needs one micro-batch per
-    optimizer step. With ``clip_grad`` forward and backward run twice, the first time for the norm. With ``clip_grad=null`` a
-    gradient that is not finite stops the run, unless it is the first of its step."""
+    """Update each FSDP unit inside backward, as soon as its gradients are reduced, and free them at once. An optimizer step must
+    be one micro-batch. With ``clip_grad``, forward and backward run twice, the first time only for the norm. With
+    ``clip_grad=null``, a gradient that is not finite stops the run, unless it is the first gradient of its step."""
 
 
 def _saved(_: Shapes, after: Shapes) -> float:
-    # Each parameter is a unit, and the vocabulary's matrix is the largest.
+    # On one device each gradient is freed by itself, and that of the vocabulary matrix is the largest. If embedding and head
+    # share the matrix, two gradients of it exist at once.
     largest = after.vocab * after.hidden * (2 if after.tied else 1)
     return after.gradient_bytes * (after.params - largest)
 
@@ -64,7 +66,7 @@ KNOB = Knob(
         Refusal(
             (_KEY, _ROWS, _MINI),
             _accumulates,
-            "gradients of several micro-batches would have to accumulate",
+            "gradients of several micro-batches would have to accumulate, which in_backward cannot do",
             lambda settings: f"Set {_ROWS}={_sequences(settings)}, lower ppo_mini_batch_size, or set {_KEY}=false.",
             lambda settings: (
                 f"a device has {_sequences(settings)} sequences per optimizer step, so gradients would have to accumulate"

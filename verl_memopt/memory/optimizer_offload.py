@@ -1,10 +1,11 @@
-"""Keep optimizer state in host memory; it passes over the device bucket by bucket inside the optimizer step.
+"""Keep optimizer state in host memory. Inside the optimizer step it passes over the device bucket by bucket.
 
-Use it when: optimizer state is the peak, before you lower its precision.
-Saves: the whole optimizer state (8 bytes a parameter in fp32) outside the step, and all but three buckets in it.
-Costs: as many bytes of host memory, and the state over the bus both ways once per optimizer step.
-Works with: ``optim.state_dtype`` (fewer bytes to carry), ``param_offload``, ``optim.in_backward``; large mini-batches, since it
-    is paid once per optimizer step.
+Use it when: optimizer state sets the memory peak. Try this before you lower the precision of the state.
+Saves: the whole optimizer state (8 bytes per parameter in fp32) outside the optimizer step, and all but three buckets of it
+    inside the step.
+Costs: as many bytes of host memory, and two copies of the state per optimizer step: to the device and back.
+Works with: ``optim.state_dtype`` (fewer bytes to copy), ``param_offload``, ``optim.in_backward``, and large mini-batches, because
+    the state is copied once per optimizer step.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _KEY = "actor_rollout_ref.actor.fsdp_config.optimizer_offload"
 @dataclass(frozen=True)
 class OptimizerOffload:
     optimizer_offload: bool = False
-    """Optimizer state rests in one host buffer and streams through the device inside the optimizer step only: 8 bytes a
-    parameter (fp32 moments) leave the device."""
+    """Keep optimizer state in one host buffer, and stream it through the device only inside the optimizer step. This saves 8
+    bytes per parameter (fp32 moments) on the device."""
 
 
 _offloads = attrgetter(_KEY)

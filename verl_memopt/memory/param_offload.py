@@ -1,12 +1,15 @@
 """Keep parameters in host memory outside the phases that need them.
 
-Use it when: parameters are a large part of the peak. Turn it on for the reference first, which only one phase needs.
-Saves: all parameters of a model in every phase that does not use it: 4 bytes each with fp32 masters, 2 with bfloat16.
-Costs: as many bytes of host memory, a copy to the device for each phase that needs a model, and one back after each update. The
-    first forward of a phase begins while later blocks come, and the copy back runs beside the weight sync.
-Works with: an engine that sleeps (``rollout.free_cache_engine``), ``optimizer_offload``, and ``model.load_mode=mmap``, which lets
-    a reference rest in its file. It refuses ``offload_policy``, with which parameters never leave the host. A frozen model that
-    does not fit in its own phase either streams: ``streamed_params``.
+Use it when: parameters are a large part of the memory peak. Turn it on for the reference first, because only one phase needs the
+    reference.
+Saves: all parameters of a model in every phase that does not use it: 4 bytes per parameter with fp32 master weights, 2 with
+    bfloat16.
+Costs: as many bytes of host memory, one copy to the device for each phase that needs the model, and one copy back after each
+    update. The first forward of a phase begins while later blocks are still being copied, and the copy back runs beside the
+    weight sync.
+Works with: an engine that sleeps (``rollout.free_cache_engine``), ``optimizer_offload``, and ``model.load_mode=mmap``, with which
+    a reference rests in its file. It refuses ``offload_policy``, with which parameters never leave the host. If a frozen model
+    does not fit in its own phase either, let it stream: see ``streamed_params``.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ _KEYS = tuple(f"actor_rollout_ref.{role}.fsdp_config.param_offload" for role in 
 ACTOR_KEY, REFERENCE_KEY = _KEYS
 SCORER_KEY = "reward_model.model.fsdp_config.param_offload"
 STREAM = "stream"
-"""Value with which a frozen model is not on the device in its own phase either: ``streamed_params``."""
+"""Value with which a frozen model is not whole on the device even in its own phase: see ``streamed_params``."""
 CHOICE = Range("must be true, false or stream", lambda value: value in (True, False, STREAM))
 WITHOUT_ACTOR = ("init", "gen", "testing", "reward", "ref", "values", "update_critic", "save_checkpoint")
 """Phases that do not use the policy's parameters."""
@@ -34,15 +37,15 @@ WITHOUT_REFERENCE = (
 WITHOUT_CRITIC = ("init", "gen", "testing", "reward", "old_log_prob", "ref", "update_actor", "update_weights", "save_checkpoint")
 """Phases that do not use the critic's parameters."""
 WITHOUT_SCORER = (*(phase for phase in WITHOUT_CRITIC if phase != "reward"), "values", "update_critic")
-"""Phases that do not use the model that scores."""
+"""Phases that do not use the parameters of the model that scores."""
 
 
 @dataclass(frozen=True)
 class ParamOffload:
     param_offload: Annotated[bool | str, CHOICE] = False
-    """Parameters rest in one host buffer outside the phases that need them: 4 bytes a parameter (fp32) leave the device.
-    Turn it on for a reference first: it is needed in one phase only. stream, of a frozen model on one device: its blocks come
-    one by one while it computes, and two of them are on the device at once."""
+    """Keep parameters in one host buffer outside the phases that need them. This saves 4 bytes per parameter (fp32) on the
+    device. Turn it on for a reference first, because only one phase needs it. stream is for a frozen model on one device: its
+    blocks are copied to the device one by one while it computes, and at most two of them are there at once."""
 
     @property
     def streams(self) -> bool:

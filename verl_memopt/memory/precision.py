@@ -1,12 +1,12 @@
-"""Choose the precision in which parameters rest, are computed with, and have their gradients reduced.
+"""Choose three precisions: of parameters at rest, of compute, and of gradient reductions.
 
-Use it when: parameters and gradients are the peak (``model_dtype``). Compute is in bfloat16 by default.
-Saves: ``model_dtype=bfloat16`` halves masters and gradients at rest, 4 bytes a parameter. ``reduce_dtype=bfloat16`` halves the
-    input of gradient reductions.
-Costs: rounding. On a tiny Qwen3, bfloat16 compute moved log-probs by at most 0.0034 nats and the gradient by 0.94 % of its norm,
-    bfloat16 masters by 0.0019 nats and 0.51 %.
-Works with: stochastic rounding, without which bfloat16 masters lose small updates. Set ``rollout.dtype`` to the compute dtype, or
-    the engine's log-probs differ more.
+Use it when: parameters and gradients set the memory peak: lower ``model_dtype``. Compute is in bfloat16 by default.
+Saves: ``model_dtype=bfloat16`` halves parameters at rest (master weights) and gradients, which saves 4 bytes per parameter.
+    ``reduce_dtype=bfloat16`` halves the input of gradient reductions.
+Costs: rounding. On a tiny Qwen3, compute in bfloat16 changed log-probs by at most 0.0034 nats and the gradient by 0.94 % of its
+    norm. Master weights in bfloat16 changed them by 0.0019 nats and 0.51 %.
+Works with: stochastic rounding, without which bfloat16 master weights lose small updates. Set ``rollout.dtype`` to the compute
+    dtype; otherwise the log-probs of engine and trainer differ more.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _ENGINE = "actor_rollout_ref.rollout.dtype"
 @dataclass(frozen=True)
 class MixedPrecision:
     reduce_dtype: Precision = "fp32"
-    """dtype of the gradient reduction."""
+    """dtype in which gradients are reduced over ranks."""
 
 
 @dataclass(frozen=True)
 class PrecisionSettings:
     model_dtype: Precision = "fp32"
-    """dtype in which parameters rest (masters)."""
+    """dtype in which parameters rest (the master weights)."""
     dtype: Precision = "bfloat16"
     """dtype of compute."""
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
-    """Gradient reduction."""
+    """How gradients are reduced."""
 
 
 def width(dtype: str) -> int:
-    """Bytes of an element of a dtype, by its name in the settings."""
+    """Bytes per element of a dtype, which is named as in the settings."""
     return 4 if dtype in ("fp32", "float32") else 2
 
 

@@ -1,13 +1,14 @@
-"""Set many knobs under one name, for a machine with little memory, with some, or with many devices.
+"""Set many knobs with one name: for your card's size, for a model that barely fits, or for many devices.
 
-Use it when: you start on a new machine. Take the profile of your card's size (``memory=24g``). ``memory=constrained`` is the
-    place to begin when a model does not fit.
-Saves: what the keys it sets save. A run logs them, and ``verl-memopt train memory=constrained --cfg job`` prints them.
-Costs: what those keys cost.
-Works with: every recipe and every key. A key on the command line wins over the profile's. On one device a profile that offloads
-    weights has one copy of them instead: ``rollout.share_weights``, and ``split_master_weights`` and ``grad_offload`` where all
-    weights train, without ``param_offload``. With LoRA it is so on each of several devices. A reference on one device streams:
-    ``ref.fsdp_config.param_offload=stream``.
+Use it when: you start on a new machine. Take the profile of your card's size (``memory=24g``). If a model does not fit, begin
+    with ``memory=constrained``.
+Saves: what the keys of the profile save. A run logs these keys, and ``verl-memopt train memory=constrained --cfg job`` prints
+    them.
+Costs: what these keys cost.
+Works with: every recipe and every key. A key on the command line overrides the profile. On one device, a profile that offloads
+    weights keeps one copy of them on the device instead: it sets ``rollout.share_weights`` without ``param_offload``, and also
+    ``split_master_weights`` and ``grad_offload`` if all weights are trained. With LoRA it does so on each of several devices. On
+    one device it streams the reference: ``ref.fsdp_config.param_offload=stream``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
 
 PROFILES = ("constrained", "balanced", "large_multi_gpu", *CARDS)
-"""The last ones are for one card of so many GB. Each file says which models fit it."""
+"""The profiles named after a size are for one card of so many GB. The file of each says which models fit."""
 
 
 def profile_named(name: str) -> str:
@@ -54,11 +55,12 @@ KNOB = Knob(cost="what its keys cost", besides=tuple(f"memory={name}" for name i
 
 
 def one_copy(settings: Settings, written: Set[str]) -> dict[str, object]:
-    """Return what a profile that offloads parameters sets instead where one device holds all of them: key -> value.
+    """Return the keys that replace ``param_offload`` in a profile where one device can hold all weights: key -> value.
 
-    One copy of the weights stays on the device, for trainer and engine; everything else rests on the host. With adapters this
-    holds on each of several devices too, because the sync to an engine with its own copy would be the peak. Empty where that is
-    impossible, or where the user has ``written`` one of the keys. ``settings`` include the profile's keys.
+    Trainer and engine then share one copy of the weights, which stays on the device; everything else rests on the host. With
+    adapters this is also done on each of several devices, because the sync to an engine with its own copy would set the memory
+    peak. The result is empty where sharing is impossible, or where the user has ``written`` one of the keys. ``settings`` include
+    the profile's keys.
     """
     roles = settings.actor_rollout_ref
     fsdp = roles.actor.fsdp_config
@@ -68,11 +70,11 @@ def one_copy(settings: Settings, written: Set[str]) -> dict[str, object]:
         return {}
     must = several and quantized  # FSDP2 cannot shard the base
     if adapts and (not shares or (has_critic(settings) and not must)):
-        return {}  # a frozen base gains little by being shared, and a critic has more room where the base leaves
+        return {}  # sharing a frozen base saves little, and a critic has more room if the base leaves the device
     keys: dict[str, object] = {ACTOR_KEY: False}
-    if not adapts:  # what learns is small with adapters
+    if not adapts:  # with adapters, gradients and masters are small
         keys |= {grad_offload.KEY: True, split_masters.KEY: _has_remainder(fsdp)}
-    if not shares or several:  # with vLLM on one device the default shares
+    if not shares or several:  # with vLLM on one device, sharing is the default
         keys[shared_weights.KEY] = True
     if has_critic(settings) and not settings.critic.model.lora_rank and devices_of(settings, "critic") == 1:
         critic = settings.critic.model.fsdp_config
@@ -81,10 +83,10 @@ def one_copy(settings: Settings, written: Set[str]) -> dict[str, object]:
 
 
 def streamed(settings: Settings, written: Set[str]) -> dict[str, object]:
-    """Return what a profile that offloads the reference sets instead where it can stream: key -> value, or {}.
+    """Return the key that makes the reference stream, where a profile offloads it and it can stream: key -> value, or {}.
 
     With the profiles' micro-batches a block computes for about as long as the next one takes to arrive. So streaming takes no
-    longer than loading the whole reference before its phase, and less memory, on the device and on the host.
+    longer than copying the whole reference before its phase, and it needs less memory on device and host.
     """
     rests = settings.actor_rollout_ref.ref.fsdp_config.param_offload is True and needs_reference(settings)
     may = REFERENCE_KEY not in written and streamed_params.may_stream(REFERENCE_KEY)(settings)
@@ -96,9 +98,9 @@ def _has_remainder(fsdp: TrainedFsdp) -> bool:
 
 
 def can_be(settings: Settings) -> bool:
-    """Whether the knobs of :func:`one_copy` accept these settings, and trainer and engine share their weights."""
+    """Whether no knob of :func:`one_copy` refuses these settings, and trainer and engine can share their weights."""
     refuses = [refusal for knob in (grad_offload, split_masters) for refusal in knob.KNOB.refuses]
-    if has_critic(settings):  # which has these two knobs, and never an engine's weights
+    if has_critic(settings):  # a critic has these two knobs, but never shares weights with an engine
         refuses += [twin_refusal(refusal) for refusal in refuses]
     refused = any(refusal.when(settings) for refusal in (*refuses, *shared_weights.KNOB.refuses))
     return not refused and shared_weights.why_not(settings.actor_rollout_ref, num_devices(settings), sleeps=True) is None

@@ -1,10 +1,10 @@
-"""Skip those outputs of the last block that nothing reads: for most prompt tokens it computes keys and values only.
+"""Skip outputs of the last block that nothing reads. For most prompt tokens it computes only keys and values.
 
-Use it when: always; it is on. Set it to false only to compare.
-Saves: queries, attention output and the MLP of skipped prompt tokens in the last block, in memory and in compute.
-Costs: nothing; where prompts are not shared, two attention calls in the last block in place of one.
-Works with: every knob. A last block with sliding-window attention, or of an unknown class, computes all tokens and logs a
-    warning.
+Use it when: always; it is on by default. Set it to false only to compare.
+Saves: queries, attention output and MLP of the skipped prompt tokens in the last block, in memory and in compute.
+Costs: nothing. If prompts are not shared, the last block calls attention twice instead of once.
+Works with: every knob. If the last block has sliding-window attention or is of an unknown class, it computes all tokens and logs
+    a warning.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def can_prune(block: Module, key: str = _KEY) -> bool:
 
 
 def window_of(attention: Any) -> int | None:
-    """Positions that a token sees back in a known block's attention, itself included; None = all."""
+    """Width of the attention window of a known block, in tokens, the token itself included; None = no window."""
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window
     return getattr(attention.config, "sliding_window", None) if type(attention).__name__.startswith("Mistral") else None

@@ -1,13 +1,15 @@
-"""Store the frozen base under LoRA's adapters in 8 or 4 bits (QLoRA); trainer and vLLM compute with the same bytes.
+"""Store the frozen base under LoRA adapters in 8 or 4 bits (QLoRA). Trainer and vLLM compute with the same bytes.
 
-Use it when: the frozen base takes most of the device, and the rounding of its weights is good enough.
-Saves: per parameter of the blocks' linear layers, all but 1.03 bytes with int8 and all but 0.56 with nf4, in update and rollout.
-Costs: each product decodes its layer again, in rollouts too. The base is another one than the model's; its error is measured at
-    load and logged.
-Works with: ``rollout.share_weights``, every knob of blocks. Embedding, norms and head stay as they are. On several devices each
-    has the whole base, which policy and engine share. On one an engine that does not share gets whole weights, decoded and
-    merged, and ``param_offload`` may move the bytes. A saved model has the adapters merged into the unquantised weights. It
-    refuses ``offload_policy``, training without LoRA, and several devices that do not share. Source: arXiv 2305.14314.
+Use it when: the frozen base takes most of the device memory, and rounding its weights is acceptable.
+Saves: most bytes of the blocks' linear layers, in update and rollout. They take 1.03 bytes per parameter with int8, and 0.56 with
+    nf4.
+Costs: each matrix product decodes its layer again, in rollouts too. The quantised base differs from the model's base; the error
+    is measured when the model is loaded, and logged.
+Works with: ``rollout.share_weights`` and every knob of blocks. Embedding, norms and head are not quantised. On several devices
+    each device has the whole base, which policy and engine share. On one device, an engine that does not share gets whole
+    weights, decoded and with the adapters merged in, and ``param_offload`` can move the quantised bytes. A saved model has the
+    adapters merged into the unquantised weights. It refuses ``offload_policy``, training without LoRA, and several devices that
+    do not share the base. Source: arXiv 2305.14314.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ _NATIVE = "actor_rollout_ref.actor.fsdp_config.offload_policy"
 @dataclass(frozen=True)
 class QuantizedBase:
     quantization: Literal["none", "int8", "nf4"] = "none"
-    """none, int8 or nf4: width at which the linear layers of the base rest under LoRA's adapters. Lossy; the error is measured at
-    load and logged."""
+    """Format in which the linear layers of the base rest under LoRA adapters: none, int8 or nf4 (4 bits). It loses precision: the
+    error is measured when the model is loaded, and logged."""
 
 
 def _where(also: Callable[[Settings], bool]) -> Callable[[Settings], bool]:
@@ -62,25 +64,25 @@ KNOB = Knob(
         Refusal(
             (KEY, _RANK),
             _where(lambda settings: settings.actor_rollout_ref.model.lora_rank == 0),
-            "the small steps of training would not change a code, so a quantised base is frozen and needs adapters",
+            "training steps are too small to change a quantised weight, so a quantised base is frozen and needs adapters",
             f"Set {_RANK}=16, or {KEY}=none.",
         ),
         Refusal(
             (KEY, *DEVICES),
             _where(_would_be_sharded),
-            "on several devices FSDP2 would shard the bytes, unless they are the engines' weights",
-            f"Set {shared_weights.KEY}=true (an error names what is in its way), use one device, or set {KEY}=none.",
+            "on several devices FSDP2 would shard the quantised bytes, unless trainer and engines share the weights",
+            f"Set {shared_weights.KEY}=true (an error says what prevents it, if anything), use one device, or set {KEY}=none.",
         ),
         Refusal(
             (KEY, _NATIVE),
             _where(lambda settings: settings.actor_rollout_ref.actor.fsdp_config.offload_policy),
-            "FSDP2 would bring each layer's bytes from the host under a dtype that is not theirs",
+            "FSDP2 would copy the quantised bytes from the host as if they had another dtype",
             f"Set {_NATIVE}=false (fsdp_config.param_offload moves the bytes), or {KEY}=none.",
         ),
         Refusal(
             (KEY, _LOAD),
             _where(lambda settings: settings.actor_rollout_ref.rollout.load_format != "dummy"),
-            "vLLM would read whole weights from the folder into places for bytes; the trainer fills them",
+            "vLLM would load unquantised weights from the folder, where the trainer fills in quantised bytes",
             f"Set {_LOAD}=dummy.",
         ),
     ),

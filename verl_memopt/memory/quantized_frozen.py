@@ -1,10 +1,10 @@
-"""Store the linear layers of a frozen model in 8 or 4 bits; each becomes a plain weight only while it is used.
+"""Store the linear layers of a frozen model in 8 or 4 bits. Each layer is decoded only while it is used.
 
-Use it when: a reference or a reward model shares a device with the policy and parameters are the peak.
-Saves: per parameter of the blocks' linear layers, all but 1.03 bytes with int8 and all but 0.56 with nf4.
+Use it when: a reference or a reward model shares a device with the policy, and parameters set the memory peak.
+Saves: most bytes of the blocks' linear layers. They take 1.03 bytes per parameter with int8, and 0.56 with nf4.
 Costs: log-probs and scores are not exact. The error of a reference is measured when it is loaded, and logged.
-Works with: ``param_offload``, which then moves the codes. It refuses LoRA, whose reference is the policy's own base. Source of
-    the nf4 levels: arXiv 2305.14314.
+Works with: ``param_offload``, which then moves the quantised bytes. It refuses LoRA, because the reference is then the policy's
+    own base. Source of the nf4 levels: arXiv 2305.14314.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Format(NamedTuple):
 
 
 FORMATS = {"int8": Format(8, 128), "nf4": Format(4, 64)}
-"""Formats of quantised weights."""
+"""Formats of quantised weights, by their names in the settings."""
 
 
 QUANTIZED_AT_ONCE = 2**22
-"""Elements of a weight that are quantised at a time as it is loaded."""
+"""Elements of a weight that are quantised at once while it is loaded."""
 
 
 def groups_of(kind: str, width: int) -> int:
@@ -46,8 +46,8 @@ _KEY = "actor_rollout_ref.ref.quantization"
 @dataclass(frozen=True)
 class QuantizedFrozen:
     quantization: Literal["none", "int8", "nf4"] = "none"
-    """none, int8 or nf4: width at which the linear layers of the frozen model rest. Lossy; the error of a reference is measured
-    at load and logged."""
+    """Format in which the linear layers of the frozen model rest: none, int8 or nf4 (4 bits). It loses precision: the error of a
+    reference is measured when it is loaded, and logged."""
 
 
 KNOB = Knob(

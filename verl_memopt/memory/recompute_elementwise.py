@@ -1,9 +1,9 @@
-"""Recompute norms, rotary embeddings and activations in backward, and keep only what they were computed from.
+"""Recompute norms, rotary embeddings and activations in backward, and keep only their inputs.
 
-Use it when: always; it is on. Set it to false only to compare.
-Saves: more than half of what a decoder block keeps for its backward, and part of what the last block holds at the peak.
-Costs: norms, rotary embeddings and activations once more in backward. These are elementwise, so no product is repeated; on a GPU
-    ``actor.use_torch_compile`` fuses each chain of them into one to three kernels.
+Use it when: always; it is on by default. Set it to false only to compare.
+Saves: more than half of what a decoder block keeps for backward, and a part of what the last block holds at the memory peak.
+Costs: norms, rotary embeddings and activations are computed once more in backward. They are elementwise, so no matrix product is
+    repeated. On a GPU, ``actor.use_torch_compile`` fuses each chain of them into one to three kernels.
 Works with: every knob. Results differ only in the order of sums. Source: arXiv 2205.05198.
 """
 
@@ -14,18 +14,19 @@ from dataclasses import dataclass
 from verl_memopt.memory.knob import Claim, Knob, LadderRow, activation_saving
 
 PRODUCT_ROWS = {"cpu": 2048, "cuda": 8192}
-"""Tokens at most in a tile of a block's products in backward: enough for its products to be as fast as whole ones."""
+"""Most tokens per tile in the backward of a block: enough for the matrix products of a tile to be as fast as those of all
+tokens."""
 
 _KEY = "actor_rollout_ref.model.recompute_elementwise"
 
 
 @dataclass(frozen=True)
 class RecomputeElementwise:
-    # It can be false because the ladder measures it against that and its gradients are tested against it. Little would go with
-    # the switch: blocks with another activation or other linear layers, which `can_recompute` refuses, keep these values anyway.
+    # The switch exists because the ladder and the tests compare against false. Removing it would remove little code: blocks that
+    # `can_recompute` refuses (another activation, other linear layers) keep these values anyway.
     recompute_elementwise: bool = True
-    """Recompute the outputs of norms, rotary embeddings and the MLP's activation in backward, without a product. Set it to false
-    only to compare."""
+    """Recompute the outputs of norms, rotary embeddings and the MLP's activation in backward. No matrix product is repeated. Set
+    it to false only to compare."""
 
 
 KNOB = Knob(

@@ -1,10 +1,11 @@
 """Choose what FSDP2 keeps gathered between forward and backward, over how many ranks it shards, and when it reduces gradients.
 
-Use it when: gathered parameters or whole gradients are part of the peak. The defaults save the most.
-Saves: ``reshard_after_forward=true`` frees gathered parameters between forward and backward; ``gradient_sync=every`` frees whole
-    gradients after each micro-batch.
-Costs: one more gather of each block in backward; one more reduction of each block per micro-batch.
-Works with: activation checkpointing, which gathers a block once for recomputation and backward; ``own_units``.
+Use it when: gathered parameters or unsharded gradients are a large part of the memory peak. The defaults save the most.
+Saves: ``reshard_after_forward=true`` frees gathered parameters between forward and backward. ``gradient_sync=every`` frees
+    unsharded gradients after each micro-batch.
+Costs: one more gather of each block in backward, and one more gradient reduction of each block per micro-batch.
+Works with: activation checkpointing, for which a block is gathered once for recomputation and backward together, and
+    ``own_units``.
 """
 
 from __future__ import annotations
@@ -33,17 +34,19 @@ _SYNC = "actor_rollout_ref.actor.fsdp_config.gradient_sync"
 @dataclass(frozen=True)
 class Resharding:
     reshard_after_forward: bool | int = True
-    """Free gathered parameters between forward and backward. false keeps them, which saves a gather; a number keeps them
-    sharded over that many ranks, such as those of one machine."""
+    """Free gathered parameters between forward and backward. false keeps them, which saves one gather. A number keeps them
+    sharded over that many ranks, for example the ranks of one machine."""
     fsdp_size: CountOrMinusOne = -1
-    """Ranks per shard group; -1 = all (one flat mesh); smaller = replicate x shard (HSDP)."""
+    """Ranks per shard group. -1 = all ranks in one group. A smaller number shards within each group and replicates across groups
+    (HSDP)."""
 
 
 @dataclass(frozen=True)
 class GradientSync:
     gradient_sync: Literal["every", "last"] = "every"
-    """every = reduce gradients at each micro-batch; last = keep them whole and reduce once, at the last micro-batch: fewer
-    collectives for 4 bytes a parameter (fp32 reduction) less this rank's share."""
+    """every = reduce gradients at each micro-batch. last = keep gradients unsharded and reduce them once, at the last
+    micro-batch. This needs fewer collectives, but holds 4 bytes per parameter (fp32 reduction) instead of this rank's share of
+    them."""
 
 
 def _refusal(role: Literal["actor", "ref"]) -> Refusal:

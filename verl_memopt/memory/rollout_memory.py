@@ -1,12 +1,12 @@
-"""Bound what the rollout engine holds (weights, KV cache, scratch), and let it sleep while the trainer computes.
+"""Limit the memory of the rollout engine (weights, KV cache, scratch), and let it sleep while the trainer computes.
 
-Use it when: generation runs out of memory, or the engine's memory is missing in training.
+Use it when: generation runs out of memory, or training needs the memory that the engine holds.
 Saves: ``free_cache_engine`` frees the engine's weights and its whole KV cache while the trainer computes. The other keys make the
-    cache, the scratch of a step or CUDA graphs smaller.
-Costs: fewer sequences at once mean more waves of decoding; sleeping costs a wake-up a step; an fp8 cache changes the engine's
-    log-probs (watch ``rollout/logprob_diff_mean``).
-Works with: ``memory.device_limit_gb``, of which the engine takes its share, and the weight sync, for which weights wake before
-    the cache does. vLLM cannot sleep on a CPU; ``rollout.name=hf`` can.
+    cache, the scratch memory of an engine step, or the CUDA graphs smaller.
+Costs: with fewer sequences at once, generation takes more rounds of decoding. Sleeping costs one wake-up per step. An fp8 cache
+    changes the engine's log-probs (watch ``rollout/logprob_diff_mean``).
+Works with: ``memory.device_limit_gb``, of which the engine takes its share, and the weight sync, for which the engine wakes its
+    weights before its cache. vLLM cannot sleep on a CPU; ``rollout.name=hf`` can.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SLEEP, _LEVEL, _SEQUENCES = f"{_ROLLOUT}.free_cache_engine", f"{_ROLLOUT}.sleep
 _SHARE, CACHE, _CACHE_DTYPE = (f"{_ROLLOUT}.{key}" for key in ("gpu_memory_utilization", "kv_cache_memory_gb", "kv_cache_dtype"))
 GIB = 2**30
 LEAST_SHARE = 0.1
-"""An engine with less of a device holds next to no cache."""
+"""With a smaller share of the device an engine has almost no room for a cache."""
 _VLLM_ALONE = ("gpu_memory_utilization", "kv_cache_memory_gb", "max_num_batched_tokens", "enforce_eager", "enable_prefix_caching")
 AUTO = "auto"
 CACHE_SIZE = Range("must be above 0, or auto", lambda value: value == AUTO if isinstance(value, str) else value > 0)
@@ -52,29 +52,32 @@ SLEEP_LEVELS = Range("must be 1 or 2", lambda level: level in (1, 2))
 @dataclass(frozen=True)
 class RolloutMemory:
     gpu_memory_utilization: PositiveShare = 0.5
-    """vLLM's share of total device memory (GPU)."""
+    """vLLM's share of the total device memory; only on a GPU."""
     kv_cache_memory_gb: Annotated[float | str | None, CACHE_SIZE] = None
-    """Size of the KV cache in GiB; null = from ``gpu_memory_utilization`` on a GPU, 1 GiB on a CPU. auto = what the device, or
-    ``memory.device_limit_gb``, has free when the engine starts, less what the formulas of ``verl-memopt fit`` say the run holds
-    beside the cache: in rollout where the engine sleeps, else in every phase. The log says how many tokens that is."""
+    """Size of the KV cache in GiB. null = what ``gpu_memory_utilization`` leaves on a GPU, and 1 GiB on a CPU. auto = the memory
+    that is free when the engine starts (on the device, or below ``memory.device_limit_gb``), less what the run holds beside the
+    cache by the formulas of ``verl-memopt fit``: in rollout if the engine sleeps, otherwise in any phase. The log says how many
+    tokens fit in the cache."""
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
-    """Elements of the KV cache: auto = ``dtype``; bfloat16; fp8 (e4m3), fp8_e4m3, fp8_e5m2 take one byte. Touch it when the
-    cache bounds how many sequences run at once, and watch rollout/logprob_diff_mean."""
+    """dtype of the KV cache: auto = ``dtype``; bfloat16; fp8 (the same as fp8_e4m3), fp8_e4m3 and fp8_e5m2 take one byte per
+    element. Change it when the size of the cache limits how many sequences run at once, and watch rollout/logprob_diff_mean."""
     max_model_len: Annotated[int | None, POSITIVE] = None
-    """Longest sequence; null = prompt_length + response_length."""
+    """Most tokens per sequence; null = prompt_length + response_length."""
     max_num_seqs: PositiveInt = 256
-    """Sequences decoded at once. Beside the cache vLLM's sampler keeps 4 bytes of each entry of the vocabulary for each on a GPU:
-    165 MB for 256 sequences and 151,936 entries."""
+    """Most sequences decoded at once. On a GPU vLLM's sampler keeps about 4 bytes per sequence and vocabulary entry, beside the
+    cache: 165 MB for 256 sequences and 151,936 entries."""
     max_num_batched_tokens: PositiveInt = 8192
-    """Prefill budget of one engine step."""
+    """Most tokens that one engine step computes; this limits how many prompt tokens it prefills at once."""
     enforce_eager: bool = False
-    """No CUDA graphs."""
+    """Run the engine without CUDA graphs."""
     enable_prefix_caching: bool = True
-    """Share equal prompt blocks; reset after every weight sync."""
+    """Reuse the KV cache of prompts that begin alike. It is reset after every weight sync."""
     free_cache_engine: bool | None = None
-    """The engine sleeps outside rollout and validation; null = true on a GPU, false on a CPU (where vllm cannot; hf can)."""
+    """Let the engine sleep outside rollout and validation. null = true on a GPU, false on a CPU, where hf can sleep and vllm
+    cannot."""
     sleep_level: Annotated[int | None, SLEEP_LEVELS] = None
-    """What a sleeping engine keeps: 1 = its weights, in host memory; 2 = nothing. null = 2: a sync brings all weights."""
+    """What a sleeping engine keeps: 1 = its weights, in host memory; 2 = nothing. null = 2, because a weight sync replaces all
+    weights."""
 
 
 def kv_bytes_per_token(
@@ -86,20 +89,21 @@ def kv_bytes_per_token(
 
 
 def sampler_bytes(max_num_seqs: int, vocab: int) -> int:
-    """Device bytes that the sampler of vLLM's second model runner keeps, whether a request uses them or not.
+    """Device bytes that the sampler of vLLM's second model runner keeps, even if no request uses them.
 
-    They are allocated with the weights and sleep with them. Source: vLLM 0.32, ``vllm/v1/worker/gpu/sample``. For each sequence
-    ``penalties.py`` has an int32 count for each vocabulary entry and a bit mask of them, ``logit_bias.py`` 1,024 allowed
-    tokens, 1,024 biases with their tokens, and 128 stop tokens, and ``bad_words.py`` 1,024 tokens and 129 offsets.
+    They are allocated with the weights and sleep with them. Source: vLLM 0.32, ``vllm/v1/worker/gpu/sample``. All entries are 4
+    bytes wide. Per sequence, ``penalties.py`` keeps a count for each vocabulary entry and a bit mask of the vocabulary.
+    ``logit_bias.py`` keeps 1,024 allowed tokens, 1,024 biases, their 1,024 tokens, and 128 stop tokens. ``bad_words.py`` keeps
+    1,024 tokens and 129 offsets.
     """
     return max_num_seqs * 4 * (vocab + -(-vocab // 32) + 3 * 1024 + 128 + 1024 + 129)
 
 
 def host_bytes_asleep(segments: Iterable[int]) -> int:
-    """Host bytes that a sleeping engine takes, given the device bytes of its segments.
+    """Host bytes that a sleeping engine takes. ``segments`` are the device bytes of each of its segments.
 
-    vLLM copies each to page-locked memory of torch (``CuMemAllocator.sleep`` of ``vllm/device_allocator/cumem.py``). Torch rounds
-    each up to a power of two, and does not return it to the system when the engine wakes.
+    vLLM copies each segment to page-locked memory of torch (``CuMemAllocator.sleep`` of ``vllm/device_allocator/cumem.py``).
+    Torch rounds each size up to a power of two, and does not return the memory to the system when the engine wakes.
     """
     return sum(1 << (size - 1).bit_length() for size in segments)
 
@@ -145,7 +149,7 @@ KNOB = Knob(
             (_ENGINE, _CACHE_DTYPE),
             lambda settings: _is_hf(settings) and settings.actor_rollout_ref.rollout.kv_cache_dtype != "auto",
             "this engine's cache has the dtype of its model",
-            f"Set {_ENGINE}=vllm, or auto.",
+            f"Set {_ENGINE}=vllm, or {_CACHE_DTYPE}=auto.",
         ),
     ),
     advice=(

@@ -1,12 +1,13 @@
-"""Split the tokens of each micro-batch over neighbouring devices (Ulysses), which exchange heads around attention.
+"""Split the tokens of each micro-batch over neighbouring devices, which exchange attention heads (Ulysses).
 
-Use it when: one long sequence alone has too many activations for a device, and there are several devices.
-Saves: with S devices in a group a device has 1/S of a micro-batch's tokens, and so of its activations. The caps of tokens count
-    for each device, so a group takes S times as many at once. Attention has whole sequences for 1/S of the heads.
-Costs: four exchanges a block in a forward and as many in a backward, and attention's output is kept twice. Fewer groups share a
-    batch: of W devices W / S.
-Works with: packed rows, shared prompts, checkpointing, offload, LoRA, tiled MLPs and chunked log-probs, all unchanged. FSDP2
-    shards over all devices as before.
+Use it when: the activations of a single long sequence do not fit on one device, and there are several devices.
+Saves: in a group of S devices, each device has 1/S of the tokens of a micro-batch, and so 1/S of its activations. Token caps
+    count per device, so a group computes S times as many tokens at once. Inside attention a device has whole sequences, but only
+    1/S of the heads.
+Costs: four exchanges per block in forward and four in backward. The output of attention is kept twice. Fewer groups share a
+    batch: W devices form W / S groups.
+Works with: packed rows, shared prompts, checkpointing, offload, LoRA, tiled MLPs and chunked log-probs, which need no change.
+    FSDP2 shards over all devices as before.
 """
 
 from __future__ import annotations
@@ -39,13 +40,14 @@ _SECTIONS: dict[SequenceRole, str] = {
     "reward_model": "reward_model.model",
 }
 KEYS = {role: f"{section}.fsdp_config.ulysses_sequence_parallel_size" for role, section in _SECTIONS.items()}
-"""Role -> its key."""
+"""Role -> its key for the number of devices in a group."""
 
 
 @dataclass(frozen=True)
 class SequenceParallel:
     ulysses_sequence_parallel_size: Annotated[int | None, POSITIVE] = None
-    """Neighbouring devices that share the tokens of each micro-batch; null = 1, for the reference as many as for the policy."""
+    """Number of neighbouring devices that share the tokens of each micro-batch. null = 1; for the reference, null = the policy's
+    number."""
 
     @property
     def sequence_ranks(self) -> int:
@@ -66,11 +68,9 @@ def _refusal(role: SequenceRole, keys: tuple[str, str] = DEVICES) -> Refusal:
     return Refusal(
         (key, *keys),
         lambda settings: is_built(settings, role) and devices_of(settings, role) % sequence_ranks(settings, role) != 0,
-        "groups of so many neighbours do not divide the devices",
+        "the devices do not divide into groups of this size",
         lambda settings: f"Set {key}={divisors(settings)}, or use a multiple of {sequence_ranks(settings, role)} devices.",
-        lambda settings: (
-            f"groups of so many neighbours do not divide the {devices_of(settings, role)} devices {_of(role, settings)}"
-        ),
+        lambda settings: f"the {devices_of(settings, role)} devices {_of(role, settings)} do not divide into groups of this size",
     )
 
 
@@ -85,14 +85,14 @@ def check_heads(heads: int, ranks: int, key: str) -> None:
 
 
 def key_copies(heads: int, kv_heads: int, ranks: int) -> int:
-    """How often each key head is repeated so that key heads divide over the ranks; query heads must divide."""
+    """How often each key head is repeated, so that key heads divide over the ranks. Query heads must divide as they are."""
     assert heads % ranks == 0, (heads, ranks)
     shared = heads // kv_heads
     return next(copies for copies in range(1, shared + 1) if shared % copies == 0 and kv_heads * copies % ranks == 0)
 
 
 KNOB = Knob(
-    cost="four exchanges a block",
+    cost="four exchanges per block",
     settings={"fsdp": SequenceParallel},
     refuses=(
         *(_refusal(role) for role in ("actor", "ref")),

@@ -1,17 +1,18 @@
-"""Hold the policy's weights once: the trainer computes with the rollout engine's own parameters.
+"""Hold the policy's weights once: the trainer computes with the parameters of the rollout engine.
 
-Use it when: each device trains and generates, with an engine of its own. On one device it is on by default with vLLM where the
-    numbers stay the same, on several where the engine does not sleep.
-Saves: on one device the engine's copy of the weights (2 bytes a parameter in bfloat16, 4 in fp32) in every phase that has both
-    copies, and the whole weight sync. The prefix cache is still reset. On W devices 1/W of that and all that FSDP2 gathers for
-    compute. Masters' remainders, gradients and optimizer state stay sharded, and the sync copies the updated rows of the others.
-Costs: nothing in time. While the trainer computes, a sleeping engine gives up its KV cache alone, since its weights are in use.
-    On W devices an update then holds (1 - 1/W) of the weights more than FSDP2 does beside an engine that sleeps whole.
+Use it when: each device trains and generates with an engine of its own. With vLLM it is on by default where results stay the
+    same: on one device, and on several devices if the engine does not sleep.
+Saves: on one device, the engine's copy of the weights (2 bytes per parameter in bfloat16, 4 in fp32) in every phase that would
+    hold both copies, and the whole weight sync; only the prefix cache is reset. On W devices, 1/W of these bytes and everything
+    that FSDP2 gathers for compute. The remainders of master weights, gradients and optimizer state stay sharded, and the sync
+    copies to each device the rows that other devices have updated.
+Costs: no time. While the trainer computes, a sleeping engine frees only its KV cache, because its weights are in use. On W
+    devices an update then holds (1 - 1/W) of the weights more than FSDP2 beside an engine that also frees its weights.
 Works with: gradient checkpointing, every attention path, ``optimizer_offload``, ``grad_offload``, ``fsdp_size``, sequence
     parallelism, tied heads, checkpoints and exports. A run may resume with or without it, on any number of devices. With LoRA
-    each device shares the whole frozen base, quantised or not, and its engine gets the adapters alone. It refuses
-    tensor-parallel engines, ``param_offload`` and two precisions of the weights. On several devices an update does not go on
-    after an out-of-memory error.
+    each device shares the whole frozen base, quantised or not, and its engine gets only the adapters. It refuses tensor-parallel
+    engines, ``param_offload``, and different precisions of trainer and engine. On several devices an update cannot continue after
+    an out-of-memory error.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ CHOICE = Range("must be true, false or auto", lambda value: value in (True, Fals
 @dataclass(frozen=True)
 class SharedWeights:
     share_weights: Annotated[bool | str, CHOICE] = "auto"
-    """The trainer's weights are the engine's own parameters: one copy on the device, and no weight sync. On several devices with
-    an engine each, a sync brings each device the rows that the others have updated. auto = true with ``name=vllm`` where the
-    numbers stay the same and no phase holds more, and on several devices with a quantised base, which the log says, or why not;
-    true = an error where they would not."""
+    """Let the trainer compute with the engine's own parameters: one copy of the weights on the device, and no weight sync. On
+    several devices, each with an engine, a sync copies to each device the rows that other devices have updated. auto = true with
+    ``name=vllm`` where results stay the same and no phase holds more memory, and on several devices with a quantised base. The
+    log says whether auto shares, and if not, why. true = an error where sharing is impossible."""
 
 
 @dataclass(frozen=True)
 class Obstacle:
     keys: tuple[str, ...]
-    """What the errors name."""
+    """Keys that the error names."""
     when: Callable[[ActorRolloutRef, int], bool]
-    """Return whether it is so, from the roles and the number of devices."""
+    """Return whether this obstacle exists, from the roles and the number of devices."""
     because: str
     way_out: str
 
@@ -62,7 +63,7 @@ OBSTACLES = (
     Obstacle(
         (_TENSOR_PARALLEL,),
         lambda roles, _: roles.rollout.tensor_model_parallel_size > 1,
-        "an engine over several devices has a part of each weight on each of them, and the trainer computes with whole ones",
+        "a tensor-parallel engine has a part of each weight on each device, and the trainer computes with whole weights",
         f"Set {_TENSOR_PARALLEL}=1",
     ),
     Obstacle(
@@ -74,7 +75,7 @@ OBSTACLES = (
     Obstacle(
         (_DTYPE, _COMPUTE),
         lambda roles, _: roles.rollout.dtype != roles.actor.fsdp_config.dtype,
-        "engine and trainer compute in two precisions",
+        "engine and trainer compute in different precisions",
         "Set both to the same",
     ),
     Obstacle(
@@ -84,7 +85,7 @@ OBSTACLES = (
             and not roles.actor.fsdp_config.split_master_weights
             and not base_rests_as_computed(roles.model.lora_rank, roles.actor.fsdp_config, whole=True)
         ),
-        "the trainer's masters rest in another precision than the one both compute in",
+        "the trainer's master weights rest in another precision than that of compute",
         f"Set {_SPLIT}=true, or {_MASTERS} to the precision of compute,",
     ),
     Obstacle(
@@ -96,18 +97,18 @@ OBSTACLES = (
     Obstacle(
         (_OFFLOAD,),
         lambda roles, _: bool(roles.actor.fsdp_config.param_offload),
-        "the trainer's weights would leave the device, and the engine's with them",
+        "the trainer's weights would leave the device, and so would the engine's",
         f"Set {_OFFLOAD}=false",
     ),
 )
-"""In the order in which they are looked for."""
+"""Reasons why weights cannot be shared. The first that exists is named."""
 
 
 def why_not(roles: ActorRolloutRef, devices: int, sleeps: bool) -> str | None:
-    """Return why engine and trainer do not share weights under these settings, with the way out. None = they do.
+    """Return why engine and trainer do not share weights under these settings, and the way out. None = they share them.
 
-    What the engine itself does to its weights (quantisation, experts) is known only once it runs. ``sleeps``: the engine sleeps
-    outside of rollouts.
+    An engine that changes its weights (quantisation, experts) cannot share them either, but that is known only once it runs.
+    ``sleeps``: the engine sleeps outside of rollouts.
     """
     if roles.rollout.share_weights is False:
         return f"{KEY}=false."
@@ -115,12 +116,12 @@ def why_not(roles: ActorRolloutRef, devices: int, sleeps: bool) -> str | None:
         if obstacle.when(roles, devices):
             return f"{obstacle.because} ({', '.join(obstacle.keys)}). {obstacle.way_out} to share them."
     if roles.rollout.name != "vllm" and roles.rollout.share_weights is not True:
-        return f"auto shares those of {_ENGINE}=vllm alone. Set {KEY}=true to share them."
-    # FSDP2 would shard the bytes of a quantised base, and an engine needs them whole.
+        return f"auto shares weights only with {_ENGINE}=vllm. Set {KEY}=true to share them."
+    # A quantised base must be shared: FSDP2 would shard its bytes, but an engine needs them whole.
     must = roles.rollout.share_weights is True or roles.model.quantization != "none"
     if devices > 1 and sleeps and not must:
         return (
-            f"an update would hold whole weights on each of {devices} devices, and holds a shard while the engine sleeps. Set "
+            f"an update would hold whole weights on each of {devices} devices, but only a shard if the engine sleeps. Set "
             f"{KEY}=true to share them: it saves a shard in rollouts, the copies that FSDP2 gathers, and most of the sync."
         )
     return None
@@ -134,13 +135,13 @@ def _is_refused(obstacle: Obstacle, settings: Settings) -> bool:
 def bytes_a_parameter(roles: ActorRolloutRef, devices: int, shares: bool, sleeps: bool) -> dict[str, tuple[float, float]]:
     """Return bytes per parameter of weights, gradients and optimizer state: phase -> (on the devices, on the host).
 
-    Gradients of a block or two on their way to the host, FSDP2's copies and activations come on top.
+    Not included are activations, copies that FSDP2 makes, and gradients of one or two blocks on their way to the host.
 
     Args:
         roles: The settings.
-        devices: Devices of the run. They hold shards of the trainer's state and one engine each; shared weights are whole on
-            each.
-        shares: Whether the policy's weights are the engine's.
+        devices: Number of devices of the run. Each holds a shard of the trainer's state and one engine. Shared weights are whole
+            on each device.
+        shares: Whether trainer and engine share the policy's weights.
         sleeps: Whether the engine sleeps outside of rollouts.
     """
     fsdp, optim = roles.actor.fsdp_config, roles.actor.optim
@@ -153,7 +154,7 @@ def bytes_a_parameter(roles: ActorRolloutRef, devices: int, shares: bool, sleeps
     off_state, off_gradient = native or fsdp.optimizer_offload, native or fsdp.grad_offload
     update = weight * (not native) + state * (not off_state) + gradient * freed * (not off_gradient)
     rests = bool(fsdp.param_offload) or native
-    # Parameters that rest on the host keep their place there while they are on the device.
+    # The host buffer of offloaded parameters is kept while they are on the device.
     away = state * off_state + weight * rests
     asleep = engine * (sleeps and roles.rollout.sleep_level == 1)
     return {
@@ -176,6 +177,6 @@ KNOB = Knob(
         ),
     ),
     claims=(Claim("update_weights", "rollout weights", lambda before, _: before.params * before.compute_bytes),),
-    # Last, since the policy's own weights then no longer leave the device.
+    # Near the end, because it turns the policy's param_offload off again.
     row=LadderRow(198, on=(f"{KEY}=true", f"{_OFFLOAD}=false"), off=(f"{KEY}=false",)),
 )

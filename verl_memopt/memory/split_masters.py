@@ -1,13 +1,13 @@
-"""Store fp32 masters as the bfloat16 weight they are computed with, and a 16-bit remainder in the optimizer's state.
+"""Store each fp32 master weight as the bfloat16 weight that computes, and a 16-bit remainder in the optimizer's state.
 
-Use it when: masters are in fp32 and compute in bfloat16, on one device, or on several that share weights with their engines. It
-    is what lets the engine share the weights then.
-Saves: the bfloat16 copies and reduction buffers that FSDP2 makes on one device, and with ``optimizer_offload`` 2 bytes a
-    parameter, since the remainder rests on the host. ``mixed_precision.reduce_dtype=bfloat16`` halves the gradients as well.
-Costs: nothing: a master is joined from both halves bit for bit. A weight exactly between two bfloat16 numbers is rounded away
-    from zero, where a cast takes the even one.
+Use it when: master weights are in fp32 and compute is in bfloat16, on one device, or on several devices that share weights with
+    their engines. An engine can share the weights of such a run only with this knob.
+Saves: the bfloat16 copies and reduction buffers that FSDP2 makes on one device. With ``optimizer_offload`` also 2 bytes per
+    parameter, because the remainder rests on the host. ``mixed_precision.reduce_dtype=bfloat16`` halves the gradients as well.
+Costs: nothing: both halves together give the fp32 master weight bit for bit. A weight exactly between two bfloat16 numbers
+    computes as the one farther from zero; a cast would take the even one.
 Works with: ``optimizer_offload``, ``optim.state_dtype``, ``optim.in_backward``, ``rollout.share_weights``. A checkpoint holds
-    whole masters, and resumes with or without it. It refuses LoRA, ``offload_policy``, and several devices without
+    whole master weights, so a run may resume with or without it. It refuses LoRA, ``offload_policy``, and several devices without
     ``rollout.share_weights=true``. Source: arXiv 2602.23349.
 """
 
@@ -34,9 +34,9 @@ _RANK = "actor_rollout_ref.model.lora_rank"
 @dataclass(frozen=True)
 class SplitMasters:
     split_master_weights: bool = False
-    """fp32 masters rest as the bfloat16 weight and a 16-bit remainder in the optimizer's state, bit for bit. No copy is gathered
-    for compute, and with ``optimizer_offload`` 2 bytes a parameter leave the device. For ``model_dtype=fp32`` with
-    ``dtype=bfloat16``, on one device or with ``rollout.share_weights=true``."""
+    """Store each fp32 master weight as its bfloat16 weight and a 16-bit remainder in the optimizer's state, bit for bit. Compute
+    then needs no gathered copy, and with ``optimizer_offload`` 2 bytes per parameter leave the device. For ``model_dtype=fp32``
+    with ``dtype=bfloat16``, on one device or with ``rollout.share_weights=true``."""
 
 
 _splits = attrgetter(KEY)
@@ -63,18 +63,23 @@ KNOB = Knob(
         _refused(
             (_MASTERS, _COMPUTE),
             _is_other_precision,
-            "only fp32 masters of bfloat16 weights have a remainder",
+            "only fp32 master weights that compute in bfloat16 have a remainder",
             f"Set {_MASTERS}=fp32 and {_COMPUTE}=bfloat16",
         ),
         _refused(
             (*DEVICES, shared_weights.KEY),
             _is_sharded,
-            "over several devices FSDP2 shards masters, and reduces gradients into their dtype, unless the policy shares its "
-            "weights with the engines",
+            "on several devices FSDP2 shards master weights and reduces gradients into their dtype, unless the policy shares "
+            "its weights with the engines",
             f"Use one device, or for the policy {shared_weights.KEY}=true",
         ),
-        _refused((_NATIVE,), attrgetter(_NATIVE), "masters live on the host whole", f"Set {_NATIVE}=false"),
-        _refused((_RANK,), lambda settings: bool(attrgetter(_RANK)(settings)), "adapters alone have masters", f"Set {_RANK}=0"),
+        _refused((_NATIVE,), attrgetter(_NATIVE), "master weights live whole on the host", f"Set {_NATIVE}=false"),
+        _refused(
+            (_RANK,),
+            lambda settings: bool(attrgetter(_RANK)(settings)),
+            "with LoRA only adapters have master weights",
+            f"Set {_RANK}=0",
+        ),
     ),
     claims=(
         Claim("update_actor", "params", lambda before, after: (before.master_bytes - after.master_bytes) * after.params),

@@ -1,9 +1,9 @@
-"""Round updated bfloat16 weights up or down by chance, right on average, so that small updates are not lost.
+"""Round updated bfloat16 weights up or down at random, so that small updates are not lost but right on average.
 
 Use it when: weights rest in bfloat16 (``fsdp_config.model_dtype=bfloat16``).
-Saves: with it, weights and gradients can rest in bfloat16: 4 bytes a parameter less than in fp32.
-Costs: a weight is off by up to one bfloat16 spacing (2^-7 of it), with mean 0. Without it, a learning rate of 1e-6 never moves a
-    weight above 0.001 at all.
+Saves: with it, weights and gradients can rest in bfloat16, which takes 4 bytes per parameter less than fp32.
+Costs: each weight is off by up to one bfloat16 spacing (2^-7 of the weight), and by 0 on average. Without it, a learning rate of
+    1e-6 never changes a weight above 0.001 at all.
 Works with: ``optim.state_dtype`` and ``optimizer_offload``. It refuses fp32 weights, which are not rounded. Source: arXiv
     1502.02551.
 """
@@ -22,15 +22,15 @@ _KEY, _MASTERS = "actor_rollout_ref.actor.optim.stochastic_rounding", "actor_rol
 @dataclass(frozen=True)
 class StochasticRounding:
     stochastic_rounding: bool = False
-    """Round updated bfloat16 weights up or down by chance, right on average; for ``fsdp_config.model_dtype=bfloat16``, where
-    rounding to nearest loses updates below 2^-9 of a weight."""
+    """Round updated bfloat16 weights up or down at random, so that they are right on average. Use it with
+    ``fsdp_config.model_dtype=bfloat16``, where rounding to nearest would lose updates below 2^-9 of a weight."""
 
 
 _rounds = attrgetter(_KEY)
 
 
 KNOB = Knob(
-    cost="weights rounded by chance",
+    cost="weights rounded at random",
     settings={"optim": StochasticRounding},
     refuses=(
         *only_with_adamw(_KEY, _rounds),

@@ -1,13 +1,16 @@
-"""Bring a frozen model from host memory while it computes: each block comes while the one before it computes.
+"""Copy a frozen model from host memory while it computes: the next block arrives while the present one computes.
 
-Use it when: a reference, a student or a reward model does not fit beside what its own phase holds, with ``param_offload=true``.
-Saves: in that phase all of its parameters but two blocks, or a matrix of the vocabulary where that is larger. Building it takes
-    no more. On the host they have the dtype of compute, so with fp32 masters and bfloat16 compute half the bytes.
-Costs: the model's bytes over the bus for every micro-batch (8 billion parameters in bfloat16: 16 GB, 0.6 s at 25 GB/s), and
-    nothing where a block computes for longer than the next one comes. Set few, large micro-batches
-    (``ref.log_prob_max_token_len_per_gpu``). A prompt whose answers lie in several micro-batches brings the blocks once more.
-Works with: shared prompts, ``ref.quantization`` (the codes come), ``block_tile_tokens``, any dtype; log-probs do not change by a
-    bit. It refuses several devices, trained models, LoRA, ``load_mode=mmap``, ``offload_policy`` and ``residency=swap``.
+Use it when: a reference, a student or a reward model does not fit in its own phase, even with ``param_offload=true``.
+Saves: in that phase, all parameters of the model except two blocks, or except the vocabulary matrix where that is larger.
+    Building the model takes no more device memory either. On the host the parameters have the compute dtype, which halves their
+    bytes with fp32 master weights and bfloat16 compute.
+Costs: the model crosses the bus once per micro-batch (8 billion parameters in bfloat16: 16 GB, 0.6 s at 25 GB/s). This takes no
+    extra time where a block computes for longer than the next block takes to arrive, so use few, large micro-batches
+    (``ref.log_prob_max_token_len_per_gpu``). If the answers to a prompt lie in several micro-batches, the blocks are copied once
+    more for the prompt.
+Works with: shared prompts, ``ref.quantization`` (the quantised bytes are copied), ``block_tile_tokens``, and any dtype. Log-probs
+    stay the same bit for bit. It refuses several devices, trained models, LoRA, ``load_mode=mmap``, ``offload_policy`` and
+    ``residency=swap``.
 """
 
 from __future__ import annotations
@@ -66,20 +69,20 @@ def _refuses(key: str) -> Iterator[Refusal]:
         lambda devices: refusal(
             devices,
             lambda settings: devices_of(settings, _role(key)) > 1,
-            "each device has a shard of every block, and FSDP2 gathers them",
-            f"Set {native}=true and {key}=false: the shards come from the host block by block. Or set {key}=true.",
+            "on several devices FSDP2 shards each block, and gathers it when it computes",
+            f"Set {native}=true and {key}=false, so that FSDP2 gathers each block from the host. Or set {key}=true.",
         ),
     )
     yield refusal(
         (_LOAD,),
         lambda settings: settings.actor_rollout_ref.model.load_mode == "mmap",
-        "a copy from a mapped file does not run beside the computation",
+        "a copy from a mapped file cannot run beside the computation",
         f"Set {_LOAD}=stream, or {key}=true.",
     )
 
 
 def _would_lose_masters(settings: Settings) -> bool:
-    # Whether the reference follows the policy and has masters of another dtype than compute's.
+    # Whether the reference follows the policy and has master weights in another dtype than that of compute.
     masters, compute = (attrgetter(key)(settings) for key in _DTYPES)
     follows = attrgetter(_FOLLOWS)(settings) is not None and needs_reference(settings)
     return follows and width(masters) != width(compute)
@@ -124,7 +127,7 @@ KNOB = Knob(
         Refusal(
             (REFERENCE_KEY, _FOLLOWS, *_DTYPES),
             lambda settings: _streams(REFERENCE_KEY)(settings) and _would_lose_masters(settings),
-            "a reference that streams rests in the dtype of compute, and one that follows the policy needs its masters",
+            "a reference that streams rests in the compute dtype, and one that follows the policy needs its master weights",
             f"Set {_DTYPES[0]} to {_DTYPES[1]}, or {REFERENCE_KEY}=true.",
         ),
     ),

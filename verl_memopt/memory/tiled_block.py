@@ -1,13 +1,14 @@
-"""Run each decoder block over tiles of tokens, so that only its input, output, keys and values are as long as the micro-batch.
+"""Run each decoder block over tiles of tokens. Only its input, output, keys and values are as long as the micro-batch.
 
-Use it when: one long row alone does not fit, with checkpoints offloaded and nothing else left to lower.
-Saves: all but one tile of the queries, attention output, residual sum and their gradients of the block whose backward runs. With
-    activation offload the peak is then about six tensors of all tokens, and the tiles.
-Costs: the product of keys once more in backward, and slower kernels where tiles are short. Each tile is one call of attention for
-    each key head and sequence, so many short answers are slow.
-Works with: activation offload, shared prompts, LoRA, pruned last blocks, tiled MLPs and sharding. Each block keeps its input
-    alone and computes its norms and activations again, whatever the keys of checkpointing and recomputed values say. Blocks with
-    a sliding window are computed whole. A prompt is not carried from one micro-batch to the next.
+Use it when: one long row does not fit, although the inputs of checkpointed blocks are offloaded and nothing else is left to
+    lower.
+Saves: in the block whose backward runs, all but one tile of the queries, the attention output, the residual sum and their
+    gradients. With activation offload the memory peak is then about six tensors of all tokens, plus the tiles.
+Costs: keys are computed once more in backward, and kernels are slower on short tiles. Attention is called once per tile, key head
+    and sequence, so many short answers are slow.
+Works with: activation offload, shared prompts, LoRA, pruned last blocks, tiled MLPs and sharding. Each block keeps only its input
+    and recomputes its norms and activations, whatever the keys of checkpointing and ``recompute_elementwise`` say. Blocks with a
+    sliding window are computed whole. The keys and values of a prompt are not kept from one micro-batch to the next.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _KEY, _ATTENTION = f"{_MODEL}.block_tile_tokens", f"{_MODEL}.attn_implementation
 @dataclass(frozen=True)
 class TiledBlock:
     block_tile_tokens: Annotated[int | None, POSITIVE] = None
-    """Tokens of a tile over which each whole block runs, for rows of ten thousands of tokens; null computes all tokens at once.
-    4096 is a good start."""
+    """Tokens per tile, over which each whole block runs. Use it for rows of tens of thousands of tokens; null computes all tokens
+    at once. 4096 is a good start."""
 
 
 def _tiles(settings: Settings) -> bool:
@@ -37,11 +38,12 @@ def _tiles(settings: Settings) -> bool:
 
 
 def _shares_tokens(role: SequenceRole) -> Refusal:
-    # The role's key comes first: only the actor's has a twin of the critic. The others' models have the policy's tiles.
+    # The role's key comes first, because a rule has a twin for the critic only if its first key has one. That is the actor's key.
+    # Reference and reward model use the policy's tile size.
     return Refusal(
         (KEYS[role], _KEY),
         lambda settings: _tiles(settings) and is_built(settings, role) and sequence_ranks(settings, role) > 1,
-        "a block over tiles needs all tokens of its keys on one device",
+        "a tiled block needs the keys of all tokens on one device",
         f"Set {KEYS[role]}=1, or {_KEY}=null.",
     )
 
@@ -53,7 +55,7 @@ KNOB = Knob(
         Refusal(
             (_KEY, _ATTENTION),
             lambda settings: _tiles(settings) and settings.actor_rollout_ref.model.attn_implementation == "eager",
-            "a block over tiles takes fused kernels of attention",
+            "a tiled block needs fused attention kernels",
             f"Set {_ATTENTION}=auto, or {_KEY}=null.",
         ),
         _shares_tokens("actor"),

@@ -1,10 +1,11 @@
-"""Compute each MLP over tiles of tokens, again in backward, so that its wide tensors exist for one tile at a time.
+"""Compute each MLP over tiles of tokens, and again in backward, so that its wide tensors exist for one tile at a time.
 
-Use it when: micro-batches are long and activations are the peak.
-Saves: all but one tile of the gate, up and activation tensors of the MLP, which are most of a block's bytes.
-Costs: the MLP's forward once more in backward; nothing extra with full activation checkpointing. Small tiles slow the products.
-Works with: activation checkpointing, LoRA and sharding. With recomputed norms and checkpointing the MLP runs over tiles of 2,048
-    tokens anyway, and this makes them smaller.
+Use it when: micro-batches are long and activations set the memory peak.
+Saves: all but one tile of the MLP's gate, up and activation tensors, which are most of the bytes of a block.
+Costs: the MLP's forward once more in backward; nothing extra with full activation checkpointing. Small tiles make matrix products
+    slow.
+Works with: activation checkpointing, LoRA and sharding. With ``recompute_elementwise`` and checkpointing, the MLP runs over tiles
+    of at most 2,048 tokens (8,192 on a GPU) anyway, and this knob makes them smaller.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ _KEY = "actor_rollout_ref.model.tiled_mlp"
 @dataclass(frozen=True)
 class TiledMlp:
     enabled: bool = False
-    """Compute each MLP tile by tile, again in backward, so that its wide intermediates exist for one tile at a time.
-    For long micro-batches, where they are most of a block's bytes."""
+    """Compute each MLP tile by tile, and again in backward, so that its wide intermediate tensors exist for one tile at a time.
+    Use it for long micro-batches, where these tensors are most of a block's bytes."""
     num_shards: PositiveInt = 4
-    """Tiles a micro-batch's tokens are cut into."""
+    """Number of tiles into which the tokens of a micro-batch are cut."""
 
 
 @dataclass(frozen=True)
 class TiledMlpSettings:
     tiled_mlp: TiledMlp = field(default_factory=TiledMlp)
-    """The MLP of each block over tiles of tokens."""
+    """Whether each MLP runs over tiles of tokens, and over how many."""
 
     @property
     def mlp_tiles(self) -> int | None:

@@ -1,11 +1,13 @@
-"""Pack micro-batches by tokens under a hard cap, instead of by rows.
+"""Pack micro-batches by tokens up to a hard cap, instead of by rows.
 
-Use it when: always with rows of different lengths. Lower the cap first when activations or logits are the peak.
-Saves: activations and logits grow with the tokens of a micro-batch, and no micro-batch ever has more than the cap.
-Costs: nothing in the result, since losses are normalised by global counts. A low cap makes products small and slow.
-    ``adaptive_token_budget`` learns the cap from measured peaks. It also goes on after an out-of-memory error, on several
-    devices all alike, unless they share the tokens of a micro-batch (``ulysses_sequence_parallel_size``).
-Works with: chunked log-probs and checkpointing, which lower the bytes a token needs and so allow a higher cap.
+Use it when: always if rows have different lengths. Lower the cap first when activations or logits set the memory peak.
+    ``adaptive_token_budget`` finds the cap for you: it learns from measured peaks, and a run continues after an out-of-memory
+    error.
+Saves: activations and logits grow with the tokens of a micro-batch, and no micro-batch has more tokens than the cap.
+Costs: nothing in the result, because losses are normalised by global counts. A low cap makes matrix products small and slow.
+Works with: chunked log-probs and checkpointing, which lower the bytes per token and so allow a higher cap. After an out-of-memory
+    error all devices continue with the same lower cap. This is impossible where devices share the tokens of a micro-batch
+    (``ulysses_sequence_parallel_size``).
 """
 
 from __future__ import annotations
@@ -57,9 +59,9 @@ class UpdateBudget:
     ppo_max_token_len_per_gpu: PositiveInt = 16384
     """Hard cap of tokens per micro-batch with ``use_dynamic_bsz``."""
     adaptive_token_budget: bool = False
-    """Learn the tokens of a micro-batch from measured peaks: from the cap down, so that the device's memory suffices, and up
-    again to the cap. An update or a pass goes on after an out-of-memory error, with half the tokens on all devices; not where
-    devices share the tokens of a micro-batch."""
+    """Learn the size of micro-batches from measured memory peaks. Training starts at the cap, goes down where the device's memory
+    does not suffice, and up again to the cap at most. After an out-of-memory error, an update or a pass continues with half the
+    tokens on all devices. It cannot continue where devices share the tokens of a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,11 @@ class CriticBudget:
     ppo_max_token_len_per_gpu: PositiveInt = 32768
     """Hard cap of tokens per micro-batch with ``use_dynamic_bsz``."""
     forward_micro_batch_size_per_gpu: Annotated[int | None, POSITIVE] = None
-    """Sequences per forward of the values pass; follows ``ppo_micro_batch_size_per_gpu``."""
+    """Sequences per forward of the pass that computes values; follows ``ppo_micro_batch_size_per_gpu``."""
     forward_max_token_len_per_gpu: Annotated[int | None, POSITIVE] = None
-    """Hard cap of tokens per forward of the values pass; follows ``ppo_max_token_len_per_gpu``."""
+    """Hard cap of tokens per forward of the pass that computes values; follows ``ppo_max_token_len_per_gpu``."""
     adaptive_token_budget: bool | None = None
-    """Learn the tokens of a micro-batch from measured peaks, in both passes; follows the actor's."""
+    """Learn the size of micro-batches from measured memory peaks, in update and values pass; follows the actor's."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,11 @@ class LogProbBudget:
     log_prob_micro_batch_size_per_gpu: Annotated[int | None, POSITIVE] = None
     """Sequences per forward; follows the actor's micro-batch size."""
     log_prob_use_dynamic_bsz: bool | None = None
-    """Follows ``actor.use_dynamic_bsz``."""
+    """Pack forwards by tokens instead of by sequences; follows ``actor.use_dynamic_bsz``."""
     log_prob_max_token_len_per_gpu: Annotated[int | None, POSITIVE] = None
-    """Follows ``actor.ppo_max_token_len_per_gpu``."""
+    """Hard cap of tokens per forward; follows ``actor.ppo_max_token_len_per_gpu``."""
     log_prob_adaptive_token_budget: bool | None = None
-    """Learn the tokens of a forward from measured peaks; follows ``actor.adaptive_token_budget``."""
+    """Learn the size of forwards from measured memory peaks; follows ``actor.adaptive_token_budget``."""
 
 
 def _keys(role: Role | Literal["critic"]) -> tuple[str, str, str]:
@@ -101,13 +103,13 @@ def _keys(role: Role | Literal["critic"]) -> tuple[str, str, str]:
 
 
 def sizes_of(settings: Settings, role: Role | Literal["critic"]) -> tuple[int | None, bool | None, int | None]:
-    """Return the most sequences of a role's micro-batch, whether tokens are counted instead, and the most tokens."""
+    """Return the size of a role's micro-batches: most sequences, whether they are packed by tokens instead, and most tokens."""
     rows, by_tokens, tokens = attrgetter(*_keys(role))(settings)
     return rows, by_tokens, tokens
 
 
 def _is_checked(settings: Settings, role: Role) -> bool:
-    # Whether a role runs with sizes of its own. Those of its model's update are checked already.
+    # Whether the role has sizes of its own. If they equal those of its model's update, they are checked there.
     if role == "actor":
         return True
     if role == "values":
@@ -183,7 +185,7 @@ def _scores_may_adapt(settings: Settings) -> bool:
 
 
 def _advice() -> Iterator[Advice]:
-    # Yield advice on bytes that grow with the cap: learn the cap, or lower the key of the phase.
+    # Advice for bytes that grow with the cap: learn the cap, or lower the key of the phase.
     phases: dict[Role, str] = {"rollout": "old_log_prob", "ref": "ref", "actor": "update_actor", "values": "values"}
     for kind in ("activations", "logits"):
         yield Advice(kind, ADAPTIVE_KEY, True, _may_adapt, ("update_actor", "old_log_prob", "ref"), ends_it=True)
@@ -192,7 +194,7 @@ def _advice() -> Iterator[Advice]:
             yield Advice(kind, tokens, LOWER, _counts(role, tokens=True), (phase,), to=_enough_tokens)
             yield Advice(kind, rows, LOWER, _counts(role, tokens=False), (phase,), to=enough_rows)
         yield Advice(kind, _CRITIC_ADAPTIVE, True, _values_may_adapt, ("values",), ends_it=True)
-        # Only runs with a model that scores have the phase. A recipe's is always cut by tokens.
+        # Only runs with a model that scores have this phase. The micro-batches of a recipe are always packed by tokens.
         yield Advice(kind, _REWARD_ADAPTIVE, True, _scores_may_adapt, ("reward",), ends_it=True)
         for recipe in RECIPES.values():
             yield Advice(kind, recipe.tokens_key, LOWER, _scores_by(recipe), ("reward",), to=_enough_scored_tokens)
@@ -207,7 +209,7 @@ _STEPS_IN_BACKWARD = Refusal(
     lambda settings: (
         settings.actor_rollout_ref.actor.adaptive_token_budget and settings.actor_rollout_ref.actor.optim.in_backward
     ),
-    "after an out-of-memory error gradients are computed again, but not from weights that backward has updated",
+    "after an out-of-memory error gradients are computed again, which is impossible once backward has updated weights",
     "Set one of them to false.",
 )
 
@@ -235,43 +237,44 @@ KNOB = Knob(
 )
 
 
-# A token budget that learns from the peaks that it causes, below the cap that the user set.
+# A token budget that learns from measured peaks, and never exceeds the cap that the user set.
 #
-# After each pass the next cap is ``cap x min(1.25, 0.95 x budget / peak)``. ``budget`` is what the process may take of the
-# device, ``peak`` is what the pass took at most. A peak is ``a + b x cap`` bytes: a part that does not depend on the cap, and a
-# part that does. So one step multiplies the distance to the fixed point by ``a / (a + b x cap)``, which lies between 0 and 1, and
-# the cap approaches it from one side. The result does not change, since losses are divided by global counts.
+# After each pass the next cap is ``cap x min(1.25, 0.95 x budget / peak)``. ``budget`` is what the process may use of the device,
+# and ``peak`` is the most that the pass used. A peak is ``a + b x cap`` bytes: ``a`` does not depend on the cap. So one step
+# multiplies the distance to the fixed point by ``a / (a + b x cap)``, which lies between 0 and 1, and the cap approaches the
+# fixed point from one side. The result of training does not change, because losses are divided by global counts.
 
 GROWTH = 1.25
-"""Most that a cap grows from one pass to the next."""
+"""Largest factor by which a cap grows from one pass to the next."""
 HEAD_ROOM = 0.95
-"""Share of the budget that a pass may take."""
+"""Share of the budget that a pass may use."""
 
 
 @dataclass(frozen=True)
 class PassFigures:
     peak_bytes: int | None = None
-    """Largest peak of live tensors. None = it was not measured."""
+    """Largest memory peak of live tensors over all ranks. None = it was not measured."""
     budget_bytes: int | None = None
-    """Least that a process may take of its device. None = there is no limit to compare with."""
+    """Memory that a process may use on its device: the least over all ranks. None = there is no limit to compare with."""
     cap_after_error: int | None = None
-    """Lowest cap to which a rank went down after out-of-memory errors. None = there was none."""
+    """Lowest cap of any rank after out-of-memory errors. None = there was no error."""
     retries: int = 0
-    """Out-of-memory errors after which the pass went on, summed over ranks."""
+    """Out-of-memory errors after which the pass continued, summed over ranks."""
 
 
 @dataclass
 class LearnedBudget:
-    """The cap of one pass. The driver has it and cuts the micro-batches of all ranks by it, so they always agree."""
+    """The cap of one pass. Only the driver has it, and cuts the micro-batches of all ranks with it, so the ranks always agree."""
 
     maximum: int
-    """The cap of the settings: the first cap, and the largest."""
+    """The cap in the settings: the first and the largest cap."""
     cap: int = 0
-    """Tokens of a micro-batch in the next pass. A longer row goes alone."""
+    """Most tokens of a micro-batch in the next pass. A longer row is a micro-batch of its own."""
     retries: int = 0
     """Out-of-memory errors since the metrics were last read."""
     too_high: tuple[int, int] | None = None
-    """(tokens, peak) of the pass before the cap was last lowered. None = the last peak was within the budget."""
+    """(tokens of the fullest micro-batch, peak) of the pass after which the cap was last lowered. None = the last peak was within
+    the budget."""
 
     def __post_init__(self) -> None:
         self.cap = self.cap or self.maximum
@@ -280,15 +283,15 @@ class LearnedBudget:
         return min(max(self.cap, longest), self.maximum)
 
     def learn(self, fullest: int, figures: PassFigures) -> None:
-        """Choose the cap of the next pass. ``fullest`` is in tokens.
+        """Choose the cap of the next pass. ``fullest`` counts the tokens of the fullest micro-batch.
 
         A pass that did not fill its micro-batches says little about larger ones. So a cap never grows beyond what the fullest
-        micro-batch supports, and a peak over the budget lowers the cap from the fullest micro-batch. If smaller micro-batches
-        leave a peak as it was, they do not cause it (the optimizer step may), and the cap is not lowered again.
+        micro-batch supports, and a peak over the budget lowers the cap from the fullest micro-batch. If smaller micro-batches do
+        not lower the peak, something else causes it (such as the optimizer step), and the cap is not lowered again.
         """
         self.retries += figures.retries
         if figures.cap_after_error is not None:
-            # The ranks have already gone on with this cap. The peak of a pass that failed says nothing about a fitting one.
+            # The ranks have already continued with this cap. The peak of a pass that failed says nothing about a fitting one.
             self.cap = min(self.cap, figures.cap_after_error)
             return
         if not figures.peak_bytes or figures.budget_bytes is None or not fullest:

@@ -1,10 +1,10 @@
 """Send weights from a sharded policy to the engine one bucket at a time.
 
-Use it when: several devices share a model and the weight sync is the peak.
-Saves: what a sync holds beyond the two models falls from the largest gathered tensor to one bucket.
-Costs: one collective a bucket. Below 64 MiB the links are no longer full.
-Works with: parameter offload and an engine that sleeps, which leave the least room at the moment of the sync. On one device the
-    engine copies straight from the policy and the key changes nothing.
+Use it when: several devices share a model, and the weight sync sets the memory peak.
+Saves: beyond the two models, a sync holds one bucket instead of the largest gathered tensor.
+Costs: one collective per bucket. Buckets below 64 MiB do not use the full bandwidth of the links.
+Works with: parameter offload and an engine that sleeps, with which memory is shortest during the sync. On one device the engine
+    copies straight from the policy, and this key has no effect.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BucketEngine:
 @dataclass(frozen=True)
 class WeightBuckets:
     checkpoint_engine: BucketEngine = field(default_factory=BucketEngine)
-    """Weight sync."""
+    """How weights are sent to the engine."""
 
 
 KNOB = Knob(
