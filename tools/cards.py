@@ -151,11 +151,13 @@ def table(language: str) -> str:
 
 def profile_lines(card: str) -> str:
     found = row(card)
-    more = "" if found.all.model == found.alone.model else f", {found.all.model} with what fit adds"
+    more = "" if found.all.model == found.alone.model else f"; with the settings that fit adds: {found.all.model}"
     return (
-        f"# Largest presets by `verl-memopt fit`, not measured: all weights {found.alone.model}{more};\n"
-        f"# LoRA of rank 32 {found.lora.model}, on a base in 4 bits {found.qlora.model}, with what fit adds.\n"
-        f"# Binding phase of the first: {found.alone.binding}. Its host memory: {found.alone.host_gib} GiB.\n"
+        "# Largest model presets that fit, estimated by `verl-memopt fit`, not measured:\n"
+        f"# - All weights trained: {found.alone.model}{more}.\n"
+        f"# - LoRA of rank 32, with the settings that fit adds: {found.lora.model}; on a 4-bit base: {found.qlora.model}.\n"
+        f"# With {found.alone.model} and all weights trained, the memory peak is in the phase {found.alone.binding}, "
+        f"and the host needs {found.alone.host_gib} GiB.\n"
     )
 
 

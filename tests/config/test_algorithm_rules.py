@@ -149,16 +149,16 @@ FOLLOWS = {f"{AR}.actor.use_kl_loss": True, EVERY: 32}
 @pytest.mark.parametrize(
     ("more", "why", "way_out"),
     [
-        ({f"{AR}.model.lora_rank": 4}, "with LoRA the reference is the policy's own base", f"Set {AR}.model.lora_rank=0"),
-        ({f"{AR}.ref.quantization": "int8"}, "a quantised reference cannot take a small move", f"Set {AR}.ref.quantization=none"),
+        ({f"{AR}.model.lora_rank": 4}, "with LoRA the reference is the policy's frozen base", f"Set {AR}.model.lora_rank=0"),
+        ({f"{AR}.ref.quantization": "int8"}, "quantised weights are too coarse", f"Set {AR}.ref.quantization=none"),
         (
             {f"{AR}.model.load_mode": "mmap", f"{AR}.ref.fsdp_config.param_offload": True},
-            "a mapped file cannot be written to",
+            "mapped files of the model's folder",
             f"Set {AR}.model.load_mode=stream",
         ),
         (
             {f"{AR}.ref.fsdp_config.fsdp_size": 1, "trainer.n_gpus_per_node": 2},
-            "the shards of the reference are not those of the policy",
+            "must be sharded over the same number of devices",
             f"Set {AR}.ref.fsdp_config.fsdp_size to {AR}.actor.fsdp_config.fsdp_size",
         ),
     ],

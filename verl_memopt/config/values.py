@@ -1,4 +1,4 @@
-"""What one key may hold: words and ranges from the types of the schema; which keys follow others; and the typed settings."""
+"""Check and build values: the choices and range of each key, the keys that follow other keys, and the typed sections."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from verl_memopt.records import path_fault
 
 _AR = "actor_rollout_ref"
 
-_FSDP_ONLY = "fsdp2 is the one sharding backend"
+_FSDP_ONLY = "the only sharding backend here is fsdp2"
 WHY_NOT: dict[tuple[str, str], str] = {
     **{(f"{role}.strategy", name): _FSDP_ONLY for role in (f"{_AR}.actor", "critic") for name in ("megatron", "veomni")},
     (f"{_AR}.rollout.name", "trtllm"): "this engine is not available",
-    (f"{_AR}.rollout.mode", "sync"): "the engine lives in the worker's process and has no other mode",
-    (f"{_AR}.actor.kl_loss_type", "full"): "a KL over the whole vocabulary would need whole logits",
+    (f"{_AR}.rollout.mode", "sync"): "the engine runs in the worker's process and has no other mode",
+    (f"{_AR}.actor.kl_loss_type", "full"): "a KL over the whole vocabulary would need all logits in memory",
     **{
         (f"{role}.fsdp_config.{key}", name): "half precision needs loss scaling, which is not available"
         for role in (f"{_AR}.actor", f"{_AR}.ref", "critic.model", "reward_model.model")
@@ -48,10 +48,10 @@ WHY_NOT: dict[tuple[str, str], str] = {
         for name in ("fp16", "float16")
     },
 }
-"""(key, word) -> why a word that verl knows is not among the choices."""
+"""(key, word) -> why a word of verl is not a choice here."""
 
 LARGEST = 2**63 - 1
-"""Largest whole number that random generators, tensors and files take."""
+"""Largest whole number that random generators, tensors and files can hold."""
 
 
 @cache
@@ -78,11 +78,12 @@ def _marks() -> Iterator[tuple[str, Any]]:
 
 
 def check_values(values: Mapping[str, Any]) -> list[Problem]:
-    """Return a problem for each value that is not a choice of its key, is out of range, or that no file can hold.
+    """Return a problem for each value that is no choice of its key, is out of range, or has a character that files cannot hold.
 
-    Null is left to the type check. A key that takes a wrong value from another key is not reported again.
+    The type check has decided already where null is allowed. A key that follows another key and has the same wrong value is not
+    reported again.
 
-    ``values``: every key; a follower has the value that it follows.
+    ``values``: the value of every key, after :func:`with_links`.
     """
     way_out = "Change the value, or leave it out for the default."
     problems: list[Problem] = []
@@ -127,7 +128,7 @@ def _is_writable(text: str) -> bool:
         return False
 
 
-# Keys that follow another key unless they are given.
+# Keys that follow another key: while they are null, they have the value of that key.
 
 _CRITIC = "critic"
 
@@ -173,7 +174,7 @@ LINKS = {
     "reward_model.adaptive_token_budget": f"{_CRITIC}.adaptive_token_budget",
     "reward_model.forward_max_token_len_per_gpu": f"{_CRITIC}.forward_max_token_len_per_gpu",
 }
-"""Follower -> the key it follows while it is null."""
+"""Follower -> the key whose value it has while it is null. Rows are in order: a follower can follow a follower above it."""
 
 DERIVED = {
     f"{_AR}.rollout.max_model_len": (f"{_AR}.rollout.prompt_length", f"{_AR}.rollout.response_length"),
@@ -182,11 +183,11 @@ DERIVED = {
     "custom_reward_function.on_error": ("reward_model.reward_manager",),
     f"{_AR}.rollout.skip_rollout": ("debug.mode",),
 }
-"""Follower -> the keys it is computed from while it is null."""
+"""Follower -> the keys from which :func:`derived` computes its value while it is null."""
 
 
 LINKED = frozenset({*LINKS, *LINKS.values(), *DERIVED, *(part for parts in DERIVED.values() for part in parts)})
-"""Every key that follows another or is followed."""
+"""All followers, and all keys that they follow."""
 
 
 def with_links(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,23 +224,23 @@ def followers_of(keys: Iterable[str]) -> set[str]:
     return dependent
 
 
-# The strict builder: dotted keys and values in, frozen dataclasses out, everything wrong named.
+# The strict builder: it turns dotted keys and values into frozen dataclasses, and reports every unknown key and wrong type.
 
 EXPECTED = {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
 
 
 class MismatchError(Exception):
-    """A value does not have its key's type. The message says what was expected."""
+    """A value does not have the type of its key. The message says which type was expected."""
 
 
 def build(overrides: Mapping[str, Any]) -> tuple[Settings, dict[str, Any], list[Problem]]:
-    """Build the typed sections; return them with the value of every key and the problems that were found.
+    """Build the typed sections. Return (settings, value of every key, problems).
 
-    A key that is not given has its default, or the value of the key that it follows. A key with a problem counts as not given, so
-    that later checks can look at all others. Null for a section, an unknown key, a wrong type, and a missing required key are
-    problems.
+    A key that is not given has its default, or the value of the key that it follows. A key with a problem also has its default,
+    so that later checks can find further problems. Problems are an unknown key, a wrong type, null for a section, and a required
+    key that is missing.
 
-    ``overrides``: values under our names.
+    ``overrides``: our key -> value.
     """
     types_of_keys, values = leaf_types(), leaf_values(Settings())
     problems: list[Problem] = []
@@ -248,7 +249,7 @@ def build(overrides: Mapping[str, Any]) -> tuple[Settings, dict[str, Any], list[
             problems.append(_no_such_key(key, value))
             continue
         if fault := _fault_of_path(key, value):
-            problems.append(problem({key: f"{value!r:.100}"}, f"this is no path of a file: {fault}", "Correct it."))
+            problems.append(problem({key: f"{value!r:.100}"}, f"this is no path of a file: {fault}", "Correct the path."))
             continue
         try:
             values[key] = convert(value, types_of_keys[key])
@@ -279,12 +280,14 @@ def _fault_of_path(key: str, value: Any) -> str | None:
 
 
 def plain_values(given: Mapping[str, Any], keys: Mapping[str, Iterable[str]]) -> dict[str, Any]:
-    """Return settings of Python as the settings hold them: name -> plain value.
+    """Convert values that were given from Python, see :func:`verl_memopt.config.values_of_python.plain_value`.
 
-    ``keys``: the keys that a name sets; a name that is not there is a key itself.
+    Args:
+        given: Name or key -> value.
+        keys: Name -> the keys that it sets. A name that is missing here is a key.
 
     Raises:
-        ConfigError: Values are of a kind that no setting has. It lists all of them.
+        ConfigError: Some values cannot be values of settings. The message lists all of them.
     """
     values: dict[str, Any] = {}
     problems: list[Problem] = []
@@ -294,7 +297,7 @@ def plain_values(given: Mapping[str, Any], keys: Mapping[str, Iterable[str]]) ->
         except NoValueError as error:
             problems += [_no_value(key, error) for key in sorted(keys.get(name) or {name})]
         except RecursionError:  # a list that holds itself
-            problems.append(problem({name: f"{value!r:.100}"}, "it is too deep", f"Give {PLAIN}."))
+            problems.append(problem({name: f"{value!r:.100}"}, "it is too deep, or it contains itself", f"Give {PLAIN}."))
     raise_together(problems)
     return values
 
@@ -309,11 +312,11 @@ def _no_value(key: str, error: NoValueError) -> Problem:
             convert(error.value, known[whole])
         except MismatchError as mismatch:
             expected = str(mismatch)
-    return problem({whole: shown_value}, f"expected {expected}, got {_kind(error.value)}", "Give it such a value.")
+    return problem({whole: shown_value}, f"expected {expected}, got {_kind(error.value)}", "Give a value of that type.")
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """Convert a value to the type of its key. A float may come as a string, because YAML reads 1e-6 as one."""
+    """Convert a value to the type of its key. A float may be given as a string, because YAML parses ``1e-6`` as a string."""
     kind = _word_type(kind)
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -326,7 +329,7 @@ def convert(value: Any, kind: Any) -> Any:
         raise MismatchError("a mapping with text keys")
     if origin in (list, tuple):
         return _sequence(value, origin, arguments)
-    # In Python a bool is an int, and `true` must not pass for the number 1.
+    # In Python a bool is an int, but `true` must not be accepted as the number 1.
     if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         with suppress(ValueError, OverflowError):
             number = float(value)
@@ -338,7 +341,7 @@ def convert(value: Any, kind: Any) -> Any:
 
 
 def _word_type(kind: Any) -> Any:
-    # Which words a choice allows is checked with the ranges.
+    # A Literal is any text here. `check_values` checks its words, together with the ranges.
     return str if get_origin(kind) is Literal else kind
 
 
@@ -375,7 +378,7 @@ def _type_hint(key: str, value: Any) -> str:
     if str in kinds and not kinds & {int, float} and isinstance(value, int | float):
         return f"Quote it: {key}='\"{value}\"' on a command line."
     if isinstance(value, Mapping):
-        return f"{key} takes one value and has no keys below it; give it one value."
+        return f"{key} takes one value and has no keys below it. Give one value."
     return "Give it a value of that type, or leave it out for the default."
 
 
@@ -386,7 +389,7 @@ def _no_such_key(key: str, value: Any) -> Problem:
     return Problem((key,), f"{key}: no such key. {hint(key)}")
 
 
-# Suggest a key for an unknown one: the nearest known key, or the one that does what a key of TRL or of a recipe does.
+# Suggest a key for an unknown key: the most similar key, or the key that does the same as a known name of TRL or of a recipe.
 
 
 def _keys_of_trl_names() -> dict[str, str]:
@@ -398,7 +401,7 @@ def _keys_of_trl_names() -> dict[str, str]:
 
 
 READ = _keys_of_trl_names()
-"""Names of TRL that are read as our keys, if they stand outside of all sections and the estimator is RLOO or GRPO."""
+"""Name of TRL -> our keys. These names are read outside of all sections, with the estimators RLOO and GRPO."""
 
 FOREIGN = {
     **READ,
@@ -408,7 +411,7 @@ FOREIGN = {
 """Key of TRL or of a recipe -> what to set here."""
 
 _ALIKE = 0.6
-"""A key is suggested if the last parts have at least this share of letters in common."""
+"""Least similarity (``SequenceMatcher.ratio``) between the last parts of two keys with which a key is suggested."""
 
 
 def hint(key: str) -> str:
@@ -421,22 +424,25 @@ def hint(key: str) -> str:
         answer = like[0]
     if not answer:
         return "docs/configuration.md lists every key."
-    by_estimator = f" With algorithm.adv_estimator={' or '.join(ESTIMATORS)} this name is read as that." if key in READ else ""
+    by_estimator = f" With algorithm.adv_estimator={' or '.join(ESTIMATORS)} this name is accepted." if key in READ else ""
     return f"Did you mean {answer}?{by_estimator}"
 
 
 def nearest(key: str) -> str | None:
-    """Return the key most like an unknown one, by its last part first and then as a whole; None if none is close."""
+    """Return the key that is most similar to an unknown key; None if no key is similar.
+
+    The last part counts twice, and a key with a dot is also compared as a whole.
+    """
     last = key.rpartition(".")[2]
     likeness = {candidate: _alike(last, candidate.rpartition(".")[2], _ALIKE) for candidate in leaf_types()}
     near = [candidate for candidate in likeness if likeness[candidate] >= _ALIKE]
-    # Of keys with the same last part the policy's own comes first.
+    # Among equally similar keys the policy's key wins, because `max` returns the first of them.
     near.sort(key=lambda candidate: not candidate.startswith(MAIN))
     return max(near, key=lambda candidate: 2 * likeness[candidate] + ("." in key) * _alike(key, candidate), default=None)
 
 
 def _alike(word: str, other: str, at_least: float = 0.0) -> float:
-    # Two cheap upper bounds often settle that the share is below `at_least`, without the full match.
+    # The two quick ratios are upper bounds of the ratio. They often show without the slow comparison that it is below `at_least`.
     matcher = SequenceMatcher(None, word, other, autojunk=False)
     if matcher.real_quick_ratio() < at_least or matcher.quick_ratio() < at_least:
         return 0.0
