@@ -5,12 +5,12 @@
 # make long-run  2,000 steps left alone and 2,000 with 50 faults, which must learn the same (an hour or two); the report is in build/
 # make gpu-tests  what only a GPU can show (skipped without one; VERL_MEMOPT_GPU_TESTS_ON=cpu rehearses it on a CPU)
 # make mutants  plant faults in the code that must never be wrong, one at a time, and count those that a test finds (an hour or two)
-# make docs    docs/configuration.md from the settings, docs/memory.md from the knobs, docs/models.md from the families, the tables of cards from fit, and the site
+# make docs    the generated pages (settings, knobs, models, TRL's names), the tables of cards, and the site
 # ARGS are passed on: make train ARGS="trainer.total_training_steps=20"
 .PHONY: setup train test quick long-run gpu-tests lint types proofs mutants docs clean
 .DEFAULT_GOAL := help
 ARGS ?=
-# Bytecode is kept, for the tests start the interpreter a hundred times.
+# Bytecode is kept, because the tests start the interpreter a hundred times.
 RUN = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
 help:
