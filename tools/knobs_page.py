@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from verl_memopt.memory.knob import PARTS, Knob, in_yaml, knobs, text_of
-from verl_memopt.plan.list_knobs import MIB, example
+from verl_memopt.plan.list_knobs import MIB, Saved, example
 
 HEAD = """# Memory knobs
 
@@ -32,7 +32,12 @@ def _overview() -> str:
 
 def _saving(knob: Knob) -> str:
     saved = example().savings.get(knob.name)
-    return "" if saved is None else f"{saved.num_bytes / MIB:,.0f} MiB of {saved.kind}"
+    return "" if saved is None else _amount(saved)
+
+
+def _amount(saved: Saved) -> str:
+    amount = f"{abs(saved.num_bytes) / MIB:,.0f} MiB"
+    return f"nothing: {amount} more of {saved.kind}" if saved.num_bytes < 0 else f"{amount} of {saved.kind}"
 
 
 def section(knob: Knob) -> str:
@@ -56,7 +61,7 @@ def _measured(knob: Knob) -> str:
     saved = example().savings.get(knob.name)
     if saved is None:
         return ""
-    return f" In the example: {saved.num_bytes / MIB:,.0f} MiB of {saved.kind} in `{saved.phase}`."
+    return f" In the example: {_amount(saved)} in `{saved.phase}`."
 
 
 if __name__ == "__main__":
