@@ -287,7 +287,7 @@ MISTAKES = {
     ),
     "a loss of chance": (
         L, f"import torch\n{A_LOSS}return log_prob * torch.rand(len(log_prob))", {},
-        ": the loss of a token differs from call to call. Take what is random out of it.$",
+        ": the loss of a token differs from call to call. Remove everything random from it.$",
     ),
     "three results": (
         E, f"{ESTIMATOR}return (token_level_rewards,) * 3", {}, r"must return \(advantages, returns\), .* a tuple of 3. Correct",

@@ -1,1 +1,1 @@
-"""Advantages, clipped losses, KL estimators and global reductions: pure functions on tensors."""
+"""The mathematics of training: pure functions on tensors for advantages, losses, KL estimates and sums over a mini-batch."""

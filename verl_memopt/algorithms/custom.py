@@ -1,4 +1,4 @@
-"""Estimators and losses of the user's own: loaded from a file, tried before a run starts, and named in every error."""
+"""Estimators and losses in a user's file. They are tried before a run starts, and every error names file and function."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ LOSS_ARGUMENTS = ("log_prob", "old_log_prob", "advantages", "response_mask", "co
 @dataclass(frozen=True)
 class Extra:
     input: str
-    """The statistic or the field of ``AdvantageInputs``, fp32 [R]."""
+    """Name of the statistic or of the field of ``AdvantageInputs`` that fills the argument, fp32 [R]."""
     is_there: Callable[[Settings], bool]
-    """Return whether the run computes it."""
+    """Whether a run with these settings computes it."""
     way_out: str
-    """What makes the run compute it."""
+    """How to make a run compute it, for errors."""
 
 
 def _decoupled(settings: Settings) -> bool:
@@ -44,9 +44,9 @@ def _decoupled(settings: Settings) -> bool:
 
 
 def _head_statistic(name: str, key: str | None = None) -> Extra:
-    """Return the argument that the head's statistic ``name`` fills.
+    """Return the argument that is filled with the statistic ``name`` of the LM head.
 
-    ``key``: setting below ``actor`` that makes the head compute it. None = it needs no setting.
+    ``key``: the setting below ``actor`` that makes the head compute the statistic. None = no setting is needed.
     """
     if key is None:
         return Extra(name, _decoupled, "Set algorithm.rollout_correction.bypass_mode=false")
@@ -83,17 +83,18 @@ class UserFunction:
     address: str
     """Setting, file and name, for errors."""
     arguments: tuple[str, ...]
-    """The arguments that it takes, of those that are offered."""
+    """The offered arguments that the function takes."""
     own: dict[str, Extra] = field(default_factory=dict)
-    """Those of them that functions of its own file compute from each token's distribution."""
+    """The arguments that other functions in the same file compute from each token's distribution."""
 
     def call(self, offered: Mapping[str, Any], copies: bool = False) -> Any:
         """Call the function with the arguments that it takes.
 
-        ``copies``: What is offered is read by nobody else, so the function may write to it.
+        ``copies``: The offered tensors are copies, so the function may change them.
 
         Raises:
-            TrainingError: It raised an error, or changed a tensor that others read. The message names its line and the shapes.
+            TrainingError: The function raised an error, or changed a tensor that is not a copy. The message names the function's
+                line and the shapes.
         """
         given = {name: offered[name] for name in self.arguments}
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
@@ -116,7 +117,7 @@ class UserFunction:
 
 
 def _versions(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    # Tensors of inference mode do not count how often they were written to.
+    # Tensors of inference mode have no version counter.
     return {name: value._version for name, value in tensors.items() if not value.is_inference()}
 
 
@@ -131,8 +132,8 @@ def load_function(
 ) -> UserFunction:
     """Load a function from a file.
 
-    ``extras``: further arguments that it may ask for. If there are any, it may also ask for what a function of that name in its
-    own file computes from each token's distribution.
+    ``extras``: further arguments that the function may take. If there are any, an argument may also have the name of another
+    function in the same file. That function then computes the argument from each token's distribution.
 
     Raises:
         ConfigError: The file or the name is missing, or the function asks for an unknown argument.
@@ -157,8 +158,8 @@ def load_function(
     if unknown:
         further = f", and may ask for {', '.join(extras)}" if extras else ""
         raise ConfigError(
-            f"{address}: it asks for {', '.join(unknown)}, which is not an argument that it is given. It is called by name with "
-            f"{', '.join(arguments)}{further}. Use these names, or give others a default."
+            f"{address}: it asks for {', '.join(unknown)}, which no run provides. It is called by name with "
+            f"{', '.join(arguments)}{further}. Use these names, or give other arguments a default."
         )
     taken = [name for name in (*arguments, *extras, *own) if name in named or (takes_any and name in arguments)]
     return UserFunction(function, address, tuple(taken), own)
@@ -175,14 +176,14 @@ def inputs_of(algorithm: Algorithm) -> tuple[str, ...]:
 
 
 def statistics_of(algorithm: Algorithm) -> dict[str, str]:
-    """Statistics of the head that the estimator reads: name -> address for :func:`load_statistic`."""
+    """Return the statistics of the LM head that the estimator reads: name -> address for :func:`load_statistic`."""
     own = custom_estimator(algorithm).own if algorithm.adv_estimator == CUSTOM else ()
     provided = {name: STATISTICS[name].function for name in inputs_of(algorithm) if name in STATISTICS}
     return provided | {name: f"{algorithm.custom_estimator.path}:{name}" for name in own}
 
 
 def load_statistic(address: str) -> Statistic:
-    """Load a statistic of the head: by its dotted name, or a user's own function by ``path:name``."""
+    """Load a statistic of the LM head. The address is a dotted name, or ``path:name`` for a function in a user's file."""
     path, _, name = address.rpartition(":")
     if not path:
         return cast("Statistic", load(address))
@@ -201,7 +202,7 @@ def custom_advantages(inputs: AdvantageInputs, algorithm: Algorithm) -> tuple[Te
     """Return the advantages and returns of the user's estimator, both fp32 [R].
 
     The function gets padded tensors [rows, longest response], as verl's estimators do. Rows without a reward are left out of the
-    call and get 0.
+    call, and get advantage 0.
 
     Raises:
         TrainingError: The function raised an error, or returned something else than two such tensors.
@@ -210,7 +211,7 @@ def custom_advantages(inputs: AdvantageInputs, algorithm: Algorithm) -> tuple[Te
     assert inputs.token_rewards is not None
     valid_rows, nothing = inputs.valid, torch.zeros_like(inputs.token_rewards)
     lengths, tokens = inputs.lengths[valid_rows], valid_rows[inputs.row]
-    # Rows are numbered anew without those that have no reward.
+    # Number the rows again, without the rows that have no reward.
     row = (valid_rows.long().cumsum(0) - 1)[inputs.row[tokens]]
     if not row.numel():
         return nothing, nothing
@@ -258,7 +259,7 @@ def _check_tensor(user: UserFunction, name: str, values: Any, like: Tensor) -> N
 def custom_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     """Return the user's loss, aggregated by ``actor.loss_agg_mode``.
 
-    Metrics: ``ratio_clamped``, the share of log-ratios beyond plus or minus 20, where an exp is no longer exact.
+    Metrics: ``ratio_clamped``, the share of tokens whose log-ratio is beyond plus or minus 20.
 
     Raises:
         TrainingError: The function raised an error, or returned something else than one loss per token.
@@ -283,7 +284,7 @@ def _token_losses(
 
 
 TRIAL_TOKENS = 12
-"""Tokens on which a loss is tried."""
+"""Number of made-up tokens on which a loss is tried."""
 
 
 def check_custom(settings: Settings) -> None:
@@ -310,7 +311,7 @@ def _try_estimator(settings: Settings, samples: int) -> None:
     lengths = 1 + torch.arange(num_rows) % 3
     row = torch.arange(num_rows).repeat_interleave(lengths)
     rewards = torch.arange(num_rows) % 2 * 1.0
-    rewards[samples:] = 1.0  # in many steps, all answers to some prompt are right
+    rewards[samples:] = 1.0  # equal rewards, as in a real step in which all answers to a prompt are right
     last = torch.cat([row[1:] != row[:-1], torch.ones(1, dtype=torch.bool)])
     made_up = {
         extra.input: torch.full(row.shape, -0.5 if "log" in name else 0.5)
@@ -347,10 +348,11 @@ def _try_loss(actor: Actor) -> None:
             raise user.error(f"{name} is not finite: {values[~values.isfinite()][0].item()}")
     # The head computes log-probs chunk by chunk and asks for the gradient of each chunk alone.
     for part, what, way_out in (
-        (slice(None), "differs from call to call", "Take what is random out of it."),
+        (slice(None), "differs from call to call", "Remove everything random from it."),
         (
             slice(3, 7), "depends on the other tokens of the call",
-            "Compute it from the token's own numbers: tokens come in chunks. What joins tokens belongs in an estimator.",
+            "Compute it from the numbers of the same token, because tokens come in chunks. Code that combines tokens belongs in "
+            "an estimator.",
         ),
     ):  # fmt: skip
         for name, values, alone in zip(("the loss", "the gradient"), whole, losses_and_gradient(part), strict=True):

@@ -1,13 +1,13 @@
-"""Advantage estimators: functions from the rewards of a step to advantages. ``records.py`` names each and says what it reads.
+"""Advantage estimators: functions from the rewards of a step to advantages. ``records.py`` has a record of each.
 
 ``rewards [B]`` is fp32. ``group [B]`` is int64: equal for the samples of one prompt, with any values in any order. ``valid
 [B]`` is bool: a row that is not valid gets advantage 0 and counts in no sum; its rewards may be NaN. Tokens lie flat, row after
 row: ``token_rewards [R]`` is fp32, ``row [R]`` int64 is the row of each token, ``lengths [B]`` int64 its number of tokens,
-``values [R]`` fp32 the critic's value before each token. ``gamma`` discounts one token, ``lam`` is the decay of GAE's sum.
+``values [R]`` fp32 the critic's value before each token. ``gamma`` is the discount per token, ``lam`` the decay of GAE's sum.
 Arithmetic is fp64, results are fp32.
 
-A group that cannot compare gets exactly 0: valid members with equal rewards, or one valid member of several. A response whose
-prompt was sampled once keeps its reward itself as advantage in the estimators whose record has ``alone``, as in verl.
+A group gets advantages of exactly 0 if its valid members have equal rewards, or if only one of several members is valid. If a
+prompt has a single response, the reward itself is the advantage in the estimators whose record has ``alone``, as in verl.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ class GroupStatistics:
 
 
 def group_statistics(rewards: Tensor, group: Tensor, valid: Tensor, lone_rewards: bool = False) -> GroupStatistics:
-    """Compute the statistics of each row's group over its valid members. Only ``group`` decides the membership.
+    """Compute the statistics of each row's group over its valid members. Only ``group`` decides which rows belong together.
 
-    ``lone_rewards``: a valid row that is its whole group counts as informative, with mean 0 and standard deviation 1, as in verl.
+    ``lone_rewards``: a valid row that is alone in its group counts as informative, with mean 0 and standard deviation 1, as in
+    verl.
     """
     member = dense_ids(group)
-    # where and not a product: the reward of an invalid row may be NaN, and 0 times NaN is NaN.
+    # Use where and not a product, because the reward of an invalid row may be NaN, and 0 times NaN is NaN.
     values = torch.where(valid, rewards.double(), 0.0)
     zeros = torch.zeros_like(values)
     count = zeros.index_add(0, member, valid.double())[member]
     mean = zeros.index_add(0, member, values)[member] / count.clamp(min=1)
     squares = torch.where(valid, (values - mean) ** 2, 0.0)
     std = (zeros.index_add(0, member, squares)[member] / (count - 1).clamp(min=1)).sqrt()
-    # Compared by their extremes and not by their std, because rounding can give equal rewards a tiny std other than 0.
+    # Compare the extremes and not the std, because rounding can give equal rewards a tiny std other than 0.
     lowest = torch.full_like(values, torch.inf).scatter_reduce(0, member, torch.where(valid, values, torch.inf), "amin")
     highest = torch.full_like(values, -torch.inf).scatter_reduce(0, member, torch.where(valid, values, -torch.inf), "amax")
     informative = valid & (lowest < highest)[member]
@@ -83,9 +84,9 @@ def check_rewards(rewards: Tensor, addresses: Sequence[str]) -> Tensor:
 def has_signal(metric: Tensor, group: Tensor, valid: Tensor) -> Tensor:
     """Return which rows ``algorithm.filter_groups`` keeps in a step, bool [B].
 
-    A group is kept if two of its valid members differ in the metric. A group that was sampled once has nothing to compare and is
-    kept as well. A group of several rows with at most one valid row is dropped. Source: dynamic sampling of DAPO, arXiv
-    2503.14476, and its trainer in verl.
+    A group is kept if two of its valid members differ in the metric. A group with a single row has nothing to compare, and is
+    kept if the row is valid. A group of several rows with at most one valid row is dropped. Source: dynamic sampling of DAPO,
+    arXiv 2503.14476, and its trainer in verl.
 
     ``metric``: fp32 [B], the score or another number of each row.
     """
@@ -97,9 +98,9 @@ def has_signal(metric: Tensor, group: Tensor, valid: Tensor) -> Tensor:
 
 
 def has_high_entropy(entropy: Tensor, kept: Tensor | None, share: float) -> Tensor:
-    """Return which tokens are among the ``share`` with the highest entropy, bool [R]; all that equal the quantile count.
+    """Return which tokens are among the ``share`` with the highest entropy, bool [R]. Ties at the quantile are included.
 
-    ``entropy``: fp32 [R]. ``kept``: bool [R], tokens that count; None = all. Source: arXiv 2506.01939.
+    ``entropy``: fp32 [R]. ``kept``: bool [R], the tokens that count; None = all count. Source: arXiv 2506.01939.
     """
     ordered = (entropy if kept is None else entropy[kept]).sort().values
     if not ordered.numel():
@@ -113,7 +114,8 @@ def has_high_entropy(entropy: Tensor, kept: Tensor | None, share: float) -> Tens
 def group_counts(rewards: Tensor, group: Tensor, valid: Tensor) -> dict[str, float]:
     """Count the rows and groups without a training signal, on the driver.
 
-    ``single_valid_groups`` have one valid member. ``equal_groups_share`` is the share of groups whose members have equal rewards.
+    ``single_valid_groups`` is the number of groups with one valid member. ``equal_groups_share`` is the share of groups in which
+    no two valid members have different rewards.
     """
     stats = group_statistics(rewards, group, valid)
     groups = group.unique().numel()
@@ -134,10 +136,10 @@ STD_EPSILON = 1e-6
 def rloo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize: bool = False) -> Tensor:
     """Leave-one-out advantages, fp32 [B]: the reward minus the mean reward of the other valid members of the group.
 
-    This equals n / (n - 1) * (reward - mean). Source: RLOO, arXiv 2402.14740.
+    With n valid members this equals n / (n - 1) * (reward - mean). Source: RLOO, arXiv 2402.14740.
 
-    ``normalize``: give the valid rows of the whole step mean 0 and standard deviation 1, as :func:`normalize_rows` does. The mean
-    is 0 already, since the advantages of a group sum to 0.
+    ``normalize``: scale the advantages of the whole step with :func:`normalize_rows`. Their mean is already 0, because the
+    advantages of a group sum to 0.
     """
     stats = group_statistics(rewards, group, valid, lone_rewards=True)
     scale = stats.count / (stats.count - 1).clamp(min=1)
@@ -155,10 +157,10 @@ def grpo_advantages(
 ) -> Tensor:
     """Group-relative advantages, fp32 [B]: (reward - mean) / (std + epsilon) over the valid members of the group.
 
-    The standard deviation is unbiased. Source: GRPO, arXiv 2402.03300; without the division, Dr. GRPO, arXiv 2503.20783.
+    The standard deviation is unbiased. Source: GRPO, arXiv 2402.03300. Without the division it is Dr. GRPO, arXiv 2503.20783.
 
-    ``normalize_by_std``: divide by the standard deviation. ``std_of``: "group", or "batch" for that of all valid rewards of the
-    step (arXiv 2508.08221).
+    ``normalize_by_std``: divide by the standard deviation. ``std_of``: the rewards of which it is taken, "group" or "batch" (all
+    valid rewards of the step, arXiv 2508.08221).
     """
     return _group_relative(rewards, group, valid, normalize_by_std, epsilon, std_of == "batch").float()
 
@@ -182,15 +184,15 @@ def gdpo_advantages(
     epsilon: float = STD_EPSILON,
     whiten_over: str = "tokens",
 ) -> Tensor:
-    """Weighted sum of each reward's :func:`grpo_advantages`, whitened over the tokens of the step, fp32 [R].
+    """Weighted sum of the :func:`grpo_advantages` of each reward, whitened over the tokens of the step, fp32 [R].
 
     Source: GDPO, arXiv 2601.05242, and ``compute_gdpo_outcome_advantage`` in verl.
 
-    ``components``: fp32 [B, K], K rewards of each row. One that is NaN counts in no group, and adds nothing to its row.
-    ``weights``: K numbers; None = 1 each. ``whiten_over``: "tokens", or
-    "rows" for :func:`normalize_rows`, as ``normalize_then_sum`` of TRL.
+    ``components``: fp32 [B, K], K rewards of each row. A NaN reward counts in no group, and adds nothing to its row.
+    ``weights``: K numbers; None = 1 each. ``whiten_over``: "tokens", or "rows" for :func:`normalize_rows`, as in
+    ``normalize_then_sum`` of TRL.
     """
-    # In fp64: where rewards cancel, whitening would raise what fp32 rounds to the size of the advantages.
+    # Use fp64: where rewards cancel, whitening would enlarge the rounding errors of fp32 to the size of the advantages.
     advantages = [
         _group_relative(rewards, group, valid & ~rewards.isnan(), normalize_by_std, epsilon) for rewards in components.unbind(1)
     ]
@@ -202,7 +204,7 @@ def gdpo_advantages(
 def grpo_passk_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize_by_std: bool = True) -> Tensor:
     """Pass@k advantages, fp32 [B]: the best member of a group gets its lead over the second best, all others get 0.
 
-    If two members share the best reward there is no lead: the whole group gets 0. Source: arXiv 2503.19595, and
+    If two members share the best reward, there is no lead, and the whole group gets 0. Source: arXiv 2503.19595, and
     ``compute_grpo_passk_outcome_advantage`` in verl.
 
     ``normalize_by_std``: divide by (std + 1e-6) of the group.
@@ -219,12 +221,12 @@ def grpo_passk_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normali
 
 
 def gpg_advantages(rewards: Tensor, group: Tensor, valid: Tensor, counts: str = "scored") -> Tensor:
-    """GPG's advantages, fp32 [B]: alpha * (reward - mean of the group), where alpha makes up for rows without gradient.
+    """GPG's advantages, fp32 [B]: alpha * (reward - mean of the group).
 
-    alpha = valid rows / rows that count. Source: GPG, arXiv 2504.02546, with F_norm = 1.
+    alpha = valid rows / counted rows. It makes up for rows without a gradient. Source: GPG, arXiv 2504.02546, with F_norm = 1.
 
-    ``counts``: "scored" counts rows whose reward is not 0, as verl; "informative" rows of groups whose rewards differ, as the
-    paper.
+    ``counts``: which rows are counted. "scored" = rows whose reward is not 0, as in verl. "informative" = rows of groups whose
+    rewards differ, as in the paper.
     """
     stats = group_statistics(rewards, group, valid, lone_rewards=True)
     counted = stats.informative if counts == "informative" else valid & (rewards != 0)
@@ -233,9 +235,10 @@ def gpg_advantages(rewards: Tensor, group: Tensor, valid: Tensor, counts: str = 
 
 
 def opo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, lengths: Tensor) -> Tensor:
-    """OPO's advantages, fp32 [B]: the reward minus the mean reward of the group weighted by response length.
+    """OPO's advantages, fp32 [B]: the reward minus the mean reward of the group, in which longer responses have more weight.
 
-    Source: OPO, arXiv 2505.23585. The weights give the baseline of least variance if all tokens have gradients of one size.
+    A response's weight is its length. This baseline gives the least variance if the gradients of all tokens have the same size.
+    Source: OPO, arXiv 2505.23585.
     """
     stats, member = group_statistics(rewards, group, valid, lone_rewards=True), dense_ids(group)
     weights = torch.where(valid, lengths.double(), 0.0)
@@ -259,13 +262,18 @@ def sft_advantages(rewards: Tensor) -> Tensor:
 
 
 def gae(token_rewards: Tensor, values: Tensor, row: Tensor, lengths: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Raw advantages and returns, both fp64 [R].
+    """GAE's advantages before whitening, and the returns, both fp64 [R].
 
-    With delta[t] = reward[t] + gamma * value[t + 1] - value[t] and value 0 after a row's last token, the advantage is the sum
-    over l of (gamma * lam)^l * delta[t + l], and the return is advantage + value. Source: GAE, arXiv 1506.02438.
+    With value 0 after the last token of a row::
+
+        delta[t] = reward[t] + gamma * value[t + 1] - value[t]
+        advantage[t] = sum over l >= 0 of (gamma * lam)^l * delta[t + l]
+        return[t] = advantage[t] + value[t]
+
+    Source: GAE, arXiv 1506.02438.
     """
     current = values.double()
-    # The roll also brings the first value of the next row, which belongs to another response. It is 0 at the last token.
+    # At the last token of a row, the roll gives a value of the next row, which is another response. Set it to 0.
     following = torch.where(is_last(row, lengths), 0.0, current.roll(-1))
     advantages = reverse_scan(token_rewards.double() + gamma * following - current, row, gamma * lam)
     return advantages, advantages + current
@@ -276,8 +284,8 @@ def gae_advantages(
 ) -> tuple[Tensor, Tensor]:
     """GAE's advantages, whitened over all valid tokens, and the returns that the critic learns, both fp32 [R].
 
-    Tokens of an invalid row get advantage 0, and their value as return, so that the critic's loss there is 0 too. They count in
-    no statistic. Source: arXiv 1506.02438 and ``compute_gae_advantage_return`` in verl, which whitens as well.
+    Tokens of an invalid row get advantage 0. Their return is their value, so that the critic is not moved away from it. They
+    count in no statistic. Source: arXiv 1506.02438 and ``compute_gae_advantage_return`` in verl, which whitens as well.
 
     ``token_rewards``: fp32 [R], NaN in invalid rows.
     """
@@ -286,7 +294,7 @@ def gae_advantages(
     return whiten(advantages, valid_tokens).float(), torch.where(valid_tokens, returns, values.double()).float()
 
 
-# Advantages per token without a critic: REINFORCE++, its form with a group baseline, and ReMax.
+# Advantages per token without a critic: REINFORCE++, its variant with a group baseline, and ReMax.
 
 
 def discounted_returns(token_rewards: Tensor, row: Tensor, valid: Tensor, gamma: float) -> Tensor:
@@ -304,21 +312,22 @@ def reinforce_plus_plus_advantages(token_rewards: Tensor, row: Tensor, valid: Te
 
 
 def reinforce_plus_plus_baseline_advantages(rewards: Tensor, group: Tensor, valid: Tensor, row: Tensor) -> Tensor:
-    """(reward - mean of the group) of each token's row, whitened over all tokens, fp32 [R].
+    """Each token gets the reward of its row minus the mean of the group, whitened over all tokens, fp32 [R].
 
     The zeros of groups with equal rewards count in the whitening. Source: REINFORCE++-baseline, arXiv 2501.03262.
     """
     stats = group_statistics(rewards, group, valid, lone_rewards=True)
     centred = torch.where(stats.informative, rewards.double() - stats.mean, 0.0)
-    # Whitened after each row's value was spread over its tokens, so that long responses count more, as in verl.
+    # Spread each row's value over its tokens before the whitening, so that long responses count more, as in verl.
     return whiten(centred[row], valid[row]).float()
 
 
 def remax_advantages(token_rewards: Tensor, baselines: Tensor, row: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """ReMax's advantages (the rewards from each token on minus the greedy response's score) and the returns, fp32 [R].
+    """ReMax's advantages and returns, both fp32 [R].
 
-    A group of one is no special case: its baseline comes from the greedy response. A row whose baseline is NaN has nothing to
-    compare with and counts as invalid. Source: ReMax, arXiv 2310.10505.
+    The return of a token is the sum of the rewards from this token on. The advantage is the return minus the score of the greedy
+    response. A group of one row is no special case, because its baseline is the greedy response. A row whose baseline is NaN
+    counts as invalid. Source: ReMax, arXiv 2310.10505.
 
     ``baselines``: fp32 [rows], the score of the greedy response to each row's prompt.
     """
@@ -328,13 +337,13 @@ def remax_advantages(token_rewards: Tensor, baselines: Tensor, row: Tensor, vali
     return advantages.float(), returns.float()
 
 
-# The optimal token baseline: one baseline per prompt and place in the response, weighted by the size of the gradients so far.
+# The optimal token baseline: one baseline per prompt and position in the response, weighted by the size of the gradients so far.
 
 
 def sum_of_squares(log_p: Tensor, scratch: Tensor | None) -> Tensor:
-    """Sum of squared probabilities [c] from log-probs fp32 [c, v], which stay unchanged.
+    """Return the sum of squared probabilities [c] of log-probs fp32 [c, v]. The log-probs are not changed.
 
-    ``scratch``: [c, any number of columns]; None = allocate.
+    ``scratch``: working memory [c, any number of columns]; None = allocate it.
     """
     total = torch.zeros_like(log_p[:, 0])
     for part, room in column_parts(log_p, scratch):
@@ -355,16 +364,22 @@ def optimal_token_baseline_advantages(
     sum_pi_squared: Tensor,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The rewards from each token on, G, minus a baseline per group and place, and G itself, both fp32 [R].
+    """Return the returns G minus a baseline per group and position, and G itself, both fp32 [R].
 
-    The baseline at place t of a group is sum(G[t] * W[t]) / sum(W[t]) over the valid rows that reach place t, where W[t] is the
-    sum of (1 - 2 * p + sum of p^2 over the vocabulary) from the first token to t, a stand-in for the squared norm of the
-    gradients. Source: ``compute_optimal_token_baseline_advantage`` in verl. A group with one valid row gets 0, and so does a
-    place where all G are equal. A place that only one row of the group reaches has baseline 0, the default of verl 0.9.
+    G[t] is the sum of the rewards from token t on. The first two sums below are over the valid rows of the group that reach
+    position t, and the third is over the tokens of a row::
 
-    ``old_log_probs``: fp32 [R], log p of each sampled token. ``sum_pi_squared``: fp32 [R], the sum of p^2 over the vocabulary
-    at each token. ``weights``: fp32 [R], importance weights of the rollout correction, whose squares multiply the terms of W.
-    None = 1.
+        baseline[t] = sum(G[t] * W[t]) / sum(W[t])
+        W[t] = sum over s <= t of (1 - 2 * p[s] + q[s])
+
+    p[s] is the probability of the sampled token, and q[s] the sum of squared probabilities over the vocabulary. W approximates
+    the squared norm of the gradients. Source: ``compute_optimal_token_baseline_advantage`` in verl.
+
+    A group with one valid row gets 0, and so does a position where all G are equal. A position that only one row of the group
+    reaches has baseline 0, which is the default of verl 0.9.
+
+    ``old_log_probs``: fp32 [R], log p. ``sum_pi_squared``: fp32 [R], q. ``weights``: fp32 [R], importance weights of the rollout
+    correction; their squares multiply the terms of W. None = 1.
     """
     valid_tokens, num_rows = valid[row], valid.shape[0]
     returns = discounted_returns(token_rewards, row, valid, 1.0)
@@ -372,12 +387,12 @@ def optimal_token_baseline_advantages(
     if weights is not None:
         energy = energy * weights.double().square()
     after = reverse_scan(energy, row, 1.0)
-    # The sum up to a token: the row's sum without what comes after the token, because reverse_scan sums from the end only.
+    # reverse_scan sums only from the end. So the sum up to a token is the sum of the row minus the sum after the token.
     energy_so_far = row_sums(energy, row, num_rows)[row] - after + energy
-    # Rounding can make a sum of terms near 0 slightly negative, and a negative weight would turn the baseline round.
+    # Rounding can make a sum of terms near 0 slightly negative, and a negative weight would distort the baseline.
     energy_so_far = torch.where(valid_tokens, energy_so_far.clamp(min=0), 0.0)
 
-    # One number for each pair of group and place. The factor is larger than any place.
+    # One id for each pair of group and position. The factor is larger than any position.
     lengths = row_sums(torch.ones_like(row), row, num_rows)
     place = dense_ids(dense_ids(group)[row] * row.shape[0] + positions(row, lengths))
     zeros = torch.zeros_like(returns)
@@ -399,7 +414,7 @@ def optimal_token_baseline_advantages(
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What estimators read: B rows with R response tokens, flat, row after row."""
+    """The inputs of estimators: B rows with R response tokens, which are stored flat, row after row."""
 
     rewards: Tensor
     """fp32 [B], the score of each row minus the KL in the reward. NaN where ``valid`` is False."""
@@ -414,9 +429,9 @@ class AdvantageInputs:
     token_rewards: Tensor | None = None
     """fp32 [R], see :func:`verl_memopt.algorithms.kl.token_level_rewards`."""
     values: Tensor | None = None
-    """fp32 [R], of the critic."""
+    """fp32 [R], the critic's value before each token."""
     components: Tensor | None = None
-    """fp32 [B, K], the rewards that ``algorithm.gdpo_reward_keys`` names. NaN where one does not apply."""
+    """fp32 [B, K], the rewards that ``algorithm.gdpo_reward_keys`` names. NaN = the reward does not apply to the row."""
     baselines: Tensor | None = None
     """fp32 [B], the score of the greedy response to each row's prompt."""
     old_log_probs: Tensor | None = None
@@ -428,7 +443,7 @@ class AdvantageInputs:
     weights: Tensor | None = None
     """fp32 [R], importance weights of the rollout correction."""
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
-    """fp32 [R] each, further numbers of each token's distribution, by name."""
+    """Name -> fp32 [R], a statistic of each token's distribution."""
 
     def named(self, name: str) -> Tensor | None:
         return self.statistics[name] if name in self.statistics else getattr(self, name, None)
@@ -454,4 +469,4 @@ def estimate(inputs: AdvantageInputs, algorithm: Algorithm) -> tuple[Tensor, Ten
 
 
 OPTIONAL = ("weights",)
-"""Inputs that estimators do without where a run has none."""
+"""Inputs that may be None."""

@@ -1,4 +1,4 @@
-"""KL divergence between policy and reference: per-token estimators, the shaped reward, and coefficients that adapt."""
+"""KL divergence between policy and reference: estimates per token, rewards with a KL penalty, and adaptive coefficients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verl_memopt.algorithms.rows import is_last, row_sums
 from verl_memopt.config.schema import EntropyControl, KlControl
 
 MAX_LOG_RATIO = 20.0
-"""Before an exponential, log-ratios (of a token, or summed over a sequence) are clamped to plus and minus this."""
+"""Before an exponential, the log-ratio of a token or of a sequence is clamped to plus or minus this value."""
 
 MAX_LOW_VARIANCE_KL = 10.0
 """Upper limit of one token's k3, as in verl. Beyond it the token has no gradient."""
@@ -23,7 +23,7 @@ def _k2(log_ratio: Tensor) -> Tensor:
 
 
 def _k3(log_ratio: Tensor) -> Tensor:
-    # Clamped before the exponential, which would otherwise become infinite.
+    # Clamp before the exponential, which would otherwise become infinite.
     inverse = (-log_ratio).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (inverse.exp() - inverse - 1).clamp(max=MAX_LOW_VARIANCE_KL)
 
@@ -36,17 +36,23 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "low_var_kl": _k3,
     "k3": _k3,
 }
-"""Values of ``kl_loss_type`` and ``kl_penalty``, each also with a trailing ``+``; functions of log policy - log reference."""
+"""Value of ``kl_loss_type`` and ``kl_penalty`` -> function of the log-ratio (log policy - log reference). A value may also have a
+trailing ``+``, see :func:`kl_estimate`."""
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     """Per-token estimate of KL(policy || reference) in nats, for tokens sampled from the policy.
 
-    ``k1`` is the log-ratio: unbiased, and possibly negative. ``k2`` is half its square. ``k3`` is exp(-k1) + k1 - 1: unbiased and
-    never negative. A trailing ``+`` keeps the value and uses the gradient of ``k2``, whose expectation is the gradient of the KL.
-    Source: Schulman, "Approximating KL divergence" (2020).
+    With r = log policy - log reference, the main kinds are::
 
-    Both log-probs are fp32 of one shape. ``kind``: a key of ``KL_ESTIMATORS``, optionally with a trailing ``+``.
+        k1 = r                  unbiased, may be negative
+        k2 = r^2 / 2            never negative
+        k3 = exp(-r) + r - 1    unbiased and never negative
+
+    A trailing ``+`` keeps the value, but takes the gradient of ``k2``, whose expectation is the gradient of the KL. Source:
+    Schulman, "Approximating KL divergence" (2020).
+
+    Both log-probs are fp32 and have the same shape. ``kind``: a key of ``KL_ESTIMATORS``, optionally with a trailing ``+``.
     """
     assert kind.removesuffix("+") in KL_ESTIMATORS, kind
     log_ratio = log_probs - ref_log_probs
@@ -59,19 +65,20 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 
 
 def shaped_rewards(scores: Tensor, kl: Tensor, row: Tensor, beta: float) -> Tensor:
-    """``score - beta * sum of the row's KL``, fp32 [rows], without a gradient.
+    """Return ``score - beta * (sum of the row's KL)``, fp32 [rows], without a gradient.
 
-    ``kl``: fp32 [R], the per-token estimates. A row without tokens keeps its score.
+    ``kl``: fp32 [R], the estimate of each token. A row without tokens keeps its score.
     """
     return scores - beta * row_sums(kl.detach(), row, scores.shape[0])
 
 
 def token_level_rewards(scores: Tensor, row: Tensor, lengths: Tensor, kl: Tensor | None = None, beta: float = 0.0) -> Tensor:
-    """Reward of each token, fp32 [R] without a gradient: the score at the end of a row, minus ``beta * kl`` everywhere.
+    """Return the reward of each token, fp32 [R], without a gradient.
 
-    A row without tokens has no place for its score. Source: Ziegler et al., arXiv 1909.08593, and ``apply_kl_penalty`` in verl.
+    The reward of every token is ``-beta * kl``, and the last token of a row also gets the row's score. A row without tokens loses
+    its score. Source: Ziegler et al., arXiv 1909.08593, and ``apply_kl_penalty`` in verl.
 
-    ``kl``: fp32 [R], the per-token estimates; None = no KL in the reward.
+    ``kl``: fp32 [R], the estimate of each token; None = no KL in the reward.
     """
     rewards = torch.where(is_last(row, lengths), scores[row], 0.0)
     return rewards if kl is None else rewards - beta * kl.detach()
@@ -86,9 +93,9 @@ class KlController:
         self.coefficient = settings.kl_coef
 
     def update(self, mean_kl: float, num_sequences: int) -> None:
-        """Move an adaptive coefficient by at most 20 % of ``num_sequences / horizon``. A fixed one stays.
+        """Adapt the coefficient by a factor of at most ``1 +- 0.2 * num_sequences / horizon``. A fixed coefficient stays.
 
-        ``mean_kl``: the step's mean KL in nats, compared with ``target_kl``.
+        ``mean_kl``: the step's mean KL in nats, which is compared with ``target_kl``.
         """
         if self._settings.type == "fixed":
             return
@@ -105,9 +112,10 @@ class KlController:
 
 
 class EntropyController:
-    """The weight of the entropy bonus, adapted to the entropy as ``use_adaptive_entropy`` of TRL does.
+    """Adapts the weight of the entropy bonus to the measured entropy, as ``use_adaptive_entropy`` of TRL does.
 
-    ``num_updates``: Optimizer steps under way. TRL adapts after each; here all of a rollout share one weight.
+    ``num_updates``: Number of optimizer steps per rollout. TRL adapts the weight after each optimizer step. Here all optimizer
+    steps of a rollout have the same weight.
     """
 
     def __init__(self, settings: EntropyControl, weight: float) -> None:
@@ -117,11 +125,11 @@ class EntropyController:
 
     @property
     def applied(self) -> float:
-        # Before the first update no entropy is known, and the weight is 0.
+        # Above the target the weight is 0. So it is before the first update, when no entropy is known.
         return self.weight if self._last <= self._target else 0.0
 
     def update(self, entropy: float) -> None:
-        """Move the weight after an update whose tokens had this mean entropy, in nats."""
+        """Adapt the weight after an update. ``entropy`` is the mean entropy of the update's tokens, in nats."""
         step, settings = self._settings.delta * self.num_updates, self._settings
         raised, lowered = min(self.weight + step, settings.max), max(self.weight - step, settings.min)
         self._last, self.weight = entropy, raised if entropy <= self._target else lowered
@@ -140,10 +148,14 @@ MIN_WEIGHT = 1e-8
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer_length: int, penalty_factor: float) -> Tensor:
-    """Return what is added to a long response's reward, fp32 [B]: 0 up to the buffer, then linearly down to -``penalty_factor``.
+    """Return the penalty that is added to each response's reward, fp32 [B]: 0 for short responses, negative for long ones.
 
-    With e = max_length - buffer_length it is -(length - e) / buffer_length * penalty_factor inside the buffer. Source: soft
-    overlong punishment of DAPO, arXiv 2503.14476, equation 13, and ``overlong_buffer_cfg`` in verl.
+    From ``max_length - buffer_length`` tokens on the penalty falls linearly. From ``max_length`` tokens on it is
+    ``-penalty_factor``. In between it is::
+
+        -(length - (max_length - buffer_length)) / buffer_length * penalty_factor
+
+    Source: soft overlong punishment of DAPO, arXiv 2503.14476, equation 13, and ``overlong_buffer_cfg`` in verl.
     """
     assert 0 < buffer_length <= max_length, (buffer_length, max_length)
     excess = (lengths - (max_length - buffer_length)).double() / buffer_length
@@ -153,9 +165,9 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer_length: int, penal
 def pf_ppo_weights(scores: Tensor, valid: Tensor, method: str, power: float) -> Tensor:
     """Return the weight with which PF-PPO draws each row, fp64 [B], not normalised. Invalid rows get 0.
 
-    ``pow``: abs(score) to the power. ``max_min``: 1 for the best and the worst scores of the batch, else 0. ``max_random``: 0.4
-    for the best, 0.1 for the others. 1e-8 is added to each. Equal scores have equal weights. Source: PF-PPO, arXiv 2409.06957,
-    and ``compute_pf_ppo_reweight_data`` in verl.
+    ``pow``: abs(score) ** power. ``max_min``: 1 for the best and the worst scores of the batch, else 0. ``max_random``: 0.4 for
+    the best scores, 0.1 for the others. 1e-8 is added to each weight. Equal scores have equal weights. Source: PF-PPO, arXiv
+    2409.06957, and ``compute_pf_ppo_reweight_data`` in verl.
     """
     assert method in PF_PPO_METHODS, method
     wide_scores = scores.double()

@@ -1,8 +1,9 @@
-"""Policy losses over flat response tokens, and the critic's. ``records.py`` names each policy loss and says what it reads.
+"""Policy losses over flat response tokens, and the critic's loss. ``records.py`` has a record of each policy loss.
 
+A policy loss is a function of the ``tokens`` of a micro-batch and the settings ``actor``, which have its clips and aggregation.
 ``log_probs``, ``old_log_probs``, ``advantages`` are ``[R]`` fp32. ``row [R]`` is the row of each token, ``lengths [rows]`` the
-response length of each row. Loss and metrics are shares of the mini-batch: sum them over micro-batches and ranks, never
-average them. Each policy loss takes the ``tokens`` of a micro-batch and the section ``actor``, with its clips and aggregation.
+response length of each row. In the formulas A is the advantage, and the ratio is exp(log_probs - old_log_probs). Loss and metrics
+are a micro-batch's shares of the mini-batch: sum them over micro-batches and ranks, and never average them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from verl_memopt.algorithms.records import LOSSES, load
 from verl_memopt.algorithms.rows import GlobalCounts, aggregate, row_means, row_sums
 from verl_memopt.config.schema import Actor, PolicyLoss
 
-# What every policy loss reads, and the shares and clips that they have in common.
+# The input of every policy loss, and the shares and clips that several losses use.
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
@@ -36,22 +37,22 @@ class LossTokens:
     row: Tensor
     """int64 [R], the row of each token."""
     lengths: Tensor
-    """int64 [rows], the response tokens of each row that count: only the kept ones where ``kept`` rejects some."""
+    """int64 [rows], number of response tokens of each row, without the tokens that ``kept`` rejects."""
     counts: GlobalCounts
-    """Tokens and sequences of the mini-batch over all ranks, tokens counted as in ``lengths``."""
+    """Tokens and sequences of the mini-batch over all ranks. Tokens are counted as in ``lengths``."""
     weights: Tensor | None = None
     """fp32 [R], importance weights of the rollout correction, without a gradient. None = 1."""
     kept: Tensor | None = None
     """bool [R]: False for tokens that the rollout correction rejects. None = all are kept."""
     selected: Tensor | None = None
-    """bool [R]: the tokens that ``clip_cov`` or ``kl_cov`` acts on, chosen over the mini-batch."""
+    """bool [R]: the tokens that ``clip_cov`` or ``kl_cov`` acts on. They are selected from the whole mini-batch."""
 
     @property
     def log_ratio(self) -> Tensor:
         """Return log new - log old of each token, fp32 [R], with gradient. 0 for rejected tokens, whose old value may be NaN."""
         if self.kept is None:
             return self.log_probs - self.old_log_probs
-        # A mask after the exponential would be too late: the gradient of exp(NaN) is NaN, and 0 times NaN too.
+        # A mask after the exponential would be too late: the gradient of exp(NaN) is NaN, and 0 times NaN is NaN.
         return self.log_probs - self.old_log_probs.where(self.kept, self.log_probs.detach())
 
     def masked(self, values: Tensor) -> Tensor:
@@ -61,15 +62,15 @@ class LossTokens:
         return self.masked(values if self.weights is None else values * self.weights)
 
     def row_means(self, values: Tensor) -> Tensor:
-        """Mean over each row's kept tokens, ``[rows]``; 0 for a row without any."""
+        """Return the mean over each row's kept tokens, ``[rows]``. A row without kept tokens gets 0."""
         return row_means(self.masked(values), self.row, self.lengths)
 
     def share(self, flags: Tensor) -> Tensor:
-        """This micro-batch's part of the share of flagged tokens, a scalar without a gradient."""
+        """Return the number of flagged tokens here, divided by all tokens of the mini-batch, a scalar without a gradient."""
         return self.masked(flags.detach()).sum() / self.counts.tokens
 
     def aggregated(self, token_losses: Tensor, actor: Actor) -> Tensor:
-        """This micro-batch's part of the mini-batch loss under ``actor.loss_agg_mode``, a scalar.
+        """Return this micro-batch's share of the mini-batch loss under ``actor.loss_agg_mode``, a scalar.
 
         ``token_losses`` is fp32 [R], before importance weights and rejection.
         """
@@ -84,7 +85,7 @@ def clip_bounds(actor: Actor) -> tuple[float, float]:
 
 
 def safe_ratio(log_ratio: Tensor) -> Tensor:
-    # Beyond the clamp the gradient stops.
+    # A clamped log-ratio gives no gradient.
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -93,14 +94,15 @@ def beyond_clamp(log_ratio: Tensor) -> Tensor:
 
 
 def clipped_loss(ratio: Tensor, advantages: Tensor, actor: Actor) -> tuple[Tensor, Tensor]:
-    """max(-A * ratio, -A * clipped ratio), and whether the second is larger. All fp32 [R], or [rows]."""
+    """Return max(-A * ratio, -A * clipped ratio), and whether the clipped term is larger, both [R] or [rows]."""
     low, high = clip_bounds(actor)
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
     return clipped.maximum(free), clipped > free
 
 
-# Losses with one ratio per token, or none: PPO, CISPO, DPPO, GPG and REINFORCE. A token's gradient depends on that token alone.
+# Losses with one ratio per token, or without a ratio: PPO, CISPO, DPPO, GPG and REINFORCE. A token's gradient depends only on
+# this token.
 
 
 def vanilla_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
@@ -143,13 +145,14 @@ def cispo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
 
 
 def dppo_tv_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
-    """DPPO's loss with the total variation of the sampled token: -A * ratio (at most ``clip_ratio_c``) * log-prob.
+    """DPPO's loss with the total variation of the sampled token: -A * min(ratio, ``clip_ratio_c``) * log-prob.
 
-    The ratio has no gradient. A token counts as 0 if its probability has risen by more than ``clip_ratio_high`` (A > 0) or fallen
-    by more than ``clip_ratio_low`` (else). Source: DPPO, arXiv 2602.04879.
+    The ratio has no gradient. The loss of a token is set to 0 if A > 0 and the token's probability has risen by more than
+    ``clip_ratio_high``, or if A <= 0 and the probability has fallen by more than ``clip_ratio_low``. Source: DPPO, arXiv
+    2602.04879.
 
-    Metrics: the shares of tokens ``pg_clipfrac`` (set to 0), ``pg_clipfrac_lower`` (of the others, those whose ratio is cut) and
-    ``ratio_clamped``.
+    Metrics are shares of tokens: ``pg_clipfrac`` (loss set to 0), ``pg_clipfrac_lower`` (ratio above ``clip_ratio_c``, loss not
+    set to 0) and ``ratio_clamped``.
     """
     low, high = clip_bounds(actor)
     moved = tokens.log_probs.detach().exp() - tokens.old_log_probs.exp()
@@ -157,14 +160,15 @@ def dppo_tv_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
 
 
 KL_EPSILON = 1e-8
-"""Added to both shares of a binary KL divergence in DPPO, as in verl."""
+"""Added to the old and the new probability of all other tokens in DPPO's binary KL divergence, as in verl."""
 
 
 def dppo_kl_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
-    """DPPO's loss as :func:`dppo_tv_loss`, with the old-to-new KL divergence between the sampled token and all others.
+    """DPPO's loss as :func:`dppo_tv_loss`, but measured by a KL divergence.
 
-    A token counts as 0 if that divergence is above ``clip_ratio_high`` and A > 0 would raise its probability further, or above
-    ``clip_ratio_low`` and A <= 0 would lower it.
+    The divergence is KL(old || new) of two outcomes: the sampled token, and any other token. The loss of a token is set to 0 if
+    A > 0, its probability has risen and the divergence is above ``clip_ratio_high``. It is also set to 0 if A <= 0, the
+    probability has fallen and the divergence is above ``clip_ratio_low``.
     """
     low, high = clip_bounds(actor)
     log_probs, old_log_probs = tokens.log_probs.detach(), tokens.old_log_probs
@@ -193,14 +197,14 @@ def gpg_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     return tokens.aggregated(-tokens.advantages * tokens.log_probs, actor), {}
 
 
-# SAPO: a smooth gate on each token's ratio in the place of a clip, averaged over responses whatever ``loss_agg_mode`` is.
+# SAPO: a smooth gate on each token's ratio instead of a clip. It averages over responses, whatever ``loss_agg_mode`` says.
 
 
 def sapo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     """SAPO's loss: -A * 4 / tau * sigmoid(tau * (ratio - 1)), averaged over tokens, then over responses.
 
-    tau is ``tau_pos`` where A > 0, else ``tau_neg``. At a ratio of 1 the gradient is that of -A * ratio; away from it the
-    gradient falls smoothly to 0, faster for a larger tau. Source: SAPO, arXiv 2511.20347.
+    tau is ``tau_pos`` if A > 0, else ``tau_neg``. At a ratio of 1 the gradient is the gradient of -A * ratio. Away from 1 it
+    falls smoothly to 0, faster for a larger tau. Source: SAPO, arXiv 2511.20347.
 
     Metrics: ``ratio_clamped``, the share of log-ratios beyond plus or minus 20.
     """
@@ -212,21 +216,21 @@ def sapo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     return loss, {"ratio_clamped": tokens.share(beyond_clamp(tokens.log_ratio))}
 
 
-# Losses with one ratio per response: RLOO's, GSPO and GMPO. RLOO's and GMPO's average over responses whatever
+# Losses with one ratio per response: RLOO's loss, GSPO, VESPO and GMPO. RLOO's loss and GMPO average over responses, whatever
 # ``loss_agg_mode`` says.
 
 SMALLEST_WEIGHT = 1e-10
-"""Importance weights are raised to this before a logarithm."""
+"""Lower bound of an importance weight before a logarithm."""
 
 
 def sequence_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     """RLOO's clipped loss: one ratio per response, exp of the summed log-ratio.
 
-    Source: RLOO, arXiv 2402.14740. Advantage and importance weight of a response are the means over its tokens.
+    Source: RLOO, arXiv 2402.14740. The advantage and the importance weight of a response are means over its tokens.
 
-    Metrics: the shares of responses ``pg_clipfrac``, ``pg_clipfrac_lower`` (0) and ``ratio_clamped``.
+    Metrics are shares of responses: ``pg_clipfrac``, ``pg_clipfrac_lower`` (0) and ``ratio_clamped``.
     """
-    # Rejected tokens leave the sum before the exponential, because one of them could otherwise decide the whole ratio.
+    # Leave rejected tokens out of the sum, because a single one of them could decide the whole ratio.
     log_ratio = row_sums(tokens.masked(tokens.log_ratio), tokens.row, tokens.lengths.shape[0])
     losses, clipped = clipped_loss(safe_ratio(log_ratio), tokens.row_means(tokens.advantages), actor)
     if tokens.weights is not None:
@@ -241,15 +245,15 @@ MAX_MEAN_LOG_RATIO = 10.0
 def gspo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     """GSPO's clipped loss: one ratio per response, exp of the mean log-ratio.
 
-    This is GSPO's form per token: the value of each token's ratio is the response's, its gradient is the token's own, so that
-    advantages and importance weights may differ inside a response. If they do not, it equals the form per response with
-    ``loss_agg_mode=seq-mean-token-mean``, as in the paper. Source: GSPO, arXiv 2507.18071.
+    This is the token-level form of GSPO: every token has the ratio of the response, but the gradient of its own log-prob. So
+    advantages and importance weights may differ inside a response. If they do not, it equals the response-level form of the paper
+    with ``loss_agg_mode=seq-mean-token-mean``. Source: GSPO, arXiv 2507.18071.
 
-    Metrics: the share of tokens ``pg_clipfrac``, ``pg_clipfrac_lower`` (0), and the share of responses ``ratio_clamped``, those
-    whose mean log-ratio is above 10 and counts as 10, without a gradient.
+    Metrics: ``pg_clipfrac`` (share of tokens), ``pg_clipfrac_lower`` (0) and ``ratio_clamped``, the share of responses whose mean
+    log-ratio is above 10. It is clamped to 10, and gives no gradient.
     """
     log_ratio = tokens.row_means(tokens.log_ratio.detach())
-    # Its value is 0 and its gradient is the token's. So every token has the ratio of the response and a gradient of its own.
+    # ``own`` has value 0 and the gradient of the token's log-prob. Adding it changes only the gradient.
     own = tokens.log_probs - tokens.log_probs.detach()
     ratio = (log_ratio[tokens.row] + own).clamp(max=MAX_MEAN_LOG_RATIO).exp()
     losses, clipped = clipped_loss(ratio, tokens.advantages, actor)
@@ -264,8 +268,9 @@ LEAST_LOG_WEIGHT = math.log(1e-8)
 def vespo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     """VESPO's loss: -A * log-prob, times phi(w) = w^k * exp(lambda * (1 - w)) without its gradient.
 
-    w is the ratio of a response, exp of the summed log-ratio, times the importance weights of its tokens. phi is 1 at w = 1
-    and falls on both sides; k and lambda depend on the advantage's sign. Source: VESPO, arXiv 2602.10693.
+    w is the ratio of a response, exp of the summed log-ratio, times the importance weights of its tokens. phi is 1 at w = 1. It
+    is largest at w = k / lambda, and falls to 0 on both sides of it. k and lambda depend on the sign of the advantage. Source:
+    VESPO, arXiv 2602.10693.
 
     Metrics: ``vespo_weight``, the mean of phi over tokens, and ``ratio_clamped``.
     """
@@ -285,18 +290,18 @@ def vespo_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
 
 
 def geo_mean_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
-    """GMPO's loss: -A times the geometric mean of a response's ratios, each clipped in the log on the side that binds.
+    """GMPO's loss: -A times the geometric mean of a response's clipped ratios.
 
-    A token's log-ratio is held to [-``clip_ratio_low``, ``clip_ratio_high``]: from above where A > 0, from below where
-    A < 0. Source: GMPO, arXiv 2507.20673. The importance weight of a response is the geometric mean of its tokens' weights.
+    The log-ratio of a token is at most ``clip_ratio_high`` if A > 0, and at least -``clip_ratio_low`` if A < 0. The importance
+    weight of a response is the geometric mean of its tokens' weights. Source: GMPO, arXiv 2507.20673.
 
-    Metrics: the shares of tokens ``pg_clipfrac`` (outside the clips, A > 0) and ``pg_clipfrac_lower`` (A < 0).
+    Metrics are shares of tokens with a log-ratio outside the clips: ``pg_clipfrac`` (A > 0) and ``pg_clipfrac_lower`` (A < 0).
     """
     low, high = clip_bounds(actor)
     sign, log_ratio = tokens.advantages.sign(), tokens.log_ratio
     held = log_ratio.clamp(-low, high)
     binding = sign * torch.minimum(sign * log_ratio, sign * held)
-    # Not clamped, as in verl: the clips bound the side that could grow without end.
+    # The exponent is not clamped, as in verl, because the clips bound the side that could grow without limit.
     losses = -tokens.row_means(tokens.advantages) * tokens.row_means(binding).exp()
     if tokens.weights is not None:
         losses = losses * tokens.row_means(tokens.weights.clamp(min=SMALLEST_WEIGHT).log()).exp()
@@ -327,8 +332,7 @@ def policy_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     Metrics of all modes: ``pg_loss``, and ``ppo_kl``, the mean of log old - log new per token. Modes with a clip add
     ``pg_clipfrac``, the share of ratios where the clip is active; ``pg_clipfrac_lower``, the share that is bounded by
     ``clip_ratio_c``; ``ratio_clamped``, the share of log-ratios beyond plus or minus 20. Shares are of tokens, or of sequences in
-    modes with one ratio per sequence.
-    Losses whose record has ``selects`` require ``tokens.selected``.
+    modes with one ratio per sequence. Losses whose record has ``selects`` require ``tokens.selected``.
     """
     loss = load(LOSSES[actor.policy_loss.loss_mode].function)
     return with_shared_metrics(tokens, *loss(tokens, actor))
@@ -347,7 +351,7 @@ VARIANCE_EPSILON = 1e-5
 
 @dataclass(frozen=True)
 class ValueTokens:
-    """The response tokens of a micro-batch as the critic's loss reads them, flat, row after row."""
+    """The input of the critic's loss: the response tokens of a micro-batch, flat, row after row."""
 
     predictions: Tensor
     """fp32 [R], with gradient."""
@@ -366,16 +370,18 @@ class ValueTokens:
 
 
 def value_loss(tokens: ValueTokens, clip: float, mode: str, scale_factor: int | None = None) -> LossAndMetrics:
-    """Half of the larger of two squared errors: the prediction's, and that of the prediction clipped around the old value.
+    """Return the critic's loss: half of the larger of two squared errors of each token, aggregated by ``mode``.
 
-    Source: the reference implementation of PPO, arXiv 1707.06347, and ``compute_value_loss`` in verl.
+    One error is that of the prediction. The other is that of the prediction after it was clipped to the old value plus or minus
+    ``clip``. Source: the reference implementation of PPO, arXiv 1707.06347, and ``compute_value_loss`` in verl.
+
     ``clip``: ``critic.cliprange_value``. ``mode``: ``critic.loss_agg_mode``. ``scale_factor``: the constant length of
     ``seq-mean-token-sum-norm``. The loss and the metrics ``vf_loss``, ``vf_clipfrac`` and ``vpred_mean`` are this micro-batch's
     shares: sum them over micro-batches and ranks.
     """
     predictions, values, returns, kept = tokens.predictions, tokens.values, tokens.returns, tokens.kept
     if kept is not None:
-        # Both sides are set to 0, so that a rejected token adds neither an error nor a NaN.
+        # Set prediction, value and return of a rejected token to 0, so that it adds neither an error nor a NaN.
         predictions, values, returns = (tensor.where(kept, 0.0) for tensor in (predictions, values, returns))
     errors = (predictions - returns).square()
     clipped_errors = (predictions.clamp(values - clip, values + clip) - returns).square()
@@ -389,7 +395,7 @@ def value_loss(tokens: ValueTokens, clip: float, mode: str, scale_factor: int | 
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - var(returns - values) / (var(returns) + 1e-5) over all tokens of a step; 0 for fewer than two tokens."""
+    """Return 1 - var(returns - values) / (var(returns) + 1e-5) over all tokens of a step, or 0 for fewer than two tokens."""
     if returns.numel() < 2:
         return 0.0
     # fp64, because the difference of two almost equal variances loses most of its digits in fp32.
@@ -397,9 +403,9 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
     return float(1 - (returns - values).var() / (returns.var() + VARIANCE_EPSILON))
 
 
-# Clip-Cov and KL-Cov: losses that hold back the few tokens whose log-prob and advantage vary together most.
+# Clip-Cov and KL-Cov: losses that restrain a few tokens with a large covariance of log-prob and advantage.
 #
-# Those tokens drive the entropy down. Both losses act on tokens that were selected before: call the selection once with all
+# Such tokens lower the entropy most. Both losses act on tokens that were selected before. Call the selection once with all
 # tokens of a mini-batch and their old log-probs, so that it depends neither on micro-batches nor on ranks. verl selects inside
 # each micro-batch. Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", arXiv 2505.22617.
 
@@ -412,8 +418,8 @@ def token_covariance(log_probs: Tensor, advantages: Tensor) -> Tensor:
 def select_clip_cov(log_probs: Tensor, advantages: Tensor, loss: PolicyLoss, generator: torch.Generator) -> Tensor:
     """Return the tokens of a mini-batch whose gradient ``clip_cov`` removes, bool [R].
 
-    A random choice of ``loss.clip_cov_ratio`` of all tokens, at least one, among those with a covariance between ``clip_cov_lb``
-    and ``clip_cov_ub``. ``generator`` must be on the host.
+    They are chosen at random among the tokens with a covariance between ``clip_cov_lb`` and ``clip_cov_ub``. Their number is
+    ``loss.clip_cov_ratio`` of all tokens, at least one, or all candidates if there are fewer. ``generator`` must be on the host.
     """
     covariance = token_covariance(log_probs, advantages)
     candidates = ((covariance > loss.clip_cov_lb) & (covariance < loss.clip_cov_ub)).nonzero().flatten()
@@ -427,7 +433,8 @@ def select_clip_cov(log_probs: Tensor, advantages: Tensor, loss: PolicyLoss, gen
 def select_kl_cov(log_probs: Tensor, advantages: Tensor, loss: PolicyLoss, generator: torch.Generator) -> Tensor:
     """Return the tokens of a mini-batch that ``kl_cov`` penalises, bool [R].
 
-    The ``loss.kl_cov_ratio`` of all tokens with the largest covariance, at least one. ``generator`` is not used.
+    They are the tokens with the largest covariance. Their number is ``loss.kl_cov_ratio`` of all tokens, at least one.
+    ``generator`` is not used.
     """
     covariance = token_covariance(log_probs, advantages)
     number = min(max(int(loss.kl_cov_ratio * covariance.shape[0]), 1), covariance.shape[0])
@@ -437,9 +444,9 @@ def select_kl_cov(log_probs: Tensor, advantages: Tensor, loss: PolicyLoss, gener
 
 
 def clip_cov_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
-    """PPO's loss without its dual clip, and 0 for the selected tokens whose ratio is not clipped anyway.
+    """PPO's loss without its dual clip. Selected tokens get 0, unless their ratio is clipped.
 
-    ``tokens.selected`` comes from :func:`select_clip_cov`; ``pg_clipfrac`` is the share of tokens that it sets to 0.
+    ``tokens.selected`` comes from :func:`select_clip_cov`. The metric ``pg_clipfrac`` is the share of tokens that get 0.
     """
     assert tokens.selected is not None, "clip_cov needs the tokens that select_clip_cov chose over the mini-batch"
     losses, clipped = clipped_loss(safe_ratio(tokens.log_ratio), tokens.advantages, actor)
@@ -455,6 +462,6 @@ def kl_cov_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     assert tokens.selected is not None, "kl_cov needs the tokens that select_kl_cov chose over the mini-batch"
     distance = tokens.log_ratio.abs()
     penalty = torch.where(tokens.selected, actor.policy_loss.ppo_kl_coef * distance, 0.0)
-    # Not clamped, as in verl. A ratio beyond the largest number makes the update one that is skipped.
+    # The ratio is not clamped, as in verl. If it overflows, the gradient is not finite and the update is skipped.
     losses = -tokens.advantages * tokens.log_ratio.exp() + penalty
     return tokens.aggregated(losses, actor), {"ppo_kl_abs": tokens.share(distance)}

@@ -1,8 +1,8 @@
-"""Every advantage estimator and policy loss: one record each, and the settings that they read. Free of torch.
+"""One record for each advantage estimator and policy loss, and the settings that these read. Does not import torch.
 
-A record says what the rest of the package knows about its function: the words of the settings page, the inputs that cost a pass,
-the keys it reads, what it refuses. The functions stand beside this file, in ``estimators.py`` and ``losses.py``. To add one,
-write the function there and its record here.
+A record tells the rest of the package about a function: its text on the settings page, the inputs that cost a forward pass, the
+keys that it reads, and the settings that it refuses. The functions are in ``estimators.py`` and ``losses.py`` in this folder. To
+add an estimator or a loss, write the function there and its record here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CUSTOM = "custom"
 """Value of ``algorithm.adv_estimator`` and of ``policy_loss.loss_mode`` for a function in a user's file."""
 
 SFT = "sft"
-"""Value of ``algorithm.adv_estimator`` with which a run learns the responses of the dataset: supervised fine-tuning."""
+"""Value of ``algorithm.adv_estimator`` for supervised fine-tuning, in which a run learns the responses of the dataset."""
 
 _HERE = "verl_memopt.algorithms"
 _LOSS = "actor_rollout_ref.actor.policy_loss"
@@ -32,45 +32,45 @@ class Estimator:
     name: str
     """Value of ``algorithm.adv_estimator``, in verl's spelling."""
     help: str
-    """What it does, for the page of settings."""
+    """What the estimator does, for the settings page."""
     inputs: tuple[str, ...]
-    """Parameters filled from the fields of :class:`verl_memopt.algorithms.estimators.AdvantageInputs`, or with a statistic that
-    ``STATISTICS`` names."""
+    """Parameters that are filled from the fields of :class:`verl_memopt.algorithms.estimators.AdvantageInputs`, or with a
+    statistic of ``STATISTICS``."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Parameter -> key below ``algorithm``. Setting the key under another estimator earns a warning."""
     per_token: bool = False
-    """The function gives tokens advantages of their own."""
+    """The function returns one advantage per token. False = one advantage per row."""
     compares: bool = True
-    """It compares the responses to one prompt, so that it needs two of them."""
+    """The estimator compares responses to the same prompt, so it needs at least two of them."""
     alone: bool = False
-    """Where a prompt has a single response, the reward itself stands for its lead over the others, as in verl."""
+    """If a prompt has a single response, the reward itself is the advantage, as in verl."""
     refuses: tuple[Refusal, ...] = ()
     unused_keys: tuple[UnusedKey, ...] = ()
     named: str | None = None
-    """Where its function stands below this folder; None = in ``estimators.py``, under its own name and ``_advantages``."""
+    """Name of the function, as ``file.function`` in this folder; None = ``estimators.<name>_advantages``."""
 
     @property
     def function(self) -> str:
-        """Dotted name of the function, which is called by parameter name with ``inputs`` and ``options``.
+        """Dotted name of the function. It is called with ``inputs`` and ``options`` by parameter name.
 
-        It returns one advantage per row, [B]; with ``per_token`` one per token, [R], or a pair of advantages and returns per
-        token.
+        It returns one advantage per row, [B]. With ``per_token`` it returns one advantage per token, [R], or a pair of advantages
+        and returns per token.
         """
         return f"{_HERE}.{self.named or f'estimators.{self.name}_advantages'}"
 
 
 @dataclass(frozen=True)
 class TokenStatistic:
-    """A number of each token's distribution, which the pass for old log-probs computes if the estimator reads it."""
+    """A number that describes each token's distribution. The pass for old log-probs computes it if the estimator reads it."""
 
     name: str
-    """The input of estimators, fp32 [R]."""
+    """Name of the input of estimators, fp32 [R]."""
     help: str
-    """What it is, for errors."""
+    """What the statistic is, for errors."""
     function: str
     """Dotted name of its :class:`verl_memopt.memory.logit_tiles.Statistic`."""
     key: str | None = None
-    """verl's switch below ``actor_rollout_ref.actor`` that an estimator which reads it requires."""
+    """verl's switch below ``actor_rollout_ref.actor`` that must be on if an estimator reads the statistic; None = no switch."""
 
 
 _ROW = ("rewards", "group", "valid")
@@ -100,7 +100,7 @@ _SUM = f"{_HERE}.estimators.SUM_PI_SQUARED"
 STATISTICS: dict[str, TokenStatistic] = _by_name(
     TokenStatistic("sum_pi_squared", "the sum of squared probabilities", _SUM, "calculate_sum_pi_squared"),
 )
-"""Name -> record of every statistic of the head that estimators read."""
+"""Name -> record of every statistic of the LM head that estimators read."""
 
 ESTIMATORS: dict[str, Estimator] = _by_name(
     Estimator(
@@ -109,10 +109,10 @@ ESTIMATORS: dict[str, Estimator] = _by_name(
     ),
     Estimator("rloo", "reward minus the mean of the others in the group", _ROW, _NORMALIZED, alone=True),
     Estimator(
-        "grpo", "minus the group's mean, over its standard deviation", _ROW,
+        "grpo", "reward minus the group's mean, divided by the group's standard deviation", _ROW,
         {**_BY_STD, **_EPSILON, "std_of": "norm_adv_std_of"}, alone=True,
     ),
-    Estimator("grpo_passk", "the best of a group gets its lead over the second", _ROW, _BY_STD),
+    Estimator("grpo_passk", "the best response of a group gets its lead over the second best, the others get 0", _ROW, _BY_STD),
     Estimator(
         "reinforce_plus_plus", "discounted rewards of each token, whitened over the batch, without groups",
         _TOKEN, {"gamma": "gamma"}, per_token=True, compares=False,
@@ -121,9 +121,9 @@ ESTIMATORS: dict[str, Estimator] = _by_name(
         "reinforce_plus_plus_baseline", "reward minus the group's mean, whitened over the batch", (*_ROW, "row"), per_token=True,
         alone=True,
     ),
-    Estimator("opo", "minus the mean weighted by length", (*_ROW, "lengths"), alone=True),
+    Estimator("opo", "reward minus the group's mean, weighted by response length", (*_ROW, "lengths"), alone=True),
     Estimator(
-        "gdpo", "grpo's advantage of each reward in gdpo_reward_keys, their weighted sum whitened over the batch",
+        "gdpo", "weighted sum of grpo's advantages, one for each reward in gdpo_reward_keys, whitened over the batch",
         ("components", "group", "valid", "row"),
         {**_BY_STD, **_EPSILON, "weights": "gdpo_reward_weights", "whiten_over": "gdpo_whiten_over"},
         per_token=True, alone=True,
@@ -152,19 +152,22 @@ ESTIMATORS: dict[str, Estimator] = _by_name(
         ),
         unused_keys=(UnusedKey(_GDPO_KEYS, lambda settings: not _is_gdpo(settings), "it belongs to gdpo"),),
     ),
-    Estimator("gpg", "minus the mean, scaled up for rows without a signal", _ROW, {"counts": "gpg_counts"}, alone=True),
     Estimator(
-        "remax", "reward minus that of a greedy response to the prompt, which is generated besides",
+        "gpg", "reward minus the group's mean, scaled up to make up for rows without a signal", _ROW, {"counts": "gpg_counts"},
+        alone=True,
+    ),
+    Estimator(
+        "remax", "reward minus the reward of a greedy response to the same prompt, which is generated in addition",
         (*_TOKEN, "baselines"), per_token=True, compares=False,
     ),
     Estimator(
         "optimal_token_baseline",
-        "rewards from each token on, minus a baseline for each place in the response, "
+        "rewards from each token on, minus a baseline for each position in the response, "
         "weighted by the size of the gradients so far",
         _TOKEN_BASELINE, per_token=True,
     ),
     Estimator(
-        "tir_optimal_token_baseline", "the same for responses of one turn", _TOKEN_BASELINE, per_token=True,
+        "tir_optimal_token_baseline", "the same, because responses have one turn", _TOKEN_BASELINE, per_token=True,
         named="estimators.optimal_token_baseline_advantages",
     ),
     Estimator(
@@ -181,27 +184,29 @@ class Loss:
     name: str
     """Value of ``policy_loss.loss_mode``, in verl's spelling."""
     help: str
-    """What it does, for the page of settings."""
+    """What the loss does, for the settings page."""
     ratio: str
-    """Its ratios, for the line that says what a run trains."""
+    """The ratios of the loss, for the log line that describes what a run trains."""
     options: tuple[str, ...] = ()
-    """Keys below ``actor_rollout_ref.actor`` that it reads. Setting one that only other losses read earns a warning."""
+    """Keys below ``actor_rollout_ref.actor`` that the loss reads. Setting a key that only other losses read earns a warning."""
     token_local: bool = True
-    """Loss and gradient of a token do not depend on other tokens' log-probs. The head then has its gradient in the forward."""
+    """Loss and gradient of a token do not depend on log-probs of other tokens. So the LM head can compute its gradient in the
+    forward."""
     is_ratio: bool = True
-    """The gradient depends on log-probs through the ratio alone. Where the ratio is 1, it is then known before any log-prob."""
+    """The gradient depends on log-probs only through the ratio. If the ratio is 1, it is known before any log-prob."""
     by_sequence: bool = False
-    """It averages over sequences, whatever ``loss_agg_mode`` says."""
+    """The loss averages over sequences, whatever ``loss_agg_mode`` says."""
     selects: str | None = None
-    """Dotted name of the function that chooses, from the old log-probs of a whole mini-batch, the tokens that it acts on."""
+    """Dotted name of the function that selects the tokens on which the loss acts, from the old log-probs of a whole
+    mini-batch."""
     refuses: tuple[Refusal, ...] = ()
     unused_keys: tuple[UnusedKey, ...] = ()
     named: str | None = None
-    """Where its function stands below this folder; None = in ``losses.py``, under its own name and ``_loss``."""
+    """Name of the function, as ``file.function`` in this folder; None = ``losses.<name>_loss``."""
 
     @property
     def function(self) -> str:
-        """Dotted name of the function, which takes a :class:`verl_memopt.algorithms.losses.LossTokens` and the section ``actor``.
+        """Dotted name of the function. It takes a :class:`verl_memopt.algorithms.losses.LossTokens` and the settings ``actor``.
 
         It returns the micro-batch's share of the loss, and metrics.
         """
@@ -229,7 +234,8 @@ LOSSES: dict[str, Loss] = _by_name(
         "one clipped ratio per sequence", _CLIP, token_local=False, by_sequence=True,
     ),
     Loss(
-        "gspo", "the same, length-normalised; the paper's with loss_agg_mode=seq-mean-token-mean",
+        "gspo", "clipped ratio per sequence, exp of the mean log-ratio (GSPO); as in the paper with "
+        "loss_agg_mode=seq-mean-token-mean",
         "one clipped ratio per sequence, length-normalised",
         _CLIP, token_local=False,
     ),
@@ -246,12 +252,13 @@ LOSSES: dict[str, Loss] = _by_name(
         "log-probs weighted by one ratio per token, without tokens that moved far", (*_CLIP, "clip_ratio_c"),
     ),
     Loss(
-        "dppo_kl", "the same, by a KL divergence", "log-probs weighted by one ratio per token, without tokens that moved far",
+        "dppo_kl", "as dppo_tv, but measured by a KL divergence",
+        "log-probs weighted by one ratio per token, without tokens that moved far",
         (*_CLIP, "clip_ratio_c"),
     ),
     Loss("gpg", "log-prob times advantage, without a ratio (REINFORCE, GPG)", "log-probs without a ratio"),
     Loss(
-        "sapo", "a smooth gate on the ratio of a token in the place of the clip, averaged over sequences",
+        "sapo", "a smooth gate on the ratio of a token instead of the clip, averaged over sequences (SAPO)",
         "one gated ratio per token", ("tau_pos", "tau_neg"), by_sequence=True,
     ),
     Loss(
@@ -272,13 +279,14 @@ LOSSES: dict[str, Loss] = _by_name(
         ),
     ),
     Loss(
-        "kl_cov", "unclipped ratio per token, and a KL penalty on such tokens", "one ratio per token, a KL penalty on some",
+        "kl_cov", "unclipped ratio per token, and a KL penalty on the tokens whose log-prob and advantage vary together most",
+        "one ratio per token, a KL penalty on some",
         ("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
         selects=f"{_HERE}.losses.select_kl_cov",
         unused_keys=(
             UnusedKey(
                 f"{_LOSS}.loss_mode", _has_flat_penalty,
-                "with one optimizer step a rollout every ratio is 1, where its penalty has no gradient",
+                "with one optimizer step per rollout every ratio is 1, where its penalty has no gradient",
             ),
         ),
     ),
@@ -294,7 +302,7 @@ RECORDS: tuple[Estimator | Loss, ...] = (*ESTIMATORS.values(), *LOSSES.values())
 if TYPE_CHECKING:
     EstimatorName = str
     LossName = str
-else:  # the words of the two choices are those of the records
+else:  # the allowed values are the names of the records
     EstimatorName = Literal[tuple(ESTIMATORS)]
     LossName = Literal[tuple(LOSSES)]
 
@@ -304,7 +312,7 @@ class CustomEstimator:
     path: str | None = None
     """Python file of the estimator."""
     name: str = "compute_advantages"
-    """The function in it, with the arguments of an estimator registered in verl."""
+    """Name of the function in the file. It takes the arguments of an estimator that is registered in verl."""
 
 
 @dataclass(frozen=True)
@@ -312,7 +320,7 @@ class CustomLoss:
     path: str | None = None
     """Python file of the loss."""
     name: str = "compute_loss"
-    """The function in it. It gets log-probs and advantages of some tokens and returns the loss of each."""
+    """Name of the function in the file. It gets log-probs and advantages of some tokens, and returns the loss of each token."""
 
 
 @dataclass(frozen=True)
@@ -322,29 +330,32 @@ class EstimatorSettings:
     ] = "gae"
     """How rewards become advantages."""
     gamma: Share = 1.0
-    """Discount of one token; gae and reinforce_plus_plus only."""
+    """Discount per token; gae and reinforce_plus_plus only."""
     lam: Share = 1.0
-    """gae: how far an advantage looks ahead. 1 = the return minus the value; 0 = one token."""
+    """gae: how far an advantage looks ahead. 1 = to the end of the response, the return minus the value; 0 = one token."""
     norm_adv_by_std_in_grpo: bool = True
     """grpo, grpo_passk and gdpo: divide by the group's standard deviation."""
     norm_adv_std_of: Literal["group", "batch"] = "group"
-    """grpo: whose rewards that deviation is of. batch = all rewards of the step, which weighs easy and hard prompts alike."""
+    """grpo: the rewards whose standard deviation divides. group = the rewards of the same prompt; batch = all rewards of the
+    step, so that easy and hard prompts have the same weight."""
     norm_adv_epsilon: NaturalFloat = 1e-6
-    """grpo and gdpo: added to that deviation. 1e-6 as verl; TRL has 1e-4."""
+    """grpo and gdpo: added to the standard deviation. verl has 1e-6, TRL has 1e-4."""
     gdpo_reward_keys: list[str] | None = None
-    """gdpo: names of the rewards, numbers that the reward function returns in its dict; score is its score."""
+    """gdpo: names of the rewards. Each is a number in the dict that the reward function returns; score is the dict's score."""
     gdpo_reward_weights: list[float] | None = None
-    """gdpo: weight of each of them; null = 1."""
+    """gdpo: weight of each reward in gdpo_reward_keys; null = 1 each."""
     gdpo_whiten_over: Literal["tokens", "rows"] = "tokens"
-    """gdpo: what the weighted sum is whitened over. tokens = all tokens of the step, as verl, so that long responses count more;
-    rows = its responses, with 1e-4 added to their deviation, as TRL."""
+    """gdpo: where the weighted sum gets mean 0 and standard deviation 1. tokens = over all tokens of the step, as in verl, so
+    that long responses count more; rows = over all responses of the step, with 1e-4 added to the standard deviation, as in
+    TRL."""
     gpg_counts: Literal["scored", "informative"] = "scored"
-    """gpg: what the factor of the advantages divides the rows by. scored = rows whose reward is not 0, as verl counts;
-    informative = rows of groups whose rewards differ, as the paper counts."""
+    """gpg: advantages are multiplied by the number of rows, divided by the number of counted rows. scored = count rows whose
+    reward is not 0, as verl; informative = count rows of groups whose rewards differ, as the paper."""
     normalize_advantages: bool = False
-    """rloo: divide the advantages by (std + 1e-4), after their mean is subtracted; both over the valid rows of the whole step."""
+    """rloo: subtract the mean of the advantages and divide by (standard deviation + 1e-4), both over the valid rows of the
+    step."""
     custom_estimator: CustomEstimator = field(default_factory=CustomEstimator)
-    """An estimator of the user's own."""
+    """The user's own estimator."""
 
 
 @dataclass(frozen=True)
@@ -352,27 +363,30 @@ class PolicyLoss:
     loss_mode: Annotated[LossName, Meanings(tuple((loss.name, loss.help) for loss in LOSSES.values()))] = "vanilla"
     """The loss of the policy."""
     clip_cov_ratio: PositiveShare = 0.0002
-    """clip_cov: share of the tokens of a mini-batch that lose their gradient, at least one."""
+    """clip_cov: share of the tokens of a mini-batch that lose their gradient, at least one token."""
     clip_cov_lb: float = 1.0
-    """clip_cov: such tokens have a covariance of log-prob and advantage above this."""
+    """clip_cov: only tokens whose covariance of log-prob and advantage is above this lose their gradient."""
     clip_cov_ub: float = 5.0
-    """clip_cov: and below this."""
+    """clip_cov: only tokens whose covariance of log-prob and advantage is below this lose their gradient."""
     kl_cov_ratio: PositiveShare = 0.0002
-    """kl_cov: share of the tokens of a mini-batch that get the penalty, at least one: those with the largest covariance."""
+    """kl_cov: share of the tokens of a mini-batch that get the penalty, at least one token. They have the largest covariance of
+    log-prob and advantage."""
     ppo_kl_coef: NaturalFloat = 0.1
     """kl_cov: weight of the penalty, the absolute log-ratio of a token."""
     cispo_max_ratio: Annotated[float | None, POSITIVE] = None
-    """cispo: largest factor of a log-prob, in the place of both clips; ScaleRL (arXiv 2510.13786) has 5. null = the clips."""
+    """cispo: upper bound of the ratio that weighs a log-prob, instead of both clips; ScaleRL (arXiv 2510.13786) has 5. null = the
+    clips."""
     vespo_k_pos: NaturalFloat = 2.0
-    """vespo: power of the ratio in the weight of responses whose advantage is not negative; larger = less weight below 1."""
+    """vespo: k in the weight ratio^k * exp(lambda * (1 - ratio)) of a response with an advantage of at least 0. Larger = less
+    weight for ratios below 1."""
     vespo_lambda_pos: NaturalFloat = 3.0
-    """vespo: decay with the ratio in that weight; larger = less weight above 1."""
+    """vespo: lambda in the same weight, for an advantage of at least 0. Larger = less weight for ratios above 1."""
     vespo_k_neg: NaturalFloat = 3.0
-    """vespo: that power for negative advantages."""
+    """vespo: k for negative advantages."""
     vespo_lambda_neg: NaturalFloat = 2.0
-    """vespo: that decay for negative advantages."""
+    """vespo: lambda for negative advantages."""
     custom: CustomLoss = field(default_factory=CustomLoss)
-    """A loss of the user's own."""
+    """The user's own loss."""
 
 
 def with_input(name: str) -> tuple[str, ...]:
@@ -391,13 +405,13 @@ WITH_GREEDY_RESPONSES = with_input("baselines")
 """Estimators that read the score of a greedy response to each prompt."""
 
 WITH_STATISTICS = tuple(name for statistic in STATISTICS for name in with_input(statistic))
-"""Estimators that read a statistic of the head, which the pass for old log-probs computes."""
+"""Estimators that read a statistic of the LM head, which the pass for old log-probs computes."""
 
 WITHOUT_GROUPS = tuple(estimator.name for estimator in ESTIMATORS.values() if not estimator.compares)
-"""Estimators that do not compare the responses to one prompt, so that a single one is enough."""
+"""Estimators that do not compare responses to the same prompt, so that one response per prompt is enough."""
 
 WITHOUT_BASELINE = tuple(estimator.name for estimator in ESTIMATORS.values() if estimator.alone)
-"""Estimators that take the reward itself as advantage where each prompt has a single response, as verl does."""
+"""Estimators that take the reward itself as advantage if a prompt has a single response, as verl does."""
 
 LOSSES_OF_SEQUENCES = tuple(loss.name for loss in LOSSES.values() if not loss.token_local)
 """Losses with one ratio per sequence: a token's gradient depends on its whole sequence."""

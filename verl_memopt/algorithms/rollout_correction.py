@@ -1,10 +1,11 @@
-"""The correction for a rollout engine whose probabilities differ from the trainer's: weights, rejection and metrics.
+"""The correction for a rollout engine whose probabilities differ from the trainer's: importance weights, rejection and metrics.
 
-Log-ratios are log trainer - log engine, fp32 ``[R]``, flat, row after row, and so are the log-probs of both. ``row [R]`` int64
-is the row of each token, ``lengths [rows]`` int64 its number of tokens. ``level`` is ``token`` or ``sequence``, a ``threshold``
-that of the settings, ``names`` the setting ``rollout_rs``. Weights are fp64 ``[R]``; ``raw`` ones are before their bounds. In
-decoupled mode the correction is made once a step (:func:`correct`). In bypass mode the engine's log-probs stand in for the old
-ones, and :func:`bypass_loss` corrects.
+Log-probs and log-ratios (log trainer - log engine) are fp32 ``[R]``, flat, row after row. ``row [R]`` int64 is the row of each
+token, ``lengths [rows]`` int64 its number of tokens. ``level`` is ``token`` or ``sequence``, ``threshold`` is a threshold in the
+settings, and ``names`` is the setting ``rollout_rs``. Weights are fp64 ``[R]``; ``raw`` weights are not bounded yet.
+
+In decoupled mode :func:`correct` computes the correction once per step. In bypass mode the engine's log-probs are used as old
+log-probs, and :func:`bypass_loss` corrects.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, row: Tens
     trainer, engine = old_log_probs.detach().double(), rollout_log_probs.detach().double()
     log_ratio = trainer - engine
     token_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    # Summed first and clamped then. A sum of clamped tokens would be another ratio.
+    # Sum first, then clamp. A sum of clamped log-ratios would be another ratio.
     row_ratio = row_sums(log_ratio, row, lengths.shape[0])[filled].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     trainer_mean, engine_mean = (row_means(values, row, lengths)[filled] for values in (trainer, engine))
     difference = engine_mean - trainer_mean
@@ -64,18 +65,19 @@ def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, row: Tens
 # Importance weights: probability under the trainer over probability under the rollout engine, per token or per response.
 
 EPSILON = 1e-8
-"""A mean weight at or below this is not divided by."""
+"""Weights are not divided by a mean at or below this value."""
 
 
 def importance_weights(
     log_ratio: Tensor, row: Tensor, lengths: Tensor, level: str, threshold: float | str, batch_normalize: bool
 ) -> tuple[Tensor, dict[str, float]]:
-    """Importance weight of each token, fp32 [R], without a gradient, and the metrics of the weights.
+    """Return the importance weight of each token, fp32 [R], without a gradient, and the metrics of the weights.
 
-    A weight is exp of the token's log-ratio, or of the sum over its row for ``sequence``. One threshold caps it (truncated
-    importance sampling); a lower and an upper one set a weight outside to 0 (IcePop). Normalised weights have mean 1 over the
-    tokens, or over the rows for ``sequence``. Sources: ``compute_rollout_correction_weights`` in verl; "Your Efficient RL
-    Framework Secretly Brings You Off-Policy RL Training" (Yao et al., 2025).
+    A weight is exp of the token's log-ratio, or for ``sequence`` exp of the summed log-ratio of the row. A single threshold caps
+    the weight (truncated importance sampling). With a lower and an upper threshold, a weight outside them becomes 0 (IcePop).
+    Normalised weights have mean 1 over the tokens, or for ``sequence`` over the rows. Sources:
+    ``compute_rollout_correction_weights`` in verl; "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (Yao
+    et al., 2025).
     """
     raw, weights = bounded_weights(log_ratio, row, lengths, level, threshold)
     metrics = importance_metrics(raw, weights, row, lengths, level, *importance_bounds(threshold))
@@ -87,9 +89,9 @@ def importance_weights(
 
 
 def bounded_weights(log_ratio: Tensor, row: Tensor, lengths: Tensor, level: str, threshold: float | str) -> tuple[Tensor, Tensor]:
-    """Importance weights before and after their bounds, both fp64 [R], without gradients and not normalised.
+    """Return the importance weights before and after the bounds, both fp64 [R], without gradients and not normalised.
 
-    Arguments are as in :func:`importance_weights`. Nothing here waits for the device.
+    Arguments are as in :func:`importance_weights`. No operation here waits for the device.
     """
     assert level in ("token", "sequence"), level
     lower, upper = importance_bounds(threshold)
@@ -104,18 +106,18 @@ def bounded_weights(log_ratio: Tensor, row: Tensor, lengths: Tensor, level: str,
 def mean_weight(weights: Tensor, row: Tensor, lengths: Tensor, level: str) -> float:
     values = weights if level == "token" else row_means(weights, row, lengths)[lengths > 0]
     mean = float(values.mean()) if values.numel() else 0.0
-    # Weights are divided by it, so it is never 0.
+    # Weights are divided by the result, so it must not be 0.
     return mean if mean > EPSILON else 1.0
 
 
 def importance_metrics(
     raw: Tensor, weights: Tensor, row: Tensor, lengths: Tensor, level: str, lower: float | None, upper: float
 ) -> dict[str, float]:
-    """Distribution of the weights, as verl 0.9 reports it, without the prefix ``rollout_corr/``.
+    """Return the distribution of the weights, as verl 0.9 reports it, without the prefix ``rollout_corr/``.
 
-    Means, deviations and the effective sample size are those of the applied weights before normalisation; the shares above and
-    below the bounds are those of the raw weights. Without a lower bound, 1 / upper takes its place.
-    ``rollout_is_eff_sample_size`` is a share: 1 / mean of the squared weights with mean 1.
+    Means, deviations and the effective sample size are computed from the bounded weights before normalisation. The shares above
+    and below the bounds are computed from the raw weights. Without a lower bound, 1 / upper takes its place.
+    ``rollout_is_eff_sample_size`` is a share, mean(weights)^2 / mean(weights^2).
     """
     if not weights.numel():
         return {}
@@ -152,7 +154,7 @@ def _over_rows(values: Tensor, centre: float, compared: Tensor, lower: float, up
     }
 
 
-# Rejection: tokens or whole responses that trainer and rollout engine see too differently are left out of the update.
+# Rejection: tokens or responses whose probabilities differ too much between trainer and engine are left out of the update.
 
 DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda log_ratio: -log_ratio,
@@ -163,7 +165,7 @@ DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _row_max(values: Tensor, row: Tensor, lengths: Tensor) -> Tensor:
-    # The first value of a row replaces the 0, so that a row of negative values does not get 0 as its largest.
+    # The first value of a row replaces the 0, so that a row of negative values does not get 0 as its maximum.
     return values.new_zeros(lengths.shape[0]).scatter_reduce(0, row, values, "amax", include_self=False)
 
 
@@ -172,7 +174,7 @@ LEVELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "seq_mean": row_means,
     "seq_max": _row_max,
 }
-"""Name of a level -> one value per row from one per token."""
+"""Name of a level -> function that computes one value per row from one value per token."""
 
 
 def rejection(
@@ -180,7 +182,7 @@ def rejection(
 ) -> tuple[Tensor, dict[str, float]]:
     """Return which tokens all rejections keep, bool [R], and the metrics of the rejections.
 
-    A rejection per response keeps or drops all its tokens. Source: ``compute_rollout_rejection_mask`` in verl.
+    A rejection per response keeps or drops all tokens of the response. Source: ``compute_rollout_rejection_mask`` in verl.
 
     Raises:
         ConfigError: The names or the thresholds cannot be read.
@@ -221,9 +223,10 @@ def kept_lengths(kept: Tensor, row: Tensor, lengths: Tensor) -> Tensor:
 def _rejection_metrics(
     prefix: str, per_token: Tensor, per_row: Tensor, compared: Tensor, lower: float, upper: float
 ) -> dict[str, float]:
-    """Distribution of one statistic, under verl's names: its mean over tokens, and ``seq`` over rows with tokens.
+    """Return the distribution of one statistic under verl's names: over tokens, and as ``seq`` over rows with tokens.
 
-    ``compared`` is the one of the two to which the bounds apply. k2 and k3 count nothing below their bound.
+    ``compared`` is ``per_token`` or ``per_row``, whichever the bounds apply to. Without a lower bound (k2 and k3) there is no
+    ``seq_fraction_low``.
     """
     if not per_token.numel():
         return {}
@@ -272,7 +275,7 @@ def corrects_before_update(settings: RolloutCorrection) -> bool:
 
 
 def update_gives_old_log_probs(actor: Actor, train_batch_size: int, algorithm: Algorithm) -> bool:
-    """Return whether the forward of the only optimizer step gives the old log-probs, so that no pass for them is needed."""
+    """Return whether the forward of the only optimizer step gives the old log-probs, so that they need no separate pass."""
     once = actor.ppo_epochs == 1 and train_batch_size == actor.ppo_mini_batch_size
     read_before = algorithm.use_kl_in_reward or algorithm.use_pf_ppo or corrects_before_update(algorithm.rollout_correction)
     read_before |= reads_entropy(actor, algorithm) or LOSSES[actor.policy_loss.loss_mode].selects is not None
@@ -281,7 +284,7 @@ def update_gives_old_log_probs(actor: Actor, train_batch_size: int, algorithm: A
 
 
 def reads_entropy(actor: Actor, algorithm: Algorithm) -> bool:
-    # It is the pass for old log-probs that computes the entropy.
+    # The pass for old log-probs computes the entropy.
     return actor.calculate_entropy or algorithm.top_entropy_quantile < 1
 
 
@@ -290,8 +293,8 @@ def correct(
 ) -> Correction:
     """Compute the correction from the rollout engine's probabilities to the trainer's.
 
-    Call it with all tokens of a step: normalisation and metrics are over what it is given. The weights count rejected tokens too,
-    as in verl: rejection changes which tokens are used, not their weights.
+    Call it with all tokens of a step, because it normalises and averages over the given tokens. Normalisation includes rejected
+    tokens, as in verl. So rejection changes which tokens are used, but not their weights.
 
     ``settings``: ``bypass_mode`` and ``loss_type`` are not read here.
 
@@ -312,22 +315,22 @@ def correct(
     return Correction(weights, kept, {PREFIX + name: value for name, value in metrics.items()})
 
 
-# The policy loss of bypass mode, in which the rollout engine's log-probs stand in for the old ones.
+# The policy loss of bypass mode, which uses the rollout engine's log-probs as old log-probs.
 
 
 def bypass_loss(tokens: LossTokens, actor: Actor, correction: RolloutCorrection) -> LossAndMetrics:
-    """The loss of bypass mode, and its metrics as shares to sum over micro-batches.
+    """Return the loss of bypass mode, and its metrics as shares to sum over micro-batches.
 
-    ``ppo_clip``: PPO's loss, whose ratio to the engine is the correction; no importance weights. ``reinforce``: -A * log-prob
-    times the importance weight. Weights and rejection follow from the policy's present log-probs, so they change within a step.
-    The
-    loss divides by the counts of ``tokens``, including rejected tokens, because these counts are known beforehand. Source:
-    ``compute_policy_loss_bypass_mode`` in verl.
+    ``ppo_clip``: PPO's loss. Its ratio to the engine is the correction, and there are no importance weights. ``reinforce``:
+    -A * log-prob times the importance weight. Weights and rejection are computed from the policy's current log-probs, so they
+    change within a step. The loss divides by the counts of ``tokens``, including rejected tokens, because these counts are known
+    beforehand. Source: ``compute_policy_loss_bypass_mode`` in verl.
 
-    ``rollout_is_batch_normalize`` divides the weights by ``counts.mean_weight``, their mean over the mini-batch. If that is None
-    it takes the mean of these tokens, as verl does: the loss then depends on how the mini-batch is cut.
+    ``rollout_is_batch_normalize`` divides the weights by ``counts.mean_weight``, their mean over the mini-batch. If
+    ``counts.mean_weight`` is None, it takes the mean over the given tokens, as verl does. The loss then depends on how the
+    mini-batch is cut.
 
-    ``tokens``: the micro-batch's; ``old_log_probs`` are the engine's, ``weights`` and ``kept`` are not read.
+    ``tokens``: the micro-batch. Its ``old_log_probs`` are the engine's, and its ``weights`` and ``kept`` are not read.
     """
     tokens = replace(tokens, kept=None, weights=None)
     kept, lengths = None, tokens.lengths
@@ -342,9 +345,9 @@ def bypass_loss(tokens: LossTokens, actor: Actor, correction: RolloutCorrection)
 
 
 def is_token_local(correction: RolloutCorrection, loss_agg_mode: str) -> bool:
-    """Return whether a token's gradient depends on no other token's log-prob.
+    """Return whether a token's gradient depends only on the log-prob of the same token.
 
-    It does if a weight or a rejection is that of a whole response, or if a row's mean counts its kept tokens.
+    It depends on other tokens if a weight or a rejection is computed per response, or if a row's mean counts its kept tokens.
     """
     if correction.loss_type == "reinforce" and correction.rollout_is == "sequence":
         return False

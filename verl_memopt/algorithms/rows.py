@@ -1,7 +1,7 @@
-"""Values of flat rows: places and scans inside rows, sums and means over rows and mini-batches, whitening over a step.
+"""Functions of token values that are stored flat, row after row: positions, scans, sums, means and whitening.
 
-``values [R]`` holds the tokens of all rows, row after row. ``row [R]`` int64 is the row of each token and does not decrease.
-``lengths [rows]`` int64 is the number of tokens of each row.
+``values [R]`` has one value per token of all rows. ``row [R]`` int64 is the row of each token, and does not decrease. ``lengths
+[rows]`` int64 is the number of tokens of each row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def positions(row: Tensor, lengths: Tensor) -> Tensor:
-    """Place of each token in its row, int64 [R], from 0."""
+    """Return the position of each token in its row, int64 [R], from 0."""
     starts = lengths.cumsum(0) - lengths
     return torch.arange(row.shape[0], device=row.device) - starts[row]
 
@@ -23,26 +23,26 @@ def is_last(row: Tensor, lengths: Tensor) -> Tensor:
 
 
 def reverse_scan(values: Tensor, row: Tensor, decay: float) -> Tensor:
-    """``s[t] = values[t] + decay * s[t + 1]`` inside each row, fp64 [R]. After its last token a row has 0.
+    """Return the decayed sum s of the values from each token to the end of its row, fp64 [R].
 
-    The scan doubles its reach: after step k, ``s[t]`` holds the terms of the next 2^k tokens. It takes log2(R) steps of whole
-    tensors, no loop over tokens and no padding.
+    ``s[t] = values[t] + decay * s[t + 1]``, where s is 0 after the last token of a row. The scan takes log2(R) operations on
+    whole tensors, without a loop over tokens and without padding: after operation k, ``s[t]`` is the sum over 2^k tokens.
 
-    ``decay``: factor of one step, from 0 to 1.
+    ``decay``: factor per token, from 0 to 1.
     """
     sums, size, reach = values.double(), values.shape[0], 1
     # Once the factor underflows to 0, no later token can change a sum any more.
     while reach < size and decay**reach != 0:
         same_row = row[reach:] == row[:-reach]
         later = torch.where(same_row, sums[reach:], 0.0)
-        # A new tensor, since each step reads sums of the step before at other places.
+        # Make a new tensor, because this operation reads sums of the previous one at other positions.
         sums = torch.cat([sums[:-reach] + decay**reach * later, sums[-reach:]])
         reach *= 2
     return sums
 
 
 def dense_ids(keys: Tensor) -> Tensor:
-    """Replace equal keys by equal ids 0, 1, ..., both int64 [N]. No shape depends on the keys' values."""
+    """Replace equal keys by equal ids 0, 1, ..., both int64 [N]. No shape depends on the values of the keys."""
     ordered, order = torch.sort(keys, stable=True)
     is_new = torch.cat([torch.zeros_like(ordered[:1]), (ordered[1:] != ordered[:-1]).long()])
     return torch.empty_like(keys).scatter(0, order, is_new.cumsum(0))
@@ -53,20 +53,20 @@ def dense_ids(keys: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GlobalCounts:
-    """Numbers of a mini-batch over all ranks."""
+    """Numbers of a whole mini-batch, over all ranks and micro-batches."""
 
     tokens: float
     """Response tokens, without those that the rollout correction rejected before the update."""
     sequences: float
     """Rows, including those with an empty response."""
     mean_weight: float | None = None
-    """Mean importance weight in bypass mode, by which ``rollout_is_batch_normalize`` divides. None = not divided."""
+    """Mean importance weight in bypass mode, by which ``rollout_is_batch_normalize`` divides. None = it was not computed."""
     entropy_coeff: float | None = None
-    """Weight of the entropy bonus where it is adapted. None = that of the settings."""
+    """Adapted weight of the entropy bonus. None = the weight of the settings."""
 
 
 def row_sums(values: Tensor, row: Tensor, num_rows: int) -> Tensor:
-    """Sum of each row's tokens, ``[num_rows]``; 0 for a row without tokens."""
+    """Return the sum of each row's tokens, ``[num_rows]``. A row without tokens gets 0."""
     return values.new_zeros(num_rows).index_add(0, row, values)
 
 
@@ -78,13 +78,17 @@ def row_means(values: Tensor, row: Tensor, lengths: Tensor) -> Tensor:
 def aggregate(
     token_losses: Tensor, row: Tensor, lengths: Tensor, mode: str, counts: GlobalCounts, scale_factor: int | None
 ) -> Tensor:
-    """This micro-batch's share of the mini-batch loss, a scalar. The shares of all micro-batches and ranks add up to the loss.
+    """Return this micro-batch's share of the mini-batch loss, a scalar. The shares of all micro-batches and ranks add up to it.
 
-    ``token-mean``: sum / tokens. ``token-sum``: the sum. ``seq-mean-token-sum``: sum / sequences. ``seq-mean-token-mean``: row
-    means / sequences. ``seq-mean-token-sum-norm``: sum / (sequences * ``scale_factor``), with one constant length for all rows
-    (Dr. GRPO, arXiv 2503.20783).
+    ``mode`` is one of ``LOSS_AGG_MODES``. Tokens and sequences are those of ``counts``::
 
-    ``mode``: one of ``LOSS_AGG_MODES``. ``scale_factor``: the constant length of ``seq-mean-token-sum-norm``.
+        token-mean                 sum of token losses / tokens
+        token-sum                  sum of token losses
+        seq-mean-token-sum         sum of token losses / sequences
+        seq-mean-token-mean        sum of row means / sequences
+        seq-mean-token-sum-norm    sum of token losses / (sequences * scale_factor)
+
+    ``scale_factor`` is a constant length for all rows (Dr. GRPO, arXiv 2503.20783). Other modes do not use it.
     """
     assert mode in LOSS_AGG_MODES, mode
     if mode == "token-mean":
@@ -103,7 +107,7 @@ LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-tok
 """Values of ``actor.loss_agg_mode``."""
 
 
-# Mean 0 and standard deviation 1 over all tokens or all rows of a step, the same however the rows are cut later.
+# Scale values to mean 0 and standard deviation 1 over all tokens or rows of a step, before the rows are cut for the ranks.
 
 VARIANCE_EPSILON = 1e-8
 """Added to the variance. This is verl's value, so that results agree with verl."""
@@ -113,27 +117,28 @@ STD_EPSILON = 1e-4
 
 
 def whiten(values: Tensor, valid: Tensor) -> Tensor:
-    """(value - mean) / sqrt(variance + 1e-8) over the valid tokens, fp64 [R], and 0 elsewhere.
+    """Scale the valid values to mean 0 and standard deviation 1, fp64 [R]. Other tokens get 0, and may be NaN before.
 
-    The variance is unbiased. Call it with all tokens of a step, so that the statistics are global. Fewer than two valid tokens,
-    or equal values, give exactly 0: there is nothing to compare. verl raises an error for one token. Invalid values may be NaN.
+    The result is ``(value - mean) / sqrt(variance + 1e-8)``, with an unbiased variance. Call it with all tokens of a step, so
+    that the statistics are global. Fewer than two valid tokens, or equal values, give exactly 0, because there is nothing to
+    compare. verl raises an error for a single token.
     """
     centred, variance, differ = _centred(values, valid)
     return torch.where(differ, centred * (variance + VARIANCE_EPSILON).rsqrt(), 0.0)
 
 
 def normalize_rows(advantages: Tensor, valid: Tensor) -> Tensor:
-    """(advantage - mean) / (std + 1e-4) over the valid rows of a whole step, fp64 [B], and 0 elsewhere.
+    """Scale the valid advantages of a whole step to mean 0 and standard deviation 1, fp64 [B]. Other rows get 0.
 
-    The standard deviation is unbiased. Fewer than two valid rows, or equal advantages, give exactly 0. Invalid values may be NaN.
-    Source: ``normalize_advantages`` of TRL's ``RLOOConfig``.
+    The result is ``(advantage - mean) / (std + 1e-4)``, with an unbiased standard deviation. Fewer than two valid rows, or equal
+    advantages, give exactly 0. Invalid rows may be NaN. Source: ``normalize_advantages`` of TRL's ``RLOOConfig``.
     """
     centred, variance, differ = _centred(advantages, valid)
     return torch.where(differ, centred / (variance.sqrt() + STD_EPSILON), 0.0)
 
 
 def _centred(values: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    # Valid values minus their mean (0 elsewhere), their unbiased variance, and whether two of them differ; fp64.
+    # Returns the valid values minus their mean (0 elsewhere), their unbiased variance, and whether two of them differ; fp64.
     valid_values = torch.where(valid, values.double(), 0.0)
     count = valid.sum()
     mean = valid_values.sum() / count.clamp(min=1)
