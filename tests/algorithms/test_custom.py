@@ -359,6 +359,17 @@ def test_a_mistake_is_one_line_that_names_the_function_and_the_way_out(tmp_path,
     assert "mine" in str(error.value) or more
 
 
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+def test_an_error_in_a_package_outside_pythons_own_folder_is_named_at_the_users_line(folder, tmp_path, monkeypatch):
+    library = tmp_path / folder / f"of_{folder[:4]}.py"
+    library.parent.mkdir()
+    library.write_text("def fails():\n    raise ValueError('inside')\n")
+    monkeypatch.syspath_prepend(str(library.parent))
+    chosen = settings(tmp_path, L, f"import {library.stem}\n{A_LOSS}return {library.stem}.fails()")
+    with pytest.raises(UserError, match=r"ValueError: inside in \S*mine\.py:3\. It was"):
+        check_custom(chosen)
+
+
 @pytest.mark.parametrize("ends", ["import sys; sys.exit(0)", "import os; os._exit(0)", "raise GeneratorExit"])
 @pytest.mark.parametrize("kind", ["estimator", "loss"])
 def test_a_function_that_would_end_the_run_is_one_error_with_its_file(kind, ends, tmp_path):

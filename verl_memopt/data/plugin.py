@@ -23,8 +23,11 @@ from verl_memopt.errors import DataError, UserError
 logger = logging.getLogger(__name__)
 
 _MODULES = "verl_memopt_plugin_"
-_NOT_THEIRS = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
-"""Folders without code of the user's: this package, Python's own library, and installed packages."""
+_NOT_THEIRS = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))
+"""Folders without code of the user's: this package and Python's own library."""
+
+_INSTALLED = {"site-packages", "dist-packages"}
+"""Names of the folders of installed packages. They may lie outside Python's own: in the user's folder, beside a virtual environment."""
 
 
 def load_from_file(path: str, name: str | None, *, key: str, error: type[UserError]) -> Any:
@@ -76,11 +79,15 @@ def refuse_verls_arguments(made: Any, verl_arguments: Sequence[str], our_argumen
         )
 
 
+def _is_theirs(file: str) -> bool:
+    return not file.startswith(_NOT_THEIRS) and _INSTALLED.isdisjoint(Path(file).parts)
+
+
 def raised(problem: BaseException) -> str:
     own = problem.__cause__ if isinstance(problem, EndsProcessError) else problem
     assert own is not None
     places = traceback.extract_tb(own.__traceback__)
-    place = next((place for place in reversed(places) if not place.filename.startswith(_NOT_THEIRS)), places[-1])
+    place = next((place for place in reversed(places) if _is_theirs(place.filename)), places[-1])
     text = str(problem) if own is not problem else f"{type(problem).__name__}: {problem}"
     return f"{' '.join(text.split())} in {place.filename}:{place.lineno}"
 
