@@ -27,7 +27,7 @@ _NOT_THEIRS = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))
 """Folders without code of the user's: this package and Python's own library."""
 
 _INSTALLED = {"site-packages", "dist-packages"}
-"""Names of the folders of installed packages. They may lie outside Python's own: in the user's, or beside a virtual environment."""
+"""Names of the folders of installed packages, wherever they lie: in Python's own folder, the user's, a system's."""
 
 
 def load_from_file(path: str, name: str | None, *, key: str, error: type[UserError]) -> Any:
