@@ -1,1 +1,1 @@
-"""What holds memory, and how to hold less of it: one file for each technique."""
+"""Techniques that save memory: one file declares each knob, and a file with _torch in its name implements it."""

@@ -1,8 +1,9 @@
-"""Activation checkpointing: a decoder block keeps its input only, and backward computes the rest again.
+"""Activation checkpointing: a decoder block keeps only its input, and backward computes the rest again.
 
-Bytes saved: let A be the bytes that a block keeps for its backward, and X the bytes of its input. With ``full`` the block whose
-backward runs is whole again, so the peak falls by (L - 1) x (A - X). With ``every_n`` one block in n keeps X instead of A. With
-``selective`` blocks also keep the outputs of products and of attention. ``plan/formulas.py`` has the whole formula.
+Bytes saved: let A be the bytes that a block keeps for its backward, X the bytes of its input, and L the number of blocks. With
+``full`` only the block whose backward runs holds A, so the peak falls by (L - 1) x (A - X). With ``every_n`` one block in n keeps
+X instead of A. With ``selective`` blocks also keep the outputs of products and of attention. ``plan/formulas.py`` has the whole
+formula.
 """
 
 from __future__ import annotations
@@ -28,41 +29,42 @@ KEPT_BY_SELECTIVE = frozenset(
         "flash_attn::_flash_attn_varlen_forward",
     }
 )
-"""Operators whose outputs ``selective`` keeps: products with a weight, and attention that never holds its scores."""
+"""Operators whose outputs ``selective`` keeps: matrix products with a weight, and attention kernels that never store the
+scores."""
 
 
 def chosen_blocks(num_blocks: int, mode: str = "full", every: int = 1) -> range:
-    # Counted from the last block but one: the last block would be recomputed at the peak, and save nothing.
+    # Counted back from the last block but one: the last block would be recomputed at the peak anyway, and would save nothing.
     return range(num_blocks)[-2::-every] if mode == "every_n" else range(num_blocks)
 
 
 def checkpointed(function: Callable[..., Any], *args: Any, mode: str) -> Any:
     """Call ``function(*args)`` with non-reentrant checkpointing in mode ``full`` or ``selective``.
 
-    Tensors to be offloaded must be arguments of their own, because checkpoint() saves only those for autograd.
+    Tensors to be offloaded must be direct arguments, because checkpoint() passes only those to autograd to save.
     """
     contexts: Callable[[], Any] = (
         partial(create_selective_checkpoint_contexts, _keeps) if mode == "selective" else noop_context_fn
     )
-    # There is no dropout, so the generator's state need not be kept.
+    # There is no dropout, so the state of the random generator need not be kept.
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 class Checkpointed(nn.Module):
-    """Mixed into the class of a block of another architecture to checkpoint its forward, as FSDP2 mixes in a class of its own."""
+    """Mixin that checkpoints the forward of a block of another architecture. FSDP2 mixes in a class of its own alike."""
 
     checkpoint_mode: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # Tensors among the keywords (rotary tables) become arguments of their own.
+        # Tensors among the keywords (rotary tables) become direct arguments.
         leaves, spec = tree_flatten((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        # Looked up here: super() inside of the nested function would take that function's first argument for the block.
+        # Looked up here, because super() inside the nested function would use that function's first argument as the block.
         own_forward = super().forward
 
         def run(*tensors: Tensor) -> Any:
-            # Tensors go in by place, so that autograd sees them as inputs of the checkpointed call.
+            # The tensors are positional arguments, so that autograd sees them as inputs of the checkpointed call.
             filled = list(rest)
             for place, tensor in zip(places, tensors, strict=True):
                 filled[place] = tensor

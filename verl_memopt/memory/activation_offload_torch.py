@@ -1,8 +1,9 @@
-"""Activation offload: what a forward saves for its backward rests in host buffers until backward needs it.
+"""Activation offload: tensors that a forward saves for backward rest in host buffers until backward needs them.
 
-Bytes saved: let k be ``activation_offload_in_flight``. With activation checkpointing, the inputs of L - 1 - k blocks leave the
-device, T x h x b bytes each; nothing is saved if one small micro-batch makes an optimizer step, where gradients set the peak.
-Without checkpointing everything that L blocks keep leaves, except what is fetched ahead for the MLP's backward.
+Bytes saved: let k be ``activation_offload_in_flight``. With activation checkpointing, the inputs of L - 1 - k of the L blocks
+leave the device, T x h x b bytes each: tokens x hidden size x bytes per element. Nothing is saved if an optimizer step is one
+small micro-batch, because gradients then set the peak. Without checkpointing, everything that the blocks keep leaves the device,
+except what is fetched ahead for the backward of an MLP.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from verl_memopt.distributed.device import CopyStream, fsdp_units
 from verl_memopt.memory.host_buffers import CHUNK_BYTES, HostArena, Slot, whole_storage
 
 BYTES_MOVED = "memory/activation_offload/bytes_moved"
-"""Metric: bytes that an update of the policy moved to the host."""
+"""Metric: bytes that an update of the policy copied, in both directions."""
 CRITIC_BYTES_MOVED = "memory/activation_offload/critic_bytes_moved"
-"""Metric: the same of the critic."""
+"""Metric: the same for the critic."""
 
 
 class ActivationOffload:
-    """Moves what the forwards of one model save to the host, and back before their backward needs it.
+    """Moves tensors that the forwards of one model save to the host, and back before backward needs them.
 
-    A storage is moved whole and once, however many saved tensors lie on it. Weights are not moved.
+    A storage is moved whole and only once, even if several saved tensors are views of it. Weights are not moved.
     """
 
     def __init__(
@@ -43,10 +44,10 @@ class ActivationOffload:
         metric: str = BYTES_MOVED,
         stay_bytes: int = 0,
     ) -> None:
-        """Prepare the host arena, in chunks of ``chunk_bytes``, and one copy stream for each direction.
+        """Prepare the host memory, in chunks of ``chunk_bytes``, and one copy stream for each direction.
 
-        Storages below ``min_bytes`` stay on the device, as do the first ones of each forward that fit in ``stay_bytes``. At most
-        ``in_flight`` copies run at once in either direction.
+        Storages below ``min_bytes`` stay on the device. So do the first storages of each forward, as long as they fit in
+        ``stay_bytes``. At most ``in_flight`` copies run at once in each direction.
         """
         self.arena = HostArena(device, "activations", chunk_bytes)
         self.leaving, self.arriving = CopyStream(device), CopyStream(device)
@@ -57,9 +58,9 @@ class ActivationOffload:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Offload what the body saves for backward. That backward may run at any later time, or never.
+        """Offload what the body saves for backward. The backward may run at any later time, or never.
 
-        After the body only the storage saved last is still on the device, because backward needs it first.
+        After the body, the storage saved last is still on the device, because backward needs it first.
         """
         record = _Forward(self)
         with ExitStack() as hooks:
@@ -73,7 +74,7 @@ class ActivationOffload:
                 record.abandon()
                 self.arena.shrink()
                 raise
-        # Backward starts with the storage saved last: fetching it back at once would waste two copies.
+        # Backward starts with the storage that was saved last. Moving it to the host would waste two copies.
         self._let_go(but_for=1)
 
     def take_bytes_moved(self) -> int:
@@ -92,7 +93,7 @@ class ActivationOffload:
         return tensor.untyped_storage().nbytes() < max(self._min_bytes, 1)
 
     def send(self, tensor: Tensor) -> _Stored:
-        # Room for the new copy is made first, so that never more than ``in_flight`` storages wait on the device.
+        # Older storages are freed first, so that never more than ``in_flight`` storages wait on the device.
         self._let_go(but_for=self._in_flight - 1)
         stored = _Stored(self, whole_storage(tensor))
         self._leaving.append(weakref.ref(stored))
@@ -109,8 +110,8 @@ class _Stored:
     def __init__(self, offload: ActivationOffload, source: Tensor) -> None:
         self.offload = offload
         self.num_bytes = source.numel()
-        self.used = False  # backward has asked for it
-        # Set before the arena is asked, because __del__ reads it even if the arena has no room and raises.
+        self.used = False  # True once backward has asked for it
+        # Set first, because __del__ reads it even if the next line raises an error for lack of host memory.
         self.slot: Slot | None = None
         self.slot = offload.arena.take(self.num_bytes)
         self.on_device: Tensor | None = source  # uint8, while there is a copy on the device
@@ -122,18 +123,19 @@ class _Stored:
         assert self.slot is not None, "the forward that saved this tensor has failed; it has no backward"
         if self.on_device is None:
             self.on_device = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.offload._device)
-            # The queued work has waited for the copy out, and is the last that has used the memory: a copy waits for both.
+            # The new memory may still be in use by queued work, and the copy to the host may still run. The copy stream waits for
+            # both.
             self._stream = self.offload.arriving
             self._copy(self._cut(self.on_device), self.slot.parts)
             self._version = self.on_device._version
 
     def ready(self) -> Tensor:
-        # The bytes on the device for work queued from here on; fetch them if they are away.
+        # Return the bytes on the device, for work that is queued from here on. Fetch them if they are on the host.
         self.fetch()
         self.used = True
         held = self._unchanged()
         assert held is not None
-        # Bytes that have not left yet are read beside their copy out, which :meth:`release` waits for.
+        # Bytes that have not left yet can be read while they are copied to the host; :meth:`release` waits for that copy.
         if self._stream is self.offload.arriving:
             self._wait()
         return held
@@ -154,7 +156,8 @@ class _Stored:
 
     def _unchanged(self) -> Tensor | None:
         if self.on_device is not None:
-            # The copy may run as late as this. Autograd refuses saved tensors that were written to, too.
+            # The copy to the host may run as late as now, so a write would change what it copies. Autograd forbids such writes
+            # too.
             assert self.on_device._version == self._version, "a tensor saved for backward was written to in place"
         return self.on_device
 
@@ -186,23 +189,24 @@ class _Forward:
         self._offload = offload
         self._weights: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sent: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], weakref.ref[_Stored]]] = {}
-        self._order: list[weakref.ref[_Stored]] = []  # backward asks in reverse
+        self._order: list[weakref.ref[_Stored]] = []  # in the order of saving; backward goes through it in reverse
         self._staying: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._room = offload._stay_bytes
 
     def note_weights(self, module: nn.Module, _: Any) -> None:
-        # Remember the storages of gathered weights: views that autograd does not recognise as weights must stay too.
+        # Remember the storages of gathered weights. Views of them must stay on the device too, but do not look like weights to
+        # autograd.
         for weight in (*module.parameters(), *module.buffers()):
             if not is_traceable_wrapper_subclass(weight):
                 storage = weight.untyped_storage()
                 self._weights[storage._cdata] = weakref.ref(storage)
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
-        # Detached, because an output that its own node keeps would otherwise keep the node.
+        # Detached, because a node that saves its own output would otherwise keep itself alive.
         if self._offload.stays(tensor) or self._is_weight(tensor) or self._has_room(tensor):
             return tensor.detach()
         stored = self._stored(tensor)
-        # A weak reference, so that the bytes are freed with the part of the graph that needs them.
+        # A weak reference: the bytes are freed together with the part of the graph that needs them.
         self._order.append(weakref.ref(stored))
         place, offset = len(self._order) - 1, int(tensor.storage_offset())
         return _Saved(stored, place, tensor.dtype, tensor.shape, tensor.stride(), offset)
@@ -212,13 +216,13 @@ class _Forward:
             return saved
         flat = saved.stored.ready()
         self._prefetch(saved.place)
-        # The storage may have been saved under a wider or narrower dtype, so its bytes need not be a multiple of this width.
+        # Another view of the storage may have had another dtype, so its bytes need not be a multiple of this dtype's width.
         typed = flat[: flat.numel() // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)
         return typed.as_strided(saved.shape, saved.stride, saved.offset)
 
     def abandon(self) -> None:
         for stored in filter(None, (reference() for reference in self._order)):
-            # Graphs that an exception keeps alive would hold their bytes for as long.
+            # Released here, because an exception that keeps the graph alive would also keep these bytes.
             stored.release()
 
     def _is_weight(self, tensor: Tensor) -> bool:
@@ -233,7 +237,8 @@ class _Forward:
         if staying is not None and staying() is storage:
             return True
         if storage.nbytes() > self._room:
-            # From the first storage that does not fit, none stays: what stays is then a prefix, whose backward runs last.
+            # After the first storage that does not fit, none stays. So the storages that stay are the first ones, whose backward
+            # runs last.
             self._room = 0
             return False
         self._room -= storage.nbytes()
@@ -241,11 +246,11 @@ class _Forward:
         return True
 
     def _stored(self, tensor: Tensor) -> _Stored:
-        # The version distinguishes a storage that was written to since it was saved.
+        # The version changes if the storage is written to, and it is then saved again.
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor._version)
         owner, reference = self._sent.get(key, (None, None))
-        # Another storage may have the address of one that was freed, so the owner is compared too.
+        # A new storage may get the address of a freed one, so the owner is compared too.
         stored = reference() if owner is not None and reference is not None and owner() is storage else None
         if stored is None:
             stored = self._offload.send(tensor)

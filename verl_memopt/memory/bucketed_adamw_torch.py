@@ -1,8 +1,8 @@
-"""AdamW and SGD that walk the elements of all shards in buckets, so that a step holds little whatever the largest tensor.
+"""AdamW and SGD that update the elements of all shards in buckets, so that a step needs little scratch memory.
 
-Bytes saved: torch's unfused step holds a temporary as large as the parameters, 4 x N / W bytes. With fp32 state on the device
-this step holds nothing of its own, like torch's fused AdamW. In every other combination it holds at most three buckets of
-``optim.bucket_megabytes``.
+Bytes saved: the step of torch's unfused AdamW holds a temporary tensor as large as the parameters: 4 x N / W bytes for N
+parameters on W ranks. With fp32 state on the device, this step needs no scratch memory, like torch's fused AdamW. In every other
+combination it holds at most three buckets of ``optim.bucket_megabytes``.
 """
 
 from __future__ import annotations
@@ -57,27 +57,27 @@ logger = logging.getLogger(__name__)
 
 KIND = "optimizer"
 COMPARED_BYTES = 5
-"""Bytes of an element of a bucket while weights that compute are compared: before, after, and whether they differ."""
-KEPT = "optim.state_dtype=%s: %d of %d elements keep fp32 moments, as their rows have no blocks of %d elements or more"
+"""Bytes per element of a bucket while compute weights are compared: 2 before, 2 after, and 1 for whether they differ."""
+KEPT = "optim.state_dtype=%s: %d of %d elements keep fp32 moments, because their rows cannot be cut into blocks of at least %d"
 
 
 class Bucketed(Optimizer, ABC):
-    """An optimizer whose state may rest on the host or in fewer bits, and whose bfloat16 weights may be rounded stochastically.
+    """Optimizer whose state may rest on the host or in fewer bits, and whose bfloat16 weights may be rounded stochastically.
 
-    The state of a parameter is the planes of its format, and ``step`` (fp32) where its update or its rounding depends on that. It
-    is allocated at construction, as views of one buffer, and shaped and sharded as the parameter is, so that another number of
-    ranks can load it.
+    The state of a parameter is one tensor for each plane of its format (see ``MomentFormat``). ``step`` (fp32) is added where
+    update or rounding depends on the number of steps. The state is allocated at construction, as views of one buffer. Each tensor
+    is shaped and sharded like its parameter, so that another number of ranks can load it.
 
     Attributes:
         counts_steps: Whether the update depends on the number of steps.
-        computes_in: Half-precision dtype of the weights that compute; :meth:`changed_share` then counts changed ones. None = no
-            comparison.
+        computes_in: Half-precision dtype in which the weights compute. If it is set, :meth:`changed_share` counts the weights
+            that changed in it. None = no comparison.
     """
 
     counts_steps: bool
 
     grad_scale: Tensor | None = None
-    """Torch's protocol for gradient scalers, as ``found_inf``: what :meth:`step` divides gradients by."""
+    """Divisor of all gradients in :meth:`step`. Like ``found_inf`` it belongs to torch's protocol for gradient scalers."""
     found_inf: Tensor | None = None
 
     def __init__(
@@ -102,7 +102,7 @@ class Bucketed(Optimizer, ABC):
             stochastic_rounding: Round bfloat16 weights stochastically.
             bucket_megabytes: MiB of a bucket.
             seed: Seed of all stochastic rounding.
-            split_masters: The bfloat16 weights are the high half of fp32 masters, whose remainder starts at 0.
+            split_masters: The bfloat16 weights are the high half of fp32 master weights, whose low half (remainder) starts at 0.
         """
         super().__init__(params, defaults)
         self._offload, self._stochastic, self._seed = offload, stochastic_rounding, seed
@@ -113,7 +113,8 @@ class Bucketed(Optimizer, ABC):
         self._place = shard_place(first)
         self._generator = torch.Generator(device=self._device)
         self._lanes = StateLanes(self._device) if offload else None
-        # Offloaded gradients: which have arrived on the host, and what the next step divides them by.
+        # For offloaded gradients: ids of parameters whose gradient is on the host, and the divisor of all gradients in the next
+        # step.
         self.arrived: set[int] = set()
         self.divisor: Tensor | None = None
         self.computes_in: torch.dtype | None = None
@@ -138,8 +139,8 @@ class Bucketed(Optimizer, ABC):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # Whether the device may skip a step, so that the host need not wait for the gradient norm. Offloaded state would be
-        # copied there and back for nothing, and the number of steps seeds stochastic rounding.
+        # Whether the device itself may skip a step, so that the host need not wait for the gradient norm. Not with offloaded
+        # state, which would be copied both ways for nothing, nor with stochastic rounding, whose seed is the number of steps.
         plain = all(not section.format.decodes and section.gradients is None for section in self._sections)
         return plain and not self._offload and not self._stochastic
 
@@ -147,8 +148,8 @@ class Bucketed(Optimizer, ABC):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. This allocates at most three buckets on the device.
 
-        ``found_inf`` and ``grad_scale`` are fp32 scalars on the device: nothing changes where the first is 1, and gradients are
-        divided by the second.
+        ``found_inf`` and ``grad_scale`` are fp32 scalars on the device. If ``found_inf`` is 1, nothing changes. Gradients are
+        divided by ``grad_scale``.
         """
         loss = None
         if closure is not None:
@@ -157,7 +158,8 @@ class Bucketed(Optimizer, ABC):
         for section in self._sections:
             members = [member for member in section.members if self._has_gradient(section, member.parameter)]
             self._update(section, members, self.found_inf)
-        # The number seeds what is drawn by chance, which is nothing where the device decides whether there is a step.
+        # The number of steps seeds random rounding. Where the device decides whether there is a step, nothing is rounded at
+        # random.
         self._num_steps += self.found_inf is None
         return loss
 
@@ -167,7 +169,7 @@ class Bucketed(Optimizer, ABC):
         self.divisor = None
 
     def rest_gradients(self) -> dict[int, Tensor]:
-        """Allocate host memory for the gradients, from which :meth:`step` reads them. Returns id of a parameter -> its place.
+        """Allocate host memory for gradients, from which :meth:`step` reads them; return parameter id -> its part.
 
         The step uses the gradients whose parameter ids are in :attr:`arrived`, divided by :attr:`divisor`.
         """
@@ -177,7 +179,7 @@ class Bucketed(Optimizer, ABC):
             dtype = gradient_dtype(section.members[0].parameter)
             buffer = host_buffer(section.numel * dtype.itemsize, self._device, "grads").view(dtype)
             section.gradients = buffer
-            # Shaped like the parameters, so that a gradient is copied as it is.
+            # Shaped like the parameters, so that a gradient is copied without a reshape.
             places |= {
                 id(member.parameter): buffer[member.start : member.start + member.numel].view(local(member.parameter).shape)
                 for member in section.members
@@ -196,7 +198,7 @@ class Bucketed(Optimizer, ABC):
         changed, self._changed = self._changed, None
         if changed is None:
             changed = torch.zeros((), dtype=torch.int64, device=self._device)
-        # The counts of replicas are the same; only shards are summed.
+        # Replicas have equal counts, so only the counts of shards are summed.
         first = parameters[0]
         if isinstance(first, DTensor):
             parts = [Partial() if isinstance(placement, Shard) else placement for placement in first.placements]
@@ -211,16 +213,16 @@ class Bucketed(Optimizer, ABC):
     def step_parameter(self, parameter: Tensor, stopped: Tensor | None = None) -> None:
         """Update one parameter before :meth:`step`; drop its gradient before that step runs.
 
-        Parameter and state stay as they are where ``stopped``, an fp32 scalar on the device, is 1.
+        If ``stopped``, an fp32 scalar on the device, is 1, parameter and state do not change.
         """
         section, member = self._section_of[id(parameter)]
         self._update(section, [member], stopped)
 
     def master(self, parameter: Tensor, on_host: bool = False) -> Tensor:
-        """Return the fp32 master of a parameter: joined from both halves into a new tensor, or the parameter if it is not split.
+        """Return the fp32 master weight of a parameter: joined from both halves, or the parameter if it is not split.
 
-        The new tensor is sharded like the parameter. It lies on its device, or with ``on_host`` on the host if the remainder
-        rests there.
+        The new tensor is sharded like the parameter, and on its device. With ``on_host`` it is on the host if the remainder rests
+        there.
         """
         section, member = self._section_of[id(parameter)]
         weight = local(parameter)
@@ -241,7 +243,7 @@ class Bucketed(Optimizer, ABC):
             return
         start = member.start + first
         remainders = section.planes[REMAINDER.name][start : start + values.numel()]
-        # In pieces: whole, both halves of an embedding take five times its bytes.
+        # In pieces, because splitting a whole embedding at once would take five times its bytes.
         for part in zip(
             *(tensor.split(self._bucket_bytes // 4) for tensor in (values.view(-1), weight, remainders)), strict=True
         ):
@@ -267,7 +269,7 @@ class Bucketed(Optimizer, ABC):
             group.update({key: value for key, value in saved.items() if key != "params"})
         names = chain.from_iterable(saved["params"] for saved in saved_groups)
         ours = chain.from_iterable(group["params"] for group in self.param_groups)
-        # By the order of parameters: the keys of a saved state need not be this optimizer's.
+        # Matched by the order of parameters, because another optimizer class may have saved the state under other keys.
         for name, parameter in zip(names, ours, strict=True):
             for key, tensor in self.state[parameter].items() if name in state_dict["state"] else ():
                 source, target = local(state_dict["state"][name][key]), local(tensor)
@@ -283,14 +285,14 @@ class Bucketed(Optimizer, ABC):
                 buffer = host_buffer(total, self._device, KIND).zero_()
             else:
                 buffer = torch.zeros(total, dtype=torch.uint8, device=self._device)
-            # Step counters stay on the device even when the state is offloaded: the kernels read them there.
+            # Step counters stay on the device even if the state is offloaded, because the kernels read them there.
             steps = torch.zeros(len(self._section_of), dtype=torch.float32, device=self._device)
         offset = 0
         for section, planes in zip(self._sections, sizes, strict=True):
             for plane, size in planes:
                 section.planes[plane.name] = buffer[offset : offset + size].view(plane.dtype)
                 offset += aligned(size)
-        # Shown in the parameter's shape, so that another number of ranks can load the state.
+        # The state has the parameter's shape, so that another number of ranks can load it.
         for (section, member), step in zip(self._section_of.values(), steps.unbind(), strict=True):
             parts = {plane.name: shown(member, plane, section.planes[plane.name]) for plane in section.format.planes}
             counter = {"step": step} if self.counts_steps or self._stochastic else {}
@@ -300,7 +302,7 @@ class Bucketed(Optimizer, ABC):
         whole = sum(section.numel for section in self._sections)
         kept = sum(section.numel for section in self._sections if not section.format.decodes)
         if state_dtype in MOST_BLOCK and kept:
-            # A warning only where most of the state stays in fp32.
+            # It is a warning only if most of the state stays in fp32.
             level = logging.WARNING if 2 * kept > whole else logging.INFO
             logger.log(level, KEPT, state_dtype, kept, whole, LEAST_BLOCK)
 
@@ -308,11 +310,11 @@ class Bucketed(Optimizer, ABC):
         if not members:
             return
         steps = self._steps(members)
-        # Where the update may be stopped, the increment is on the device.
+        # If the update may be stopped, the device decides whether the counters grow.
         if steps:
             torch._foreach_add_(steps, 1 if stopped is None else [1 - stopped] * len(steps))
         buckets = cut_buckets(members, self._bucket_elements(section, stopped is not None), section.cut)
-        if not buckets:  # a rank may hold no row of any of them
+        if not buckets:  # this rank's shards may be empty
             return
         work = self._work(section, max(count(bucket) for bucket in buckets))
         for bucket, planes in zip(buckets, self._planes(section, buckets), strict=True):
@@ -324,7 +326,7 @@ class Bucketed(Optimizer, ABC):
     def _update_bucket(
         self, section: Section, bucket: Sequence[Slice], planes: Planes, work: BucketScratch, stopped: Tensor | None
     ) -> None:
-        # Decode, join halves, update, split, encode: every value passes through fp32 once.
+        # Decode moments, join halves of weights, update in fp32, split the weights and encode the moments.
         group, sizes = section.group, [part.last - part.first for part in bucket]
         generator = self._seeded(section, bucket[0])
         moments = section.format.decode(planes, work)
@@ -333,7 +335,7 @@ class Bucketed(Optimizer, ABC):
         compared = self._compared(work)
         if compared is not None and not section.splits:
             _copied(resting, work.compared[0])
-        # Offloaded gradients arrive with the state, in a plane of their own.
+        # Offloaded gradients arrive together with the state, as one more plane.
         if section.gradients is None:
             grads = [_gradient(part.member.parameter).view(-1)[part.first : part.last] for part in bucket]
         else:
@@ -355,7 +357,7 @@ class Bucketed(Optimizer, ABC):
         elif not wide:
             if self._stochastic:
                 round_to_bfloat16_(work.scratch[0], work.scratch[1], generator)
-            # Back to where the weights rest; the copy casts to their dtype.
+            # Copy back to the weights; the copy casts to their dtype.
             torch._foreach_copy_(resting, weights)
         if compared is not None and not section.splits:
             before, differs, total = compared
@@ -364,7 +366,8 @@ class Bucketed(Optimizer, ABC):
         if stopped is None or section.format.repeats:
             section.format.encode(planes, work, generator)
             return
-        # Codes of blocks are drawn anew at each encoding, so a stopped update would change them. It gets the old bytes back.
+        # Each encoding draws new random codes, so even a stopped update would change them. If it is stopped, the old bytes are
+        # put back.
         old = {name: plane.clone() for name, plane in planes.items()}
         section.format.encode(planes, work, generator)
         for name, plane in planes.items():
@@ -373,19 +376,19 @@ class Bucketed(Optimizer, ABC):
     def _compared(self, work: BucketScratch) -> tuple[Tensor, Tensor, Tensor] | None:
         if not work.compared:
             return None
-        # The weights' bits before the update, room for the comparison, and the count so far.
+        # Return the bits of the weights before the update, scratch for the comparison, and the count so far.
         if self._changed is None:
             self._changed = torch.zeros((), dtype=torch.int64, device=self._device)
-        # Compared as bits: a weight that is not a number is then equal to itself.
+        # Compared as bits, so that a NaN is equal to itself.
         return work.compared[0].view(torch.int16), work.compared[2], self._changed
 
     def _planes(self, section: Section, buckets: Sequence[Sequence[Slice]]) -> Iterator[Planes]:
-        # Yield the state of each bucket on the device: views where it rests there, else a copy that returns after use.
+        # Yield the state of each bucket on the device: views if it rests there, else copies that are written back after use.
         parts = [entries(section, bucket) for bucket in buckets]
         away = dict(section.planes) if self._offload else {}
         if section.gradients is not None:
             away[GRADIENT] = section.gradients
-        # What rests on the device is used in place; the rest passes through the lanes.
+        # Planes that rest on the device are used in place. The others are copied in and out, bucket by bucket.
         on_device = {name: plane for name, plane in section.planes.items() if name not in away}
         passing: Iterable[Planes] = [{}] * len(buckets)
         if away:
@@ -398,13 +401,13 @@ class Bucketed(Optimizer, ABC):
         return max(section.format.scratch, 0 if section.dtype == torch.float32 else 2)
 
     def _bucket_elements(self, section: Section, may_stop: bool) -> int:
-        # Slots, decoded moments and scratch together take three buckets.
+        # Slots, decoded moments and scratch together must fit in three buckets.
         itemsize = torch.float32.itemsize
         room = itemsize * (len(section.format.names) * section.format.decodes + self._scratch_count(section))
         room += 0 if self.computes_in is None else COMPARED_BYTES
-        # Three slots of a lane each hold a bucket of everything that passes.
+        # Each of the three slots holds one bucket of every plane that is copied in and out.
         resting = sum(plane.dtype.itemsize / plane.per_entry for plane in section.resting)
-        # If the update may stop, a copy of the previous state counts too, where encoding it again would change it.
+        # If the update may stop and encoding draws new codes, a copy of the previous state is needed too.
         extra = resting * (SLOTS * self._offload + (may_stop and not section.format.repeats))
         extra += 0 if section.gradients is None else SLOTS * section.gradients.itemsize
         elements = int(SLOTS * self._bucket_bytes / ((room + extra) or SLOTS * 2 * itemsize))
@@ -420,9 +423,10 @@ class Bucketed(Optimizer, ABC):
         return BucketScratch(rooms(*moments), rooms(*scratch), rooms(*compared))
 
     def _seeded(self, section: Section, first: Slice) -> torch.Generator:
-        # Step and place only: a resumed run rounds alike, and so do replicas of a shard, which would otherwise drift apart.
+        # The seed depends only on step and place. So a resumed run rounds in the same way, and replicas of a shard do not drift
+        # apart.
         start = first.member.start + first.first
-        # Every bucket of every step has a seed of its own, whatever ran before it.
+        # Each bucket of each step has its own seed, independent of earlier random numbers.
         words = (self._seed, self._num_steps, self._sections.index(section), start, *self._place)
         digest = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
         return self._generator.manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -445,7 +449,7 @@ class BucketedAdamW(Bucketed):
         weight_decay: float = 0.01,
         **options: Any,
     ) -> None:
-        # Groups have the names of torch's AdamW, so that either can load the other's checkpoint.
+        # Parameter groups have the same entries as in torch's AdamW, so that each class can load a checkpoint of the other.
         beta1, beta2 = betas
         theirs = AdamW([torch.zeros(1)], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay, fused=True)
         super().__init__(params, theirs.defaults, **options)
@@ -457,8 +461,7 @@ class BucketedAdamW(Bucketed):
         self, weights: list[Tensor], grads: list[Tensor], moments: list[list[Tensor]], steps: list[Tensor], group: dict[str, Any],
         stopped: Tensor | None,
     ) -> None:  # fmt: skip
-        # The kernel under torch's fused AdamW. The class itself would step over whole parameters, with fp32 moments on the
-        # device.
+        # The kernel that torch's fused AdamW calls. The class itself updates whole parameters, with fp32 moments on the device.
         torch._fused_adamw_(
             weights,
             grads,
@@ -473,14 +476,14 @@ class BucketedAdamW(Bucketed):
             eps=group["eps"],
             amsgrad=False,
             maximize=False,
-            # These are meant for gradient scalers: where the second is 1, the kernel leaves weights and moments as they are.
+            # Meant for gradient scalers: if found_inf is 1, the kernel changes neither weights nor moments.
             grad_scale=self.grad_scale,
             found_inf=stopped,
         )
 
 
 class BucketedSGD(Bucketed):
-    """SGD in buckets. Its state is ``momentum_buffer``, or nothing without momentum; ``step`` where rounding is stochastic."""
+    """SGD in buckets. Its state is ``momentum_buffer`` if there is momentum, and ``step`` if rounding is stochastic."""
 
     counts_steps = False
 
@@ -513,7 +516,7 @@ class BucketedSGD(Bucketed):
             dampening=0.0,
             nesterov=group["nesterov"],
             maximize=False,
-            # The buffer exists from the start. It is 0 then, so the first step makes it the gradient.
+            # The momentum buffer exists from the start and is 0, so the first step sets it to the gradient.
             is_first_step=False,
             grad_scale=self.grad_scale,
             found_inf=stopped,

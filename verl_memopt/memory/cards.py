@@ -1,4 +1,4 @@
-"""The cards that are known by name or size, and how a size is read. Free of torch: the settings know a profile by its card."""
+"""Cards that are known by name or size, and how sizes are parsed. Imports no torch, because settings are checked without it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import NamedTuple
 from verl_memopt.errors import ConfigError
 
 CARDS = {"12g": 12_282, "16g": 15_360, "24g": 23_028, "32g": 32_607, "48g": 46_068, "80g": 81_559, "141g": 143_771}
-"""Size of a card -> MiB that nvidia-smi reports for it; where cards differ, one of the smaller ones (an A10 at 24g)."""
+"""Size of a card -> MiB that nvidia-smi reports for it. If cards of one size differ, it is one of the smaller figures (an A10 for
+24g)."""
 
 LARGEST = 1000
-"""GB of a card, which none reaches."""
+"""GB that no card reaches."""
 
 
 class Datasheet(NamedTuple):
-    """What the maker of a card prints. Not measured."""
+    """Figures from the datasheet of a card, not measured."""
 
     name: str
     half: float  # dense TFLOP/s in bfloat16
@@ -26,7 +27,7 @@ class Datasheet(NamedTuple):
 
 
 PCIE_4, PCIE_5 = 31.5, 63.0
-"""GB/s one way, of 16 lanes."""
+"""GB/s of 16 lanes, in one direction."""
 DATASHEETS = {
     "12g": (Datasheet("RTX 4070", 58.3, 29.1, 504, PCIE_4),),
     "16g": (Datasheet("RTX 4080", 97.5, 48.7, 717, PCIE_4),),
@@ -48,15 +49,15 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:g|gb|gib)?", re.IGNORECASE)
 
 
 def names_card(text: str) -> bool:
-    """Whether a text is a size, or the name of a card."""
+    """Return whether a text is a size or the name of a card."""
     return bool(SIZE.fullmatch(text.strip()) or _sizes_of(text))
 
 
 def gigabytes(size: str) -> float:
-    """Parse a size (32, 32g, 32GB, "32 GB" or 32GiB) or the name of a card into GB, the number by which it is sold.
+    """Parse a size (32, 32g, 32GB, "32 GB" or 32GiB) or the name of a card into the number of GB with which it is sold.
 
     Raises:
-        ValueError: It is no size above 0, or the name of cards of several sizes.
+        ValueError: It is not a size above 0, or cards of this name have several sizes.
     """
     if sizes := _sizes_of(size):
         if len(sizes) > 1:
@@ -76,7 +77,7 @@ def _sizes_of(name: str) -> list[str]:
 
 
 def _short(card: str) -> str:
-    # 4090 of "NVIDIA GeForce RTX 4090 24GB".
+    # For example "NVIDIA GeForce RTX 4090 24GB" becomes 4090.
     return re.sub(r"nvidia|geforce|rtx|[\s_-]|\d+\s*gi?b$", "", card.lower())
 
 

@@ -1,12 +1,17 @@
-"""Log-probs and entropy from hidden states, chunk by chunk: the [tokens, vocabulary] logits never exist.
+"""Compute log-probs and entropy from hidden states chunk by chunk: the whole [tokens, vocabulary] logits never exist.
 
 Bytes of a pass: let R be the response tokens of a micro-batch, V the vocabulary, c = ``logprob_chunk_tokens`` and t =
-``logprob_vocab_tile``. Logits are one buffer of min(R, c) x min(V, t) x (4 + n) bytes. n is 0 in fp32, else the b bytes of the
-compute dtype. Entropy needs another buffer of min(R, c) x min(V, t, 4,096) x 4 bytes, and so do statistics of estimators, and a
-GPU where t < V and functions are not compiled. Where they are compiled (on a GPU) n alone counts in half precision: the buffer
-holds logits as the product gives them, then their gradient. A chunk then has as many more tokens as take the same bytes.
+``logprob_vocab_tile``. Logits are one buffer of
 
-The gradient of the head's weight is added in place, which saves another V x h x b bytes if there is a gradient already.
+min(R, c) x min(V, t) x (4 + n) bytes,
+
+where n is 0 in fp32, and otherwise the bytes per element of the compute dtype. Another buffer of min(R, c) x min(V, t, 4,096) x 4
+bytes is needed for entropy and for statistics of estimators, and on a GPU that does not compile if t < V. A GPU that compiles in
+half precision needs only the n bytes: the buffer holds the logits in the compute dtype, and then their gradient. A chunk then has
+more tokens in the same bytes.
+
+The gradient of the head's weight is added in place. If there is a gradient already, this saves a second matrix of V x h elements,
+where h is the hidden size.
 """
 
 from __future__ import annotations
@@ -24,8 +29,9 @@ from verl_memopt.memory.logit_tiles import Gradients, Head, LogitGrads, LogitTil
 from verl_memopt.observe.byte_tracker import scope
 
 TokenGradient = Callable[[Any, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-"""Returns the gradients of some tokens before backward, given as a slice or as places int64: from their log-probs and entropies
-(or None), without gradients, those of the log-probs and of the entropies, fp32 each."""
+"""Computes the gradients of the loss for some tokens, before backward. Its arguments are the tokens (a slice, or places int64),
+and their log-probs and entropies (or None), both without gradients. It returns the gradients of log-probs and of entropies, fp32
+each."""
 
 
 def head_log_probs(
@@ -46,10 +52,11 @@ def head_log_probs(
             whole vocabulary.
         hidden: [R, H] in the compute dtype.
         targets: int64 [R].
-        token_gradient: Computes the gradients in the forward. Backward asserts that it would have computed the same.
+        token_gradient: Computes the gradients of the loss in the forward. Backward asserts that autograd gives the same
+            gradients.
         in_place: Add to ``.grad`` of weight and bias without autograd (with ``token_gradient`` in the forward), if they are
             leaves without hooks. For callers that call ``backward`` once per forward, and not ``torch.autograd.grad``.
-        statistics: Filled with the requested values. Only allowed without gradients.
+        statistics: Statistics to compute; their values are filled in. Only allowed without gradients.
     """
     gradient_in_forward = token_gradient is not None and torch.is_grad_enabled()
     tile = FREE_TILE if head.vocab_tile == 0 and head.chunk_tokens > 0 and not gradient_in_forward else head.vocab_tile
@@ -66,7 +73,7 @@ def head_log_probs(
     if token_gradient is None:
         log_probs, entropy = _Recomputed.apply(hidden, head.weight, head.bias, targets, head, in_place)
     else:
-        # This forward also computes the gradients of hidden states, weight and bias. Its backward only hands them on.
+        # This forward also computes the gradients of hidden states, weight and bias. Its backward only returns them.
         log_probs, entropy = _PrecomputedGradient.apply(hidden, head.weight, head.bias, targets, head, in_place, token_gradient)
     return log_probs, entropy if head.with_entropy else None
 
@@ -87,7 +94,7 @@ class _Recomputed(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         tokens = _without_gradients(head, hidden, targets)
         entropy = _or_nothing(tokens.entropy, hidden)
-        # Without the weight: it is a parameter, which FSDP2 frees and gathers again under the same tensor.
+        # The weight is not saved: it is a parameter, which FSDP2 frees and gathers again into the same tensor.
         ctx.save_for_backward(hidden, targets, tokens.log_normalizer, entropy)
         ctx.head, ctx.in_place = head, in_place
         return tokens.log_probs, entropy
@@ -97,7 +104,7 @@ class _Recomputed(torch.autograd.Function):
         hidden, targets, log_normalizer, entropy = ctx.saved_tensors
         head, (grad_log_probs, grad_entropy) = ctx.head, grads
         into, handed, tiles = _gradient_room(head, hidden, ctx.needs_input_grad, ctx.in_place)
-        # The log-probs of the targets are not needed for the gradient. The normalizer only fills their place.
+        # The gradient does not need the log-probs of the targets. The normalizer only fills that field.
         statistics = Tokens(log_normalizer, log_normalizer, entropy, normalizer_parts=log_normalizer[:, None])
         with scope(kind="logits"):
             logits = LogitTiles(head, hidden)
@@ -127,7 +134,7 @@ class _PrecomputedGradient(torch.autograd.Function):
         in_place: bool,
         token_gradient: TokenGradient,
     ) -> tuple[Tensor, Tensor]:
-        # Normalizers are for a backward that computes logits again.
+        # Normalizers are only needed if logits are computed again later.
         into, ctx.handed, tiles = _gradient_room(head, hidden, ctx.needs_input_grad, in_place)
         again, precomputed = tiles is not None, _room_for_tokens(head, hidden, normalizer=False)
         tokens = _room_for_tokens(head, hidden, normalizer=again, parts=again)
@@ -136,14 +143,14 @@ class _PrecomputedGradient(torch.autograd.Function):
             for rows in head.chunks(hidden.shape[0]):
                 statistics = logits.statistics(hidden[rows], targets[rows])
                 grad_log_probs, grad_entropy = _gradient_of(token_gradient, rows, statistics)
-                # This computes the gradient in the forward: the logits of the chunk are still in the buffer, which spares the
-                # product that backward would need to compute them again.
+                # The gradient is computed here in the forward, while the logits of the chunk are in the buffer. In backward they
+                # would have to be computed again, which takes one more matrix product.
                 above = grad_log_probs, grad_entropy
                 logits.differentiate(hidden[rows], targets[rows], statistics, above, _at(into, rows), True)
                 _keep(statistics, tokens, rows)
                 if tokens.normalizer_parts is not None:
                     torch.stack(logits.normalizer_parts, 1, out=tokens.normalizer_parts[rows])
-                # Here the record holds gradients, those of the log-probs and those of the entropies.
+                # This record holds the gradients of log-probs and of entropies, not statistics.
                 _keep(Tokens(grad_log_probs, grad_log_probs, grad_entropy), precomputed, rows)
             if tiles is not None:
                 _add_tiles(logits, tiles, hidden, targets, tokens, (precomputed.log_probs, precomputed.entropy))
@@ -153,9 +160,9 @@ class _PrecomputedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        # Nothing is computed here: the forward has the gradients already, and no logits exist any more.
+        # Nothing is computed here: the forward has computed the gradients, and no logits exist any more.
         precomputed_log_probs, precomputed_entropy, grad_hidden = ctx.saved_tensors
-        # Taken out of ctx, so that the gradients are freed as soon as autograd has added them.
+        # Removed from ctx, so that the gradients are freed as soon as autograd has added them.
         handed, ctx.handed = ctx.handed, None
         assert handed is not None, "the gradients of this forward were handed out already"
         _assert_as_precomputed(precomputed_log_probs, grads[0])
@@ -165,14 +172,15 @@ class _PrecomputedGradient(torch.autograd.Function):
 
 
 def _gradient_of(token_gradient: TokenGradient, rows: slice, statistics: Tokens) -> tuple[Tensor, Tensor | None]:
-    # Tensors that autograd saves here are not offloaded: they are small, and freed at once.
+    # These hooks keep tensors that autograd saves here from being offloaded: they are small, and freed at once.
     with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
         return token_gradient(rows, statistics.log_probs, statistics.entropy)
 
 
 def _assert_as_precomputed(precomputed: Tensor, actual: Tensor) -> None:
     if precomputed.numel():
-        # Nothing here waits for the device. Values that are not finite show in the gradient norm, which skips the update.
+        # Nothing here waits for the device. Values that are not finite make the gradient norm infinite or NaN, and the update is
+        # skipped.
         finite = torch.isfinite(precomputed)
         bound = torch.where(finite, precomputed, 0.0).abs().amax() * 1e-5
         same = ((precomputed - actual).abs() <= bound) | ~(finite & torch.isfinite(actual))
@@ -182,11 +190,11 @@ def _assert_as_precomputed(precomputed: Tensor, actual: Tensor) -> None:
 def _add_tiles(logits: LogitTiles, tiles: Tiles, hidden: Tensor, targets: Tensor, known: Tokens, grads: LogitGrads) -> None:
     head, chunks = logits.head, logits.head.chunks(hidden.shape[0])
     in_buffer = head.whole_rows and len(chunks) == 1
-    # All chunks add to one tile before the next tile starts, so the logits of each chunk are computed once more.
+    # All chunks add to one tile before the next tile starts. So the logits of each chunk are computed once more for every tile.
     for tile in tiles.passing():
         for rows_of_weight, part in tile.parts:
             for start in range(rows_of_weight.start, rows_of_weight.stop, head.tile):
-                # A tile of the gradient may hold several tiles of the vocabulary; the last may be cut short.
+                # A tile of the gradient may hold several tiles of the vocabulary. The last one may be shorter.
                 columns = slice(start, min(start + head.tile, rows_of_weight.stop))
                 into = part[start - rows_of_weight.start : columns.stop - rows_of_weight.start]
                 for rows in chunks:
@@ -209,7 +217,7 @@ def _gradient_room(
 ) -> tuple[Gradients, tuple[Tensor | None, Tensor | None], Tiles | None]:
     needs_hidden, needs_weight, needs_bias = needs[:3]
     tiles = tiles_of(head.weight) if needs_weight and in_place else None
-    # With tiles the weight's gradient is added tile by tile later, and needs no room here.
+    # With tiles, the weight's gradient is added tile by tile later, and needs no memory here.
     weight, hand_weight = room_for(head.weight, needs_weight and tiles is None, in_place)
     bias, hand_bias = room_for(head.bias, needs_bias, in_place)
     return Gradients(torch.empty_like(hidden) if needs_hidden else None, weight, bias), (hand_weight, hand_bias), tiles

@@ -1,7 +1,7 @@
-"""The critic's knobs: its rules, warnings and advice are those of the policy, about other keys.
+"""The critic's knobs: their rules, warnings and advice are those of the policy, with the keys replaced.
 
-Each key of the policy, its optimizer, its sharding or its update has a twin below ``critic``. A knob that both models have
-declares its rules once, for the policy. They hold for the twins too, where a run has a critic.
+A key of the policy, its optimizer, its sharding or its update may have a twin below ``critic``. A knob that both models have
+declares its rules once, for the policy. In a run with a critic the rules hold for the twins too.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ TWINS = {
     "actor_rollout_ref.model.": "critic.model.",
     "actor_rollout_ref.actor.": "critic.",
 }
-"""Start of a key of the policy -> start of the critic's twin. The first that matches counts."""
+"""How a key of the policy starts -> how its twin starts. The first match counts."""
 
 CRITIC_PHASES = ("values", "update_critic")
 """Phases that use the critic."""
 
 RESTING = ("optimizer",)
-"""Kinds of bytes that a model holds outside its own phases too."""
+"""Kinds of bytes that a model also holds outside its own phases."""
 
 
 def has_critic(settings: Settings) -> bool:
@@ -53,7 +53,7 @@ def twin(key: str) -> str:
 def twin_text(text: str) -> str:
     for prefix, critics in TWINS.items():
         text = text.replace(prefix, critics)
-        # A sentence may leave out `actor_rollout_ref.`.
+        # A text may leave out `actor_rollout_ref.`.
         text = re.sub(rf"(?<![\w.]){re.escape(prefix.removeprefix('actor_rollout_ref.'))}", critics, text)
     return text
 
@@ -62,11 +62,11 @@ class _AsCritic(SettingsView): ...
 
 
 def as_critic(settings: Settings) -> Settings:
-    """Return a view of the settings in which a rule about the policy's keys reads the critic's."""
+    """Return a view of the settings in which the policy's keys have the critic's values, for rules about the policy."""
     devices = dict(zip(DEVICES, pool_keys("critic"), strict=True)) if has_pool(settings, "critic") else {}
 
     def address(key: str) -> str:
-        # With its point the name of a section begins as its keys do, so that fsdp_config leads to the critic's too.
+        # With a dot at its end, the name of a section (fsdp_config) matches TWINS as its keys do.
         return devices.get(key) or twin(f"{key}.")[:-1]
 
     return cast("Settings", _AsCritic(settings, address))
@@ -96,7 +96,7 @@ def twin_refusal(refusal: Refusal, devices: tuple[str, str] = DEVICES) -> Refusa
 def twin_unused(unused: UnusedKey) -> UnusedKey:
     return UnusedKey(
         twin(unused.key),
-        # Another rule covers runs without a critic.
+        # Another rule covers runs without a critic, in which no key of the critic has an effect.
         lambda settings: has_critic(settings) and unused.when(as_critic(settings)),
         twin_text(unused.because),
     )
@@ -104,7 +104,7 @@ def twin_unused(unused: UnusedKey) -> UnusedKey:
 
 def twin_advice(advice: Advice) -> Advice:
     phases = ("update_critic",) if advice.phases else () if advice.kind in RESTING else CRITIC_PHASES
-    # In the critic's phases, or everywhere if its bytes rest there.
+    # The advice holds in the critic's phases, or in every phase if the bytes rest on the device everywhere.
     as_policys = replace(advice, key=twin(advice.key), when=lambda settings: advice.when(as_critic(settings)), phases=phases)
     if (number := advice.to) is None:
         return as_policys
@@ -133,13 +133,14 @@ def advices() -> Iterator[Advice]:
         if not _has_twin(advice.key) or (advice.phases and "update_actor" not in advice.phases):
             yield advice
         else:
-            # In the critic's own phases its key replaces the policy's, unless the policy's bytes rest there too.
+            # In the critic's phases, advice about its keys replaces advice about the policy's, unless the policy's bytes rest
+            # there too.
             yield advice if advice.kind in RESTING else replace(advice, not_in=CRITIC_PHASES)
             yield twin_advice(advice)
 
 
 def _has_twin(key: str, *others: str) -> bool:
-    # Whether the critic has a twin of the key and of every other key in the rule.
+    # Whether the critic has a twin of the key, and of every other knob key in the rule.
     knob_keys = _knob_keys()
     is_reference = any(other.startswith("actor_rollout_ref.ref.") for other in others)
     lacking = is_reference or any(other in knob_keys and twin(other) not in (other, *knob_keys) for other in others)

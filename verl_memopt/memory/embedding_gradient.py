@@ -1,7 +1,7 @@
-"""The gradient of a token embedding, added in place: a tied head and embedding share one gradient matrix.
+"""The gradient of a token embedding, added in place, so that a tied head and embedding share one gradient matrix.
 
-For every backward autograd would fill a [vocabulary, hidden] matrix with zeros, write the rows of a few tokens, and add it to the
-existing gradient.
+In every backward autograd would fill a [vocabulary, hidden] matrix with zeros, write the rows of a few tokens into it, and add it
+to the existing gradient.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from verl_memopt.distributed.device import fetched_together
 from verl_memopt.observe.byte_tracker import scope
 
 COLUMNS = 256
-"""Columns whose repeated tokens are summed in fp32 at once, where the gradient has a narrower dtype."""
+"""Number of columns that are summed in fp32 at a time, where the gradient has a narrower dtype."""
 
 
 class TrainedEmbedding(nn.Embedding):
-    """An embedding that adds its weight's gradient in place. It takes over the weight of a plain one, name included."""
+    """Embedding that adds its weight's gradient in place. It takes over the weight of a plain one, under the same name."""
 
     def __init__(self, base: nn.Embedding) -> None:
         nn.Module.__init__(self)
@@ -41,10 +41,10 @@ class TrainedEmbedding(nn.Embedding):
 
 
 def gathered_for_forward(unit: nn.Module, again_in_backward: bool) -> None:
-    """Free the buffer through which FSDP2 gathered a large weight. Call this in the unit's forward.
+    """Free the buffer into which FSDP2 gathered a large weight. Call this in the unit's forward.
 
-    FSDP2 would keep the buffer until the next gather, beside the weight itself. No effect on a module that is no FSDP2 unit.
-    ``again_in_backward``: backward reads the weight.
+    FSDP2 would keep the buffer beside the weight itself until the next gather. A module that is not an FSDP2 unit is left alone.
+    ``again_in_backward``: backward reads the weight, so FSDP2 gathers it again.
     """
     if not isinstance(unit, FSDPModule):
         return
@@ -52,7 +52,7 @@ def gathered_for_forward(unit: nn.Module, again_in_backward: bool) -> None:
     context = unit._get_fsdp_state()._comm_ctx
     if context.all_gather_state is not None:
         for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
-            # The copies out of the buffer must be over before its memory is used for something else.
+            # The copies out of the buffer must have ended before its memory is reused.
             stream.wait_event(context.all_gather_state.event)
         context.all_gather_state = None
 
@@ -93,14 +93,14 @@ class _SortedIds:
         numbers, self._order = numbers.sort(stable=True)
         self._rows = rows.index_select(0, self._order)
         ends = torch.searchsorted(numbers, torch.arange(tiles.count, device=ids.device), right=True)
-        # fp32 holds each whole number up to 2**24, more tokens than a micro-batch has.
-        # The copy starts in the forward: backward needs the numbers on the host before it can queue its kernels.
+        # fp32 is exact up to 2**24, which is more tokens than a micro-batch has. The copy to the host starts in the forward,
+        # because backward needs the numbers there before it can queue its kernels.
         self._ends: Callable[[], list[Tensor]] = fetched_together([ends.float()], ids.device)
 
     def add_rows(self, rows: Tensor) -> None:
         # rows [T, h]
         (ends,), count = self._ends(), self._tiles.count
-        # A fake tensor has no values. Then each tile gets as many tokens.
+        # A fake tensor has no values. Then the tokens are divided evenly over the tiles.
         ends_on_host = (
             [rows.shape[0] * (at + 1) // count for at in range(count)] if isinstance(ends, FakeTensor) else ends.int().tolist()
         )
@@ -117,13 +117,14 @@ def add_rows_(into: Tensor, ids: Tensor, rows: Tensor) -> None:
         return
     ids, order = ids.sort(stable=True)
     run = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).cumsum(0)])[: ids.shape[0]]
-    # Where there are fewer runs than tokens, the rest adds zeros to row 0.
+    # There may be fewer runs of equal ids than tokens. The remaining entries add zeros to row 0.
     first = torch.zeros_like(ids).scatter_(0, run, ids)
     for start in range(0, rows.shape[1], COLUMNS):
         part = rows[:, start : start + COLUMNS].index_select(0, order).float()
         sums = torch.zeros_like(part)
         _add(sums, run, part)
-        # Each row comes once, or is zero, so the order of sums does not matter. index_put_ would copy all rows of these columns.
+        # Each row occurs once, or is zero, so the order of the additions does not matter. index_put_ would copy these columns of
+        # all rows.
         into[:, start : start + COLUMNS].index_add_(0, first, sums.to(into.dtype))
 
 
@@ -138,8 +139,8 @@ def _add(into: Tensor, ids: Tensor, rows: Tensor) -> None:
 def room_for(parameter: Tensor | None, needed: bool, in_place: bool) -> tuple[Tensor | None, Tensor | None]:
     """Return the tensor to add a parameter's gradient to, and the gradient to return to autograd.
 
-    The first is ``.grad`` if that may be used (``in_place``), else new zeros, or None if no gradient is needed. The second is the
-    same tensor, or None if the first is ``.grad``. Call :func:`added` when the gradient is complete.
+    The first is ``.grad`` if ``in_place`` allows it, otherwise a new tensor of zeros, or None if no gradient is needed. The
+    second is that new tensor, or None if the first is ``.grad``. Call :func:`added` when the gradient is complete.
     """
     if parameter is None or not needed:
         return None, None
@@ -159,13 +160,13 @@ class GradientHome(Protocol):
     """A place outside the device where a parameter's gradient rests."""
 
     def bring(self, parameter: Tensor) -> None:
-        """Load the sum so far into ``.grad``."""
+        """Load the sum of earlier gradients into ``.grad``."""
 
     def take(self, parameter: Tensor) -> None:
-        """Store ``.grad`` and drop it: it replaces the sum if that was loaded by ``bring``, else it is added."""
+        """Store ``.grad`` and drop it. It replaces the stored sum if ``bring`` loaded that sum; otherwise it is added to it."""
 
     def tiles(self, parameter: Tensor) -> Tiles | None:
-        """Return the tiles in which the gradient is loaded; None if it is loaded whole."""
+        """Return the tiles in which the gradient is loaded. None = it is loaded whole."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ class GradientTile:
     number: int
     rows: Tensor  # [n, h]
     parts: Sequence[tuple[slice, Tensor]]
-    """Row ranges of the matrix, in order, each with its view into ``rows``."""
+    """Ranges of rows of the matrix, in order, each with its view of ``rows``."""
 
 
 class Tiles(Protocol):
@@ -182,27 +183,28 @@ class Tiles(Protocol):
     count: int
 
     def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tile number of each matrix row, and its row within that tile, int64 [T] each."""
+        """Return the tile number of each row in ``ids``, and its row within that tile, int64 [T] each."""
 
     def passing(self, needed: Collection[int] | None = None) -> Iterator[GradientTile]:
-        """Yield the tiles in order, each with its sum so far, and store each one afterwards.
+        """Yield the tiles in order, each with the sum of earlier gradients, and store each tile afterwards.
 
-        ``needed``: numbers of the tiles that are added to; the others may be left out and keep their sums. None = all tiles.
+        ``needed``: numbers of the tiles that the caller adds to. Other tiles may be left out and keep their sums. None = all
+        tiles.
         """
 
 
 HOME = "gradient_home"
-"""Attribute of a parameter: its :class:`GradientHome`, if its gradient has one."""
+"""Name of the attribute of a parameter that holds its :class:`GradientHome`, if there is one."""
 
 
 def added(parameter: Tensor | None) -> None:
-    """Mark the gradient from :func:`room_for` as complete; a gradient that rests elsewhere then leaves the device."""
+    """Mark the gradient from :func:`room_for` as complete. If it rests elsewhere, it leaves the device now."""
     if parameter is not None and (home := _home(parameter)) is not None:
         home.take(parameter)
 
 
 def tiles_of(parameter: Tensor) -> Tiles | None:
-    """Return the tiles of a parameter's gradient, or None. With tiles, do not call :func:`room_for`."""
+    """Return the tiles of a parameter's gradient, or None. If there are tiles, do not call :func:`room_for`."""
     home = _home(parameter)
     return None if home is None else home.tiles(parameter)
 
@@ -220,9 +222,8 @@ def adds_in_place(parameter: Tensor) -> bool:
 
     The gathered parameter of an FSDP2 unit qualifies, because FSDP2 reads its ``.grad`` after the backward of the unit.
     """
-    # Autograd calls these hooks only for gradients that it accumulates itself. A gradient that is added here would bypass
-    # them.
+    # Autograd calls these hooks only for gradients that it accumulates itself. An addition to ``.grad`` would bypass them.
     watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    # A fake parameter stands for one of the first two kinds.
+    # A fake tensor takes the place of one of the other two classes.
     plain = type(parameter) in (Tensor, nn.Parameter, FakeTensor)
     return plain and parameter.is_leaf and parameter.requires_grad and not watched

@@ -1,7 +1,7 @@
-"""Elementwise statements as one kernel each: compiled if compiling is on, else over tiles of rows.
+"""Run elementwise statements as one kernel each if compilation is on, and over tiles of rows otherwise.
 
-Uncompiled, each statement of a chain is a kernel launch for each tile, and small models wait for launches. Compiled, the chain is
-one or two kernels over all rows. It makes no temporary tensor of the rows' size, so it needs no tiles.
+Uncompiled, each operation of a statement launches one kernel per tile, and small models wait for these launches. A compiled
+statement is one or two kernels over all rows. It makes no temporary tensor as large as the rows, so it needs no tiles.
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ KEY = "actor_rollout_ref.actor.use_torch_compile"
 
 TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**23}
 NARROW_TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
-"""Elements of a tile of rows that elementwise statements run over: what fits in a core's cache, or keeps a GPU busy for longer
-than a kernel launch takes. Narrow tiles are for statements that create nothing in fp32."""
+"""Device type -> elements of a tile of rows. On a CPU a tile fits in the cache of a core; on a GPU it computes for longer than a
+kernel launch takes. Narrow tiles are for statements that create no fp32 tensors."""
 
 RECOMPILE_LIMIT = 16
-"""Variants of a statement compiled for one width: the strides of its tensors make some. Dynamo's own limit is 8."""
+"""Most compiled variants of a statement per width; tensors with other strides need another variant. Dynamo's default limit is
+8."""
 
 NO_TEMPORARIES: dict[str, Any] = {f"realize_{what}_threshold": 1000 for what in ("reads", "acc_reads", "opcount")}
-"""Has inductor compute a value of all rows again for each of its readers. It otherwise keeps one with two readers in memory if
-it is computed from more than four reads."""
+"""Inductor options: compute a value again for each operation that reads it. By default inductor would store a value with two
+readers in memory, as a tensor of all rows, if computing it takes more than four reads."""
 
 logger = logging.getLogger(__name__)
 
 WARNING = (
-    "%s=true: functions cannot be compiled here (%s). The run goes on uncompiled, and slower. Install a C compiler (gcc) and "
+    "%s=true: functions cannot be compiled here (%s). The run continues uncompiled, and slower. Install a C compiler (gcc) and "
     "Triton, or set %s=false."
 )
 
 Recorder: TypeAlias = Callable[[Callable[..., Any], Sequence[Tensor | None], Sequence[Any], Callable[[], Any]], Any]
-"""Stands in for a compiled call. Gets the function, its tensors with rows, its other arguments, and a call that runs uncompiled;
-returns what the function returns."""
+"""Called in place of a compiled function. Its arguments are the function, the tensors with rows, the other arguments, and a call
+that runs the function uncompiled. It returns what the function returns."""
 
 _on = False
 _recorder: Recorder | None = None
@@ -64,14 +65,14 @@ _counts: Counter[str] = Counter()
 def take_compile_counts() -> dict[str, Any]:
     """Return (and reset) the number of graphs compiled for the trainer, and of calls that ran uncompiled.
 
-    Both are None where this process compiles nothing. The engine's graphs do not count.
+    Both are None in a process that compiles nothing. Graphs that the engine compiles are not counted.
     """
     return {name: _counts.pop(name, 0) if _on else None for name in COMPILE_FIGURES}
 
 
 @contextmanager
 def fused_statements(on: bool) -> Iterator[None]:
-    """Switch compilation of elementwise statements on or off inside the body. Ask :func:`compiler_works` first."""
+    """Switch compilation of elementwise statements on or off inside the body. Call :func:`compiler_works` first."""
     global _on
     before, _on = _on, on
     try:
@@ -84,7 +85,8 @@ def fused_statements(on: bool) -> Iterator[None]:
 def recorded_calls(recorder: Recorder) -> Iterator[None]:
     """Pass ``recorder`` each call that would be compiled, including calls under the dispatch modes that are active now.
 
-    It counts what a GPU would run. Under a further mode, such as selective checkpointing's, nothing is compiled on a GPU either.
+    With it a CPU can count what a GPU would run. Calls under a further dispatch mode (such as selective checkpointing) are not
+    passed, because a GPU would not compile them either.
     """
     global _recorder, _modes_of_recorder
     before = _recorder, _modes_of_recorder
@@ -106,11 +108,11 @@ def over_rows(
 
     Args:
         statement: Elementwise over rows.
-        tensors: Same number of rows each, or None. The first must be a tensor; its size decides the tiles. Two that share memory
-            must be the same rows of the same tensor.
-        others: The same for every tile.
-        narrow: The statement creates nothing in fp32, so its tiles may be larger.
-        otherwise: Runs in place of a statement that cannot run over tiles.
+        tensors: Tensors with the same number of rows, or None. The first must be a tensor; its size determines the tiles. Two
+            tensors that share memory must be the same rows of the same tensor.
+        others: Further arguments, which are the same for every tile.
+        narrow: The statement creates no fp32 tensors, so its tiles may be larger.
+        otherwise: Runs uncompiled in place of the statement, if the statement cannot run over tiles.
     """
     first = tensors[0]
     assert first is not None
@@ -132,7 +134,7 @@ def over_rows(
 
 
 def runs_compiled(first: Tensor) -> bool:
-    # A tensor of one row would be a variant of its own.
+    # A tensor of one row would need a variant of its own.
     return _on and first.shape[0] > 1 and not _observed()
 
 
@@ -148,7 +150,7 @@ def _tile_rows(tensor: Tensor, narrow: bool) -> int:
 
 
 def compiler_works(device: torch.device) -> bool:
-    """Return whether functions compile for a device, by compiling one. Warns once a process if they do not."""
+    """Compile a small function to find out whether functions compile for a device. Warn once per process if they do not."""
     return _recorder is not None or (not _observed() and _compiles(device))
 
 
@@ -158,7 +160,7 @@ def _compiles(device: torch.device) -> bool:
     try:
         # torch.compile is lazy: a missing compiler shows only when the function runs for the first time.
         torch.compile(_probe, dynamic=True)(values)
-    # Errors of a missing compiler, header, package or driver, while compiling or at the first run.
+    # These errors mean that a compiler, header, package or driver is missing.
     except (RuntimeError, OSError, ImportError, SubprocessError) as error:
         _warn_once(error)
         return False
@@ -176,13 +178,14 @@ def run_compiled(
         return _recorder(function, tensors, others, uncompiled)
     if function not in _given_up:
         before = counters["stats"]["unique_graphs"]
-        # Set for this call alone, because the engine compiles functions of its own in this process. They are set one by one:
+        # Changed only during this call, because the engine compiles its own functions in this process. Set directly, because
         # dynamo_config.patch() takes as long as the compiled call.
         limits = dynamo_config.recompile_limit, dynamo_config.fail_on_recompile_limit_hit
         dynamo_config.recompile_limit, dynamo_config.fail_on_recompile_limit_hit = RECOMPILE_LIMIT, True
         try:
             return compiled_for_width(function, tensors, others)
-        # Both are raised before anything ran. Past its limit Dynamo would otherwise run a statement uncompiled over all rows.
+        # Both errors are raised before anything ran. Without the error, Dynamo beyond its limit would run the statement
+        # uncompiled over all rows.
         except FailOnRecompileLimitHit:
             logger.warning(
                 "%s has more than %d compiled variants. It runs uncompiled from now on.", function.__name__, RECOMPILE_LIMIT
@@ -198,7 +201,7 @@ def run_compiled(
 
 
 def compiled_for_width(function: Callable[..., Any], tensors: Sequence[Tensor | None], others: Sequence[Any]) -> Any:
-    # Detached, so that neither `requires_grad` nor Parameter or Tensor makes a variant.
+    # Detached, because `requires_grad` and the class (Parameter or Tensor) would each make another variant.
     inputs = [value.detach() if isinstance(value, Tensor) else value for value in others]
     widths = tuple(None if value is None else (value.dtype, value.shape[1:]) for value in tensors)
     run = _compiled(
@@ -209,9 +212,9 @@ def compiled_for_width(function: Callable[..., Any], tensors: Sequence[Tensor | 
 
 @cache
 def _compiled(function: Callable[..., Any], widths: tuple[Any, ...], others: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return the function compiled for rows of one width: a kernel for any width is two to three times slower on a GPU.
+    """Return the function compiled for rows of one width. A kernel for any width would be two to three times slower on a GPU.
 
-    Dynamo keys its cache, and the sizes it has seen change, by code object. So each width gets a code object of its own, which is
+    Dynamo keeps its cache, and its record of sizes that vary, per code object. So each width gets its own code object, which is
     compiled once for any number of rows.
     """
     code = function.__code__
@@ -227,8 +230,8 @@ def _compiled(function: Callable[..., Any], widths: tuple[Any, ...], others: tup
         if not marked:
             for tensor in tensors:
                 if tensor is not None:
-                    # Otherwise Dynamo takes the number of rows of the first call for a constant, and compiles again at the
-                    # second.
+                    # Otherwise Dynamo treats the number of rows in the first call as a constant, and compiles again in the second
+                    # call.
                     maybe_mark_dynamic(tensor, 0)
             marked = True
         return compiled(*tensors, *others)
@@ -250,7 +253,7 @@ def _observed() -> bool:
 
 
 def _once_each(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    # Use one object for all tensors that share memory; the compiler would copy what may overlap.
+    # Use one object for all tensors that share memory: the compiler would copy distinct tensors that may overlap.
     by_memory: dict[tuple[Any, ...], Tensor] = {}
 
     def place(tensor: Tensor) -> tuple[Any, ...]:
@@ -259,22 +262,23 @@ def _once_each(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if tensor is None else by_memory.setdefault(place(tensor), tensor.detach()) for tensor in tensors]
 
 
-# Weights that lie one behind another, and columns of one product's output.
+# Join tensors that are neighbours in memory: rows of weights, or columns of the output of one product.
 
 
 JOINS = {"cpu": False}
-"""Device type -> whether weights that lie one behind another are one product. A CPU gains nothing by its other rounding."""
+"""Device type -> whether neighbouring weights are multiplied in one product; default true. A CPU gains no time by it, and the
+results would be rounded differently."""
 
 
 def joined(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
-    """View tensors that lie one after another in one storage as one tensor, longer along ``dim``; None if they do not.
+    """View tensors that are neighbours in one storage as one tensor, longer along ``dim``; None if they are not neighbours.
 
     ``dim=0`` joins the rows of weights, ``dim=1`` the columns of one product's output.
     """
     first, length = tensors[0], 0
     if len(tensors) == 1:
         return first
-    # A quantised weight has no memory of its own to join.
+    # A quantised weight is a wrapper, without memory that could be joined.
     if any(is_traceable_wrapper_subclass(part) for part in tensors):
         return None
     kinds = [
