@@ -37,7 +37,7 @@ def _saving(knob: Knob) -> str:
 
 def _amount(saved: Saved) -> str:
     amount = f"{abs(saved.num_bytes) / MIB:,.0f} MiB"
-    return f"nothing: {amount} more of {saved.kind}" if saved.num_bytes < 0 else f"{amount} of {saved.kind}"
+    return f"nothing; it takes {amount} more of {saved.kind}" if saved.num_bytes < 0 else f"{amount} of {saved.kind}"
 
 
 def section(knob: Knob) -> str:
