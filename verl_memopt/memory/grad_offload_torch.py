@@ -1,25 +1,26 @@
-"""What happens to a gradient as soon as backward has it: it updates its parameter, or it leaves for the host.
+"""Use each gradient as soon as backward has computed it: update its parameter, or copy it to the host.
 
-FSDP2 calls the hooks of its parameters once a unit's gradients are reduced and sharded. In the figures b_g is 4 for fp32
-gradients, N counts the parameters, and W the ranks in the shard group.
+FSDP2 calls the hooks of parameters once the gradients of their unit are reduced and sharded. Below, b_g is the bytes per element
+of a gradient (4 for fp32), N counts the parameters, and W the ranks in the shard group.
 
-:class:`StepInBackward` saves b_g x (N - N_u) / W bytes, where N_u counts the parameters of the largest unit: at no time is there
-more than one unit's gradient. The exception is a matrix that head and embedding share: its two gradients meet in backward.
-Clipping needs the norm of all gradients before the first update, so a step that clips has two passes: one that takes the norm of
-each gradient and drops it, and one that divides and updates.
+:class:`StepInBackward` saves b_g x (N - N_u) / W bytes, where N_u counts the parameters of the largest unit: only the gradients
+of one unit exist at a time. The exception is a matrix that head and embedding share, whose two gradients exist together in
+backward. Clipping needs the norm of all gradients before the first update. So a step that clips has two passes. The first
+computes the norm of each gradient and drops the gradient. The second divides the gradients and updates.
 
 :class:`OffloadedGradients` saves b_g x (N - 2 N_l) / W bytes, where N_l counts the parameters of a block. Gradients rest in one
-buffer a section of the optimizer, and are summed there over micro-batches. Those of a block exist while those of the block before
-it leave; what follows waits. A sum over micro-batches is made on the device: what is summed so far comes back, as the addition on
-a host would be slower than both copies. Adding two numbers does not depend on their order, so each bit is that of gradients that
-stay on the device.
+host buffer per section of the optimizer, and are summed there over micro-batches. While the gradients of one block are copied to
+the host, those of the next block are computed; further work waits. Sums are computed on the device: the stored sum is copied
+back, because an addition on the host would be slower than both copies. The order of two summands does not matter, so the result
+equals that of gradients that stay on the device, bit for bit.
 
-The gradient of a matrix of the vocabulary that is larger than a bucket (``optim.bucket_megabytes``) is never whole on the device:
-it passes in tiles of rows, of which three together are at most a bucket: one comes with its sum so far, one is added to, one
-leaves. All tokens add to a tile while it is there. So the head computes the logits of each tile once more, unless one chunk has
-all tokens. The embedding adds the rows of the tokens of a tile, and tiles without tokens stay where they are. On several ranks,
-and where FSDP2 casts, a tile is computed from zeros, reduced, and added to its sum. The norm of a matrix is that of the norms of
-its tiles, whose rounding is another than that of the whole.
+The gradient of a vocabulary matrix that is larger than a bucket (``optim.bucket_megabytes``) is never whole on the device. It
+passes in tiles of rows. At most three tiles, together one bucket, are there at once: one is arriving with its stored sum, one is
+added to, and one is leaving. All tokens add to a tile while it is there. So the head computes the logits of each tile once more,
+unless one chunk holds all tokens. The embedding adds the rows of those tokens that belong to the tile, and tiles without tokens
+stay on the host. On several ranks, and where FSDP2 casts, a tile is computed from zeros, reduced over ranks, and added to its
+stored sum. The norm of such a matrix is computed from the norms of its tiles, so it is rounded differently from the norm of the
+whole matrix.
 """
 
 from __future__ import annotations
@@ -48,23 +49,23 @@ from verl_memopt.observe.byte_tracker import mark, scope
 ACTOR = "actor_rollout_ref.actor"
 
 CLIP_EPSILON = 1e-6
-"""What ``torch.nn.utils.clip_grad_norm_`` adds to a norm before it divides by it."""
+"""``torch.nn.utils.clip_grad_norm_`` adds this to the norm before it divides by it."""
 
 
 def clip_divisor(norm: Tensor, limit: float) -> Tensor:
-    return ((norm.float() + CLIP_EPSILON) / limit).clamp_(min=1.0)  # the fused kernel takes fp32 alone
+    return ((norm.float() + CLIP_EPSILON) / limit).clamp_(min=1.0)  # the fused kernel only takes fp32
 
 
 def is_finite(norm: Tensor) -> bool:
-    # A fake tensor, which plans an update, has no value and counts as finite.
+    # A fake tensor (used to predict memory) has no value and counts as finite.
     return isinstance(norm, FakeTensor) or math.isfinite(norm.item())
 
 
 class StepInBackward:
-    """Updates each parameter as soon as its gradient arrives: FSDP2 calls the hooks when a unit's gradients are sharded."""
+    """Updates each parameter inside backward, in a hook that FSDP2 calls when the gradients of the unit are sharded."""
 
     def __init__(self, optimizer: Optimizer, key: str = ACTOR, backward_on: torch.device | None = None) -> None:
-        """Register hooks on all parameters of an optimizer. Errors name the model by the settings section ``key``.
+        """Register hooks on all parameters of an optimizer. ``key`` is the section of the model's settings, for errors.
 
         ``backward_on`` is the device that computes gradients; None = the parameters' device.
         """
@@ -73,12 +74,13 @@ class StepInBackward:
         self._norms: dict[int, Tensor] = {}
         device = local(optimizer.param_groups[0]["params"][0]).device
         self._copied_from = None if backward_on is None or backward_on.type == device.type else backward_on
-        # All three stay on the device: reading one in backward would make the host wait at each parameter.
+        # All three stay on the device, because reading one in backward would make the host wait at each parameter.
         self._sum, self._stopped, self._moved = (torch.zeros((), device=device) for _ in range(3))
         self._measured: Tensor | None = None
         self._measures = False
         self._divisor: Tensor | None = None
-        # The garbage collector does not see the hook of a parameter, so the hook must not refer to the optimizer.
+        # A weak reference, because the garbage collector does not see the hooks of parameters: it could never free a cycle
+        # through them.
         weak = weakref.proxy(self)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -87,16 +89,17 @@ class StepInBackward:
     def check(self, num_micro_batches: int) -> None:
         if num_micro_batches > 1:
             raise ConfigError(
-                f"{self._key}.optim.in_backward=true: an optimizer step has {num_micro_batches} micro-batches, and a gradient is "
-                f"used as soon as it is there. Raise {self._key}.ppo_max_token_len_per_gpu (or ppo_micro_batch_size_per_gpu) "
+                f"{self._key}.optim.in_backward=true: an optimizer step has {num_micro_batches} micro-batches, and gradients "
+                f"cannot accumulate. Raise {self._key}.ppo_max_token_len_per_gpu (or ppo_micro_batch_size_per_gpu) "
                 f"until one holds a whole mini-batch, lower ppo_mini_batch_size, or set {self._key}.optim.in_backward=false."
             )
 
     def passes(self, num_micro_batches: int, limit: float | None) -> Iterator[None]:
-        """Yield once for each pass of a step over its micro-batches, whose backward updates the parameters.
+        """Yield once for each pass that a step makes over its micro-batches. The last pass updates the parameters in backward.
 
-        With a ``limit`` of the norm there are two passes. The first takes the norm of each gradient and drops it. The second
-        divides and updates. If the norm is not finite there is no second one, so nothing has changed when the step is skipped.
+        With a ``limit`` for the norm there are two passes. The first computes the norm of each gradient and drops the gradient.
+        The second divides the gradients and updates. If the norm is not finite there is no second pass: the step is skipped and
+        nothing has changed.
         """
         self.check(num_micro_batches)
         if limit is None:
@@ -118,7 +121,7 @@ class StepInBackward:
                 self._divisor = None
 
     def norm(self) -> Tensor:
-        """Norm of the whole gradient since the last call; a sharded scalar if parameters are sharded."""
+        """Norm of all gradients since the last call. It is a sharded scalar if the parameters are sharded."""
         if self._measured is not None:
             measured, self._measured = self._measured, None
             return measured
@@ -138,13 +141,13 @@ class StepInBackward:
     def update(self, parameter: Tensor) -> None:
         """Update a parameter from its gradient and free the gradient.
 
-        After a non-finite gradient no further parameter is updated. While norms are measured, none is.
+        After a non-finite gradient no further parameter is updated. While :meth:`passes` measures norms, none is updated.
         """
-        # A parameter that has a norm already got a gradient in this step, so this is a second micro-batch.
+        # If this parameter already has a norm, this is its second gradient in the step, from a second micro-batch.
         self.check(1 + (id(parameter) in self._norms))
         assert parameter.grad is not None
         if self._copied_from is not None:
-            # FSDP2's CPU offload calls the hook on the stream of the copy to the host, while the copy may still be under way.
+            # FSDP2's CPU offload calls the hook while the copy of the gradient to the host may still be under way.
             wait_on_host(self._copied_from)
         with scope(kind="optimizer scratch"):
             self._norms[id(parameter)] = torch.linalg.vector_norm(parameter.grad)
@@ -154,7 +157,7 @@ class StepInBackward:
             if self._measures or self._divisor is not None:
                 parameter.grad = None
                 return
-            # A sum stays infinite or NaN once a term is.
+            # The sum of all norms stays infinite or NaN once one norm is.
             self._sum.add_(local(self._norms[id(parameter)]))
             self._stopped.copy_(self._sum.isfinite().logical_not_())
             self._moved.copy_(torch.maximum(self._moved, 1 - self._stopped))
@@ -164,11 +167,11 @@ class StepInBackward:
 
 KIND = "grads"
 PIECE = 2**22
-"""Elements of a sum that come back to the device at once."""
+"""Elements of a stored sum that are copied back to the device at once."""
 
 
 class OffloadedGradients:
-    """Moves each gradient of an optimizer's parameters to the host. FSDP2 hands them over reduced and sharded, by unit."""
+    """Moves the gradients of an optimizer's parameters to the host, as soon as FSDP2 has reduced and sharded them."""
 
     def __init__(
         self,
@@ -179,9 +182,9 @@ class OffloadedGradients:
     ) -> None:
         """Allocate the host memory and register the hooks.
 
-        ``blocks`` decide how many bytes may be under way at once: the gradients of the largest one. ``matrices`` (embedding and
-        head) are the modules whose ``weight`` [V, h] may get its gradient in tiles. Tiles of a gathered weight are reduced in
-        dtype ``reduce``.
+        ``blocks``: copies of at most as many bytes as the gradients of the largest block may be under way at once. ``matrices``
+        (embedding and head) are the modules whose ``weight`` [V, h] may get its gradient in tiles. ``reduce`` is the dtype in
+        which tiles of a gathered weight are reduced.
         """
         assert isinstance(optimizer, Bucketed), type(optimizer)
         self._optimizer = optimizer
@@ -195,7 +198,8 @@ class OffloadedGradients:
         self._brought: set[int] = set()
         self._lanes, self.reduce = StateLanes(self._device, KIND), reduce
         self._tile_norms: dict[int, Tensor] = {}
-        # The garbage collector does not see what parameters refer to, so they must not keep this object alive.
+        # A weak reference, because the garbage collector does not see what parameters refer to: they would keep this object
+        # alive.
         weak = weakref.proxy(self)
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(lambda parameter: weak.take(parameter))
@@ -205,7 +209,7 @@ class OffloadedGradients:
             weight: Any = module.weight
             if id(weight) in self._places and weight.numel() * gradient_dtype(weight).itemsize > self.bucket_bytes:
                 self._tiled[id(weight)] = weight
-                # The gathered parameter is another tensor than the shard, and has to find the same tiles.
+                # The gathered parameter is another tensor than the shard, but must use the same tiles.
                 if isinstance(weight, DTensor):
                     module.register_forward_pre_hook(lambda module, _, rows=weight: weak.adopt(module.weight, rows))
 
@@ -232,7 +236,7 @@ class OffloadedGradients:
     @torch.no_grad()
     def bring(self, parameter: Tensor) -> None:
         dtype = gradient_dtype(parameter)
-        self._make_room(parameter.numel() * dtype.itemsize)  # what leaves may be as large: the same matrix, of the pass before
+        self._make_room(parameter.numel() * dtype.itemsize)  # the same matrix of the last micro-batch may still be leaving
         grad = torch.empty_like(parameter, dtype=dtype)
         if id(parameter) in self._optimizer.arrived:
             compute_stream = current_stream(self._device)
@@ -246,7 +250,7 @@ class OffloadedGradients:
         self._brought.add(id(parameter))
 
     def adopt(self, whole: nn.Parameter, rows: nn.Parameter) -> None:
-        """Let the gathered matrix ``whole``, which computes, use the gradient tiles of the shard ``rows``, which is optimized."""
+        """Let the gathered matrix ``whole`` use the gradient tiles of the shard ``rows``, which the optimizer updates."""
         self._tiled[id(whole)] = rows
         setattr(whole, HOME, weakref.proxy(self))
 
@@ -256,9 +260,9 @@ class OffloadedGradients:
 
     @torch.no_grad()
     def passing(self, parameter: Tensor, ranges: Sequence[slice], needed: Collection[int] | None) -> Iterator[tuple[int, Tensor]]:
-        """Yield ranges of this rank's rows on the device, each with its sum so far, and store each one afterwards.
+        """Yield the stored sums of ranges of this rank's rows on the device, and store each one again afterwards.
 
-        ``needed``: numbers of the ranges that are added to; others may be left out. None = all.
+        ``needed``: numbers of the ranges that the caller adds to; others may be left out. None = all ranges.
         """
         name, place = id(parameter), self._places[id(parameter)]
         arrived, width = name in self._optimizer.arrived, place[:1].numel()
@@ -280,7 +284,7 @@ class OffloadedGradients:
     @torch.no_grad()
     def take(self, parameter: Tensor) -> None:
         gradient, place, name = parameter.grad, self._places[id(parameter)], id(parameter)
-        # Autograd calls its hooks also where a function has added the gradient itself, which is gone then.
+        # Autograd also calls the hook if a function has added the gradient itself. That gradient has already left.
         if gradient is None:
             return
         shard = local(gradient)
@@ -288,7 +292,7 @@ class OffloadedGradients:
         self._make_room(shard.nbytes)
         compute_stream = current_stream(self._device)
         if name in self._optimizer.arrived and name not in self._brought:
-            # In pieces, so that the sum that comes back never takes as much as the gradient.
+            # In pieces, so that the sum that is copied back takes little memory beside the gradient.
             for sum_so_far, added in zip(place.view(-1).split(PIECE), shard.view(-1).split(PIECE), strict=True):
                 with scope(kind=KIND):
                     arriving = torch.empty_like(added)
@@ -298,7 +302,7 @@ class OffloadedGradients:
                 wait_for(compute_stream, mark_done(self._stream))
                 # Summed on the device: an addition on the host is slower than both copies.
                 added.add_(arriving)
-        # Taken on the device, while the whole sum is there.
+        # The norm is computed here, while the whole sum is on the device.
         self._norms[name] = torch.linalg.vector_norm(gradient)
         wait_for(self._stream, mark_done(compute_stream))
         with on_stream(self._stream), scope(kind=KIND):
@@ -311,13 +315,13 @@ class OffloadedGradients:
         parameter.grad = None
 
     def _make_room(self, num_bytes: int) -> None:
-        # Make later work wait until the gradients under way, plus `num_bytes`, are no more than a block's.
+        # Make later work wait until the gradients under way, plus `num_bytes`, take no more bytes than the gradients of a block.
         compute_stream = current_stream(self._device)
         while self._leaving and num_bytes + sum(tensor.nbytes for tensor, _ in self._leaving) > self._most:
             self._wait_for_first(compute_stream)
 
     def _wait_for_first(self, stream: Any) -> None:
-        # The gradient is let go after the wait for its copy.
+        # The gradient is freed after the wait for its copy.
         _, done = leaving = self._leaving.popleft()
         wait_for(stream, done)
         del leaving
@@ -327,14 +331,14 @@ class OffloadedGradients:
 
 
 class GradientTiles:
-    """Tiles of the gradient of a vocabulary matrix [V, h]. Each tile has the same number of rows from every rank.
+    """Tiles of the gradient of a vocabulary matrix [V, h]. A tile has equally many rows of every rank.
 
     Attributes:
         count: Number of tiles.
     """
 
     def __init__(self, home: OffloadedGradients, whole: Tensor, rows: Tensor) -> None:
-        """``whole`` is the matrix that computes, ``rows`` this rank's shard at rest; the same object if nothing is gathered."""
+        """``whole`` is the matrix that computes, ``rows`` this rank's shard. They are the same object if nothing is gathered."""
         self._home, self._whole, self._rows = home, whole, rows
         self._ranks = _num_shards(rows)
         vocabulary, width = whole.shape
@@ -354,22 +358,22 @@ class GradientTiles:
         own = local(self._rows).shape[0]
         ranges = [slice(min(start, own), min(start + self._step, own)) for start in range(0, self._rank_rows, self._step)]
         if isinstance(self._rows, DTensor) and self._rows.device_mesh.size() > 1:
-            needed = None  # each rank has tokens of other tiles, but all reduce the same ones
+            needed = None  # ranks have tokens of different tiles, but all must reduce the same tiles
         for number, rest in self._home.passing(self._rows, ranges, needed):
             count = min(self._step, self._rank_rows - number * self._step)
-            # Nothing is gathered or cast: tokens add to the sum itself.
+            # If nothing is gathered or cast, tokens add to the sum itself.
             if self._whole is self._rows:
                 yield GradientTile(number, rest, self._parts(number, count, rest))
                 continue
             with scope(kind=KIND):
                 new = rest.new_zeros(self._ranks * count, rest.shape[1], dtype=gradient_dtype(self._whole))
             yield GradientTile(number, new, self._parts(number, count, new))
-            # Ranks with fewer rows than a whole tile drop what was reduced for rows that they lack.
+            # A rank whose shard ends inside the tile ignores the reduced rows that it does not have.
             rest.add_(_reduced(new, self._rows, self._home.reduce)[: rest.shape[0]])
 
     def _parts(self, number: int, count: int, tile: Tensor) -> list[tuple[slice, Tensor]]:
         parts = []
-        # A tile holds rows of all ranks, rank after rank, so that a reduce-scatter gives each rank its own.
+        # A tile holds rows of all ranks, rank after rank, so that a reduce-scatter gives each rank its own rows.
         for rank in range(self._ranks):
             start, vocabulary = rank * self._rank_rows + number * self._step, self._whole.shape[0]
             stop = min(start + count, vocabulary)
@@ -387,13 +391,13 @@ def _num_shards(parameter: Tensor) -> int:
 
 
 def _reduced(tile: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    # This rank's rows of a tile [n, h], averaged over ranks in `dtype`, in the dtype of their gradient.
+    # Return this rank's rows of a tile [n, h]: averaged over ranks in `dtype`, then cast to the dtype of the gradient.
     assert isinstance(rows, DTensor), type(rows)
     with scope(kind="collective buffers"):
         mean = tile.to(dtype)
         for dim, placed in enumerate(rows.placements):
             group, ranks = rows.device_mesh.get_group(dim), rows.device_mesh.size(dim)
-            # The order of FSDP2 with replicas: scatter within the shard group, then average over replicas.
+            # The same order as in FSDP2: first scatter within the shard group, then average over replicas.
             if ranks > 1 and placed.is_shard():
                 whole, mean = mean, mean.new_empty(mean.shape[0] // ranks, mean.shape[1])
                 dist.reduce_scatter_tensor(mean, whole, op=dist.ReduceOp.AVG, group=group)

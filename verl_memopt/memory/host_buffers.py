@@ -1,7 +1,7 @@
-"""Reusable host memory: slots of any size in chunks that are kept.
+"""Reusable host memory: slots of any size within chunks that are kept.
 
-Slots lie one after another over the chunks and may cross from one chunk to the next, so no size leaves a gap at a chunk's end.
-The bytes held are those in use at the busiest moment, rounded up to a chunk.
+A slot may cross from one chunk to the next, so no gap is left at the end of a chunk. The memory held is the most that was in use
+at once, rounded up to whole chunks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from verl_memopt.errors import HostMemoryError
 from verl_memopt.observe.byte_tracker import HOST, declare_host, scope
 
 CHUNK_BYTES = 2**26
-"""A multiple of the page size, large enough that locking a chunk is rare."""
+"""Bytes per chunk: a multiple of the page size, and large enough that a new chunk is rarely allocated and locked."""
 
 ALIGNMENT = 512
-"""Every slot starts at a multiple of this many bytes, so that any dtype can view it."""
+"""Each slot starts at a multiple of this many bytes, so that it can be viewed as any dtype."""
 
 
 @dataclass(order=True)
@@ -40,7 +40,7 @@ class Slot:
 
 
 class HostArena:
-    """Hands out slots and takes them back. Chunks come from the process's host allocator and stay until :meth:`shrink`."""
+    """Hands out slots and takes them back. Its chunks come from the host allocator, and are kept until :meth:`shrink`."""
 
     def __init__(self, device: torch.device, kind: str, chunk_bytes: int = CHUNK_BYTES) -> None:
         assert chunk_bytes % ALIGNMENT == 0, chunk_bytes
@@ -57,7 +57,7 @@ class HostArena:
         return sum(slot.stop - slot.start for slot in self._live)
 
     def take(self, num_bytes: int) -> Slot:
-        """Take the first free stretch of ``num_bytes``; add chunks if there is none.
+        """Take the first free range of ``num_bytes``. Add chunks if there is none.
 
         Raises:
             HostMemoryError: The host limit allows no further chunk.
@@ -95,11 +95,11 @@ class HostArena:
         return parts
 
 
-# The one place that allocates host memory for what is moved off the device.
+# The only place that allocates host memory for data that is moved off the device.
 #
-# All offloaded data rests in these buffers, so its bytes are counted as host bytes on any machine. On a CPU both tiers are
-# the same memory, and only the place of allocation tells them apart. Code that moves tensors takes a buffer, copies into it and
-# drops the device tensor; ``.to("cpu")`` would return the same storage on a CPU and move nothing.
+# All offloaded data rests in these buffers, so its bytes are counted as host bytes on any machine. In a run on a CPU, "device"
+# and "host" are the same memory, and only this allocator tells them apart. Code that offloads a tensor takes a buffer, copies
+# into it and drops the device tensor. ``.to("cpu")`` would return the same storage on a CPU and move nothing.
 #
 # Page-locked buffers are mappings of whole pages, locked in place. torch's own page-locked memory (``pin_memory``) is rounded up
 # to a power of two and never returned to the system; see ``docs/decisions/host_memory.md``.
@@ -109,44 +109,46 @@ logger = logging.getLogger(__name__)
 LIMIT_KEY = "memory.host_limit_gb"
 GIB = 2**30
 PAGE = mmap.PAGESIZE
-"""Bytes of a page; page-locked memory is whole pages."""
+"""Bytes per page. Only whole pages can be locked."""
 NO_COPY_IN_CHILDREN = getattr(mmap, "MADV_DONTFORK", None)
-"""Keeps the pages from a forked child. A write there would move the parent's pages to another physical address."""
+"""madvise flag: a forked child does not get these pages. Otherwise a write could move the parent's pages to another physical
+address, where they are not locked for the device."""
 HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
-"""Asks for pages of 2 MiB, of which the driver has 512 times fewer to lock. A kernel without them refuses; nothing changes."""
+"""madvise flag: use pages of 2 MiB, so that the driver has 512 times fewer pages to lock. A kernel without such pages refuses;
+then nothing changes."""
 
 
 class HostAllocator:
-    """Allocates host buffers and counts them. There is one a process: :func:`host_allocator`."""
+    """Allocates host buffers and counts their bytes. Each process has one: :func:`host_allocator`."""
 
     def __init__(self, limit_bytes: int | None = None, pinned_limit_bytes: int | None = None) -> None:
-        """Set the limits of all bytes and of page-locked bytes held at once; None = no limit.
+        """Set the limits of all bytes and of page-locked bytes that are held at once. None = no limit.
 
-        A buffer beyond ``pinned_limit_bytes`` is ordinary memory, whose copies block.
+        A buffer beyond ``pinned_limit_bytes`` is ordinary memory. Copies from and to it block.
         """
         self.limit_bytes, self.pinned_limit_bytes = limit_bytes, pinned_limit_bytes
         self.pinned_bytes = self.peak_bytes = 0
         self.kinds: Counter[str] = Counter()
-        """Kind -> bytes that are held."""
+        """Kind -> bytes held."""
 
     @property
     def held_bytes(self) -> int:
         return self.kinds.total()
 
     def empty(self, num_bytes: int, device: torch.device, kind: str) -> Tensor:
-        """Return uint8 [num_bytes] on the host, uninitialised; page-locked if ``device`` is a GPU and the limit allows.
+        """Return an uninitialised uint8 [num_bytes] on the host, page-locked if ``device`` is a GPU and the limit allows it.
 
-        Its bytes (whole pages if locked) count until the last tensor on it is gone; then the system gets them back. ``kind`` is
-        what the byte tracker calls them.
+        Its bytes (whole pages if locked) count until the last tensor that views them is freed; then the system gets the memory
+        back. ``kind`` is the name of these bytes in the byte tracker.
 
         Raises:
-            HostMemoryError: The limit is too small. The message names it and what is held already.
+            HostMemoryError: The limit is too small. The message names the limit and what is already held.
         """
         pages = -(-num_bytes // PAGE) * PAGE
         pinned = is_gpu(device) and num_bytes > 0 and self.may_pin(pages)
         counted_bytes = pages if pinned else num_bytes
         self.check_room(counted_bytes, kind)
-        # Fake tensors have no memory to lock, but their bytes are counted as if they had.
+        # Fake tensors have no memory to lock, but their bytes are counted as locked.
         locks = pinned and not isinstance(torch.empty(0), FakeTensor)
         locked = _lock(pages, device) if locks else None
         if locks and locked is None:
@@ -155,12 +157,12 @@ class HostAllocator:
             if locked is None:
                 buffer = torch.empty(num_bytes, dtype=torch.uint8)
             else:
-                # A dispatch mode sees the view and not ``frombuffer``.
+                # The view is needed, because a dispatch mode (such as the byte tracker) does not see ``frombuffer``.
                 buffer = torch.frombuffer(locked.pages, dtype=torch.uint8, count=num_bytes).view(-1)
         storage = buffer.untyped_storage()
         declare_host(storage)
         self._count(counted_bytes, pinned, kind)
-        # At exit the system takes all memory back, and the driver may be gone already.
+        # Not at exit: the system then frees all memory, and the driver may be gone already.
         weakref.finalize(storage, self._give_back, counted_bytes, pinned, kind, device, locked).atexit = False
         return buffer
 
@@ -173,16 +175,16 @@ class HostAllocator:
             parts = ", ".join(f"{part} {size / GIB:.4g}" for part, size in self.kinds.most_common() if size)
             raise HostMemoryError(
                 f"{LIMIT_KEY}={self.limit_bytes / GIB:.4g}: {kind} needs {num_bytes / GIB:.4g} GiB on the host, where "
-                f"{self.held_bytes / GIB:.4g} GiB are taken{f' ({parts})' if parts else ''}. Raise it to at least "
-                f"{(self.held_bytes + num_bytes) / GIB:.4g}, or switch an offload off.",
+                f"{self.held_bytes / GIB:.4g} GiB are in use{f' ({parts})' if parts else ''}. Raise it to at least "
+                f"{(self.held_bytes + num_bytes) / GIB:.4g}, or turn an offload off.",
                 kind,
             )
 
     def count_elsewhere(self, num_bytes: int, pinned: bool, kind: str) -> Callable[[], None]:
-        """Count host memory that others allocate, until the returned function is called.
+        """Count host memory that other code allocates, until the returned function is called.
 
         Raises:
-            HostMemoryError: As in :meth:`check_room`.
+            HostMemoryError: See :meth:`check_room`.
         """
         self.check_room(num_bytes, kind)
         self._count(num_bytes, pinned, kind)
@@ -215,7 +217,7 @@ def _lock(num_bytes: int, device: torch.device) -> _Locked | None:
     if HUGE_PAGES is not None:
         with suppress(OSError):
             pages.madvise(HUGE_PAGES)
-    # A mapping does not tell its address, but a tensor on it does.
+    # A mapping has no attribute for its address, but a tensor on it does.
     address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
     refusal = lock_pages(device, address, num_bytes)
     if refusal is None:
@@ -227,8 +229,8 @@ def _lock(num_bytes: int, device: torch.device) -> _Locked | None:
 @cache
 def _warn_once(refusal: str) -> None:
     logger.warning(
-        "host memory cannot be page-locked (%s): offloads use ordinary memory, and their copies wait. In a container, allow it "
-        "to lock memory; or set memory.pinned_limit_gb to what the machine allows.", refusal
+        "host memory cannot be page-locked (%s): offloads use ordinary memory, and their copies block. In a container, allow it "
+        "to lock memory, or set memory.pinned_limit_gb to what the machine allows.", refusal
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
-"""What a knob's file declares, and the list of all knobs.
+"""What the file of a knob declares, and the list of all knobs.
 
-``config/`` builds checks and errors from the declarations, the docs read them. A rule is a function of the typed settings, so a
-key that does not exist is found by the type checker.
+``config/`` builds its checks and errors from these declarations, and the docs are generated from them. A rule is a function of
+the typed settings, so the type checker finds a key that does not exist.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from verl_memopt.plan.formulas import Shapes
 
 Predicate = Callable[["Settings"], bool]
-"""A question about the settings."""
+"""A yes-or-no question about the settings."""
 Sentence = Callable[["Settings"], str]
-"""A sentence with numbers of the settings."""
+"""A sentence that contains values of the settings."""
 
 KNOBS = (
     "chunked_logprob", "recompute_elementwise", "prune_last_block", "tiled_mlp", "tiled_block", "activation_checkpointing",
@@ -30,11 +30,11 @@ KNOBS = (
     "native_offload", "resharding", "sequence_parallel", "sharding_units", "precision", "lora", "quantized_base",
     "quantized_frozen", "weight_buckets", "shared_weights", "rollout_memory", "load_mode", "limits", "profiles",
 )  # fmt: skip
-"""Files of this folder that end with a ``KNOB``, in the order of lists: first what costs least, within training, then the engine,
-then the host. Their mechanisms import torch, so they are named here and not searched."""
+"""Files of this folder that define a ``KNOB``, in the order of lists: first knobs of training, from cheap to costly, then of the
+engine, then of the host. They are listed and not searched for, because other files of the folder import torch."""
 
 PARTS = ("Use it when", "Saves", "Costs", "Works with")
-"""What the docstring of a knob's file says, after one sentence on what the knob does."""
+"""The parts of the docstring of a knob's file. Before them it says what the knob does."""
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "model": ("actor_rollout_ref.model", "critic.model"),
@@ -53,37 +53,37 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "rollout": ("actor_rollout_ref.rollout",),
     "memory": ("memory",),
 }
-"""Sections that knobs add fields to, and the dotted keys under which each stands."""
+"""Sections to which knobs add fields -> the dotted keys at which the section occurs."""
 
 LOWER = "lower"
-"""Stands for the value of a number that should be lowered."""
+"""The value of an advice that says to lower a number."""
 
 
 @dataclass(frozen=True)
 class UnusedKey:
-    """When a key has no effect. A user who sets it then gets a warning."""
+    """A rule for when a key has no effect. A user who sets the key then gets a warning."""
 
     key: str
     when: Predicate
     """Return whether the key has no effect."""
     because: str
-    """The setting that is the reason, as a sentence without a full stop."""
+    """The reason, as a sentence without a full stop."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A refused combination of settings, in words for both the error and the docs page."""
+    """A refused combination of settings, and the words for the error and the docs page."""
 
     keys: tuple[str, ...]
     """The keys that the error shows with their values; the knob's own comes first."""
     when: Predicate
     """Return whether the settings are refused."""
     because: str
-    """Why it is refused, as a sentence without a full stop."""
+    """Why the settings are refused, as a sentence without a full stop."""
     way_out: str | Sentence
-    """What to set in its place: a sentence, or a function of the settings that returns one."""
+    """What to set instead: a sentence, or a function of the settings that returns one."""
     because_here: Sentence | None = None
-    """Return the reason with the numbers of the settings, for the error; None = ``because`` serves both."""
+    """Return the reason for the error, with values of the settings. None = the error uses ``because`` too."""
 
     def reason_for(self, settings: Settings) -> str:
         return self.because if self.because_here is None else self.because_here(settings)
@@ -94,10 +94,10 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Work:
-    """What a call computes on one device; 0 for what it does not have."""
+    """What a call computes on one device. Fields that do not apply are 0."""
 
     rows: int = 0
-    """Sequences of the fullest micro-batch, or that are generated at once."""
+    """Sequences of the fullest micro-batch, or sequences that are generated at once."""
     tokens: int = 0
     """Tokens of the fullest micro-batch."""
     longest: int = 0
@@ -108,10 +108,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Need:
-    """What a call needed when the device had no room: the source of an advice's numbers."""
+    """What a call needed when the device ran out of memory. The numbers in an advice are computed from it."""
 
     share: float
-    """How much of the bytes that grow with the work (or of the kind that is advised) there is room for, from 0 to 1."""
+    """Share, from 0 to 1, for which there is room: of the bytes that grow with the work, or of the kind of bytes in the
+    advice."""
     over_bytes: int
     """Bytes beyond the limit."""
     limit_bytes: int
@@ -119,12 +120,12 @@ class Need:
 
     @property
     def one_fits(self) -> bool:
-        # The share keeps half of the room free.
+        # Twice the share, because the share is computed so that half of the room stays free.
         return 2 * self.share * self.work.tokens >= self.work.longest
 
     def part(self, count: int, least: int = 1) -> int | None:
         fitting = max(int(count * self.share), least)
-        # None: all of them fit.
+        # None = all of them fit.
         return fitting if fitting < count else None
 
 
@@ -133,23 +134,23 @@ class Advice:
     """What to set when a phase runs out of device memory."""
 
     kind: str
-    """Kind of bytes that it makes smaller."""
+    """Kind of bytes that the advice makes smaller."""
     key: str
     value: object
     """The value to set, or ``LOWER``."""
     when: Predicate = lambda _: True
-    """Return whether it would help."""
+    """Return whether the advice would help."""
     phases: tuple[str, ...] = ()
-    """Phases in which it helps; () = all but ``not_in``."""
+    """Phases in which it helps. () = all phases but ``not_in``."""
     not_in: tuple[str, ...] = ()
     """Phases in which it does not help."""
     ends_it: bool = False
-    """It alone is likely to be enough, so it is named before all others."""
+    """This advice alone is probably enough, so it is named first."""
     to: Callable[[Need, Settings], float | None] | None = None
-    """Of a number to lower: return the largest that would be enough, or None where no number is. Without it the number shrinks
-    as its bytes must."""
+    """With ``LOWER``: return the largest number that is small enough, or None if there is none. Without this function, the number
+    is lowered in proportion to the bytes."""
     cost: str = ""
-    """Filled in from its knob."""
+    """Cost of the knob; :func:`knobs` fills it in."""
 
     def helps_in(self, phase: str) -> bool:
         return phase in self.phases if self.phases else phase not in self.not_in
@@ -170,41 +171,42 @@ def activation_saving(before: Shapes, after: Shapes) -> float:
 
 @dataclass(frozen=True)
 class LadderRow:
-    """The knob's row in the ladder, which switches on one knob after another and measures each."""
+    """The knob's row in the ladder. The ladder turns on one knob after another and measures each."""
 
     place: int
-    """Rows are measured in this order: first what changes no number, precision last."""
+    """Rows are measured in this order: first knobs that do not change results, precision last."""
     on: tuple[str, ...]
-    """Overrides that switch it on. ``{pair}`` stands for the tokens of two rows of the batch."""
+    """Overrides that turn the knob on. ``{pair}`` is replaced by the tokens of two rows of the batch."""
     off: tuple[str, ...]
-    """Overrides that switch it off. ``{all}`` stands for the tokens of all rows of the batch."""
+    """Overrides that turn the knob off. ``{all}`` is replaced by the tokens of all rows of the batch."""
     on_top_of: str = ""
-    """Name of the knob on whose row this one is measured, in place of those that follow there; "" = the row before."""
+    """Name of the knob whose row this row is added to and compared with, without the rows after that one. "" = the previous
+    row."""
 
 
 @dataclass(frozen=True)
 class Knob:
-    """One memory knob. Its text is the docstring of its file."""
+    """One memory knob. The docstring of its file describes it."""
 
     cost: str
-    """What it costs, in at most five words."""
+    """What the knob costs, in a few words."""
     name: str = ""
-    """Of its file; :func:`knobs` fills it in."""
+    """Name of its file; :func:`knobs` fills it in."""
     settings: Mapping[str, type] = field(default_factory=dict)
-    """Section -> frozen dataclass whose fields join it."""
+    """Section (of :data:`SECTIONS`) -> frozen dataclass whose fields are added to it."""
     shared_keys: tuple[str, ...] = ()
-    """Keys of other files that belong to it as well."""
+    """Keys that other files declare and that also belong to this knob."""
     besides: tuple[str, ...] = ()
-    """What turns it and is no key: a choice of a settings group, or an environment variable."""
+    """Other ways to set the knob: a choice of a settings group, or an environment variable."""
     unused_keys: tuple[UnusedKey, ...] = ()
     same_numbers: bool = False
-    """Whether no number of a run depends on it, to the last bit, so that a resumed run may change it."""
+    """Whether the results of a run are the same with and without it, bit for bit, so that a resumed run may change it."""
     known_as: Mapping[str, str] = field(default_factory=dict)
-    """Name in another project -> key, for the error of an unknown key."""
+    """Name in another project -> key, for the error about an unknown key."""
     refuses: tuple[Refusal, ...] = ()
     advice: tuple[Advice, ...] = ()
     claims: tuple[Claim, ...] = ()
-    """What the ladder holds it to."""
+    """Savings that the knob promises and the ladder measures."""
     row: LadderRow | None = None
 
     @property
@@ -213,7 +215,7 @@ class Knob:
 
     @property
     def first_key(self) -> str:
-        """The key to set first: the one that the ladder sets; for a knob without keys, what turns it on instead."""
+        """The key to set first: the key that the ladder sets. A knob without keys has an entry of ``besides`` instead."""
         from_row = (override.partition("=")[0] for override in (self.row.on if self.row else ()))
         return next(iter((*from_row, *self.keys, *self.besides)))
 
@@ -255,7 +257,7 @@ def knob_named(name: str) -> Knob:
 
 @cache
 def text_of(name: str) -> dict[str, str]:
-    """Return a knob's text: what it does under "", then one entry for each of :data:`PARTS`."""
+    """Return the text of a knob: "" -> what it does, and one entry for each of :data:`PARTS`."""
     pieces = re.split(rf"^({'|'.join(PARTS)}):", _module(name).__doc__ or "", flags=re.MULTILINE)
     text = {"": pieces[0], **dict(zip(pieces[1::2], pieces[2::2], strict=True))}
     assert tuple(text) == ("", *PARTS), f"memory/{name}.py: its docstring should say {', '.join(PARTS)}; it says {list(text)[1:]}"
@@ -286,9 +288,9 @@ def _module(name: str) -> Any:
 
 
 class SettingsView:
-    """A view of the settings in which an ``address`` function may rename a dotted key, or raise.
+    """A view of the settings in which a function ``address`` may replace a dotted key by another one, or raise.
 
-    Sections are views too; other attributes come from the settings.
+    Sections are views too. Other attributes are those of the settings.
     """
 
     def __init__(self, settings: Settings, address: Callable[[str], str], prefix: str = "") -> None:
@@ -301,21 +303,21 @@ class SettingsView:
         for part in sections:
             section = getattr(section, part)
         derived = getattr(type(section), last, None)
-        if isinstance(derived, property):  # it reads keys, which go through the function too
+        if isinstance(derived, property):  # evaluated on the view, so that the keys it reads are replaced too
             return derived.__get__(self)
         value = getattr(section, last)
         is_section = dataclasses.is_dataclass(value) or isinstance(value, SettingsView)
         return SettingsView(self._settings, self._address, f"{key}.") if is_section else value
 
 
-# What settings may hold and what several of them mean together: ranges of numbers, and questions that many rules ask. A number
-# with a range is ``Annotated[type, Range]``, read by the check of values.
+# Questions about the settings that many rules ask, and ranges of numbers. A number with a range has the type ``Annotated[type,
+# Range]``, which the check of values reads.
 
 DEVICES = ("trainer.nnodes", "trainer.n_gpus_per_node")
-"""The keys behind :func:`num_devices`."""
+"""The keys that :func:`num_devices` reads."""
 
 KL = ("algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss")
-"""The keys behind :func:`needs_reference`."""
+"""The keys that :func:`needs_reference` reads."""
 
 
 def num_devices(settings: Settings) -> int:
@@ -381,7 +383,8 @@ def data_ranks(settings: Settings, role: SequenceRole) -> int:
 
 
 def uneven_shards(devices: int, fsdp: Fsdp) -> bool:
-    # Whether devices do not divide into shard groups. Sizes below 1 mean all devices, or are reported elsewhere.
+    # Whether the devices do not divide into shard groups. -1 means one group of all devices; another rule reports other sizes
+    # below 1.
     return fsdp.fsdp_size > 0 and devices % fsdp.fsdp_size != 0
 
 
@@ -397,9 +400,9 @@ def needs_reference(settings: Settings) -> bool:
 @dataclass(frozen=True)
 class Range:
     text: str
-    """The end of the sentence "the value ..."."""
+    """The end of a sentence that begins with "the value"."""
     holds: Callable[[Any], bool]
-    """Return whether a value, which is not None, is in the range."""
+    """Return whether a value is in the range. It is not called with None."""
 
 
 @dataclass(frozen=True)

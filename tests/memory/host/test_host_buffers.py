@@ -54,7 +54,7 @@ def test_the_limit_is_reached_and_beyond_it_is_an_error_that_names_key_kind_and_
     last = allocator.empty(GIB // 2, CPU, "optimizer")
     assert allocator.held_bytes == GIB
     del last
-    expected = r"memory\.host_limit_gb=1: optimizer needs 0\.75 GiB.*0\.5 GiB are taken \(params 0\.5\).*at least 1\.25"
+    expected = r"memory\.host_limit_gb=1: optimizer needs 0\.75 GiB.*0\.5 GiB are in use \(params 0\.5\).*at least 1\.25"
     with pytest.raises(ConfigError, match=expected):
         allocator.empty(3 * GIB // 4, CPU, "optimizer")
     with pytest.raises(ConfigError):
