@@ -1,4 +1,7 @@
-"""The folder of one run: settings, metrics, timeline, samples and summary, each cut back to the step a run resumes from."""
+"""The folder of one run: settings, metrics, timeline, samples and summary.
+
+When a run resumes from a step, the rows of later steps are removed from each file.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,13 @@ from verl_memopt.observe.samples import Sample, sample_row
 from verl_memopt.records import RecordError, json_of, parse_json, read_json, read_record
 
 FINAL_MODEL, BEST_MODEL = "model", "model_best"
-"""Folders with the policy of the last step, and with that of the best checkpoint, by ``trainer.keep_best_checkpoint``."""
+"""Folder with the policy after the last step, and folder with that of the best checkpoint (``trainer.keep_best_checkpoint``)."""
 INPUTS = "inputs"
-"""Folder with the rows, functions and model that came from Python."""
+"""Folder with the rows, functions and model that a caller in Python passed to the run."""
 COMMAND, PENDING = "command.txt", "command.txt.pending"
-"""The command of a run from Python, in ``inputs/``; and that of a start which may still be refused."""
+"""Files in ``inputs/``, for a run from Python: the command of the run, and the command of a start that may still be refused."""
 PREVIOUS, HALF = "previous", ".partial"
-"""Folder with what earlier runs left, each in a folder of its own; and the suffix of one that is not whole yet."""
+"""Folder that has one subfolder with the files of each earlier run, and the suffix of a subfolder that is not complete yet."""
 CHARTS = ("reward_and_validation.png", "peak_memory_by_phase.png", "memory_timeline.png")
 RECORD = (
     *("config.yaml", "metrics.jsonl", "memory_timeline.csv", "generations.jsonl", "warnings.jsonl", "phase_memory.jsonl"),
@@ -49,25 +52,25 @@ RUN_FILES = (
 )
 """Names of the files and folders that a run leaves in its folder."""
 BESIDE = (INPUTS, "reward_logs", "console.log")
-"""Further files of a run, which this start may have written already. On their own they are no sign of an earlier run."""
+"""Further files of a run. This start may have written them already, so on their own they are no sign of an earlier run."""
 IN_PASSING = (
     *("engine_config", "rollouts", ".stop", f"global_step_*{HALF}", f"{FINAL_MODEL}{HALF}", f"{BEST_MODEL}{HALF}"),
     *("out_of_memory_rank*.json", ".*.json.partial", ".*.yaml.partial", ".*.png.partial"),
 )
-"""Further names that runs write, replace or remove in their folder."""
+"""Names of temporary files and folders that runs write, replace or remove in their folder."""
 
 
 def refuse_what_is_not_ours(folder: Path) -> None:
-    """Refuse a run's folder if files of the user's have names of ours, before anything is written.
+    """Refuse a run folder if it contains a file of the user under a name that runs use. Nothing is written before.
 
     Raises:
-        ConfigError: It names one, and the way out.
+        ConfigError: There is such a file. The message names it.
     """
     refuse_others(folder, (*RUN_FILES, *BESIDE, *IN_PASSING), (FINAL_MODEL, BEST_MODEL), "trainer.default_local_dir=")
 
 
 class RunFolder:
-    """Paths and files of one run. It does not depend on what the run computes."""
+    """Paths and files of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -82,22 +85,22 @@ class RunFolder:
         self.config_history = path / "config_history"
         self.record = path / "record.json"
         self.run_id = uuid.uuid4().hex[:12]
-        """Identifies this start of the run. A resumed run has another."""
+        """Identifies this start of the run. A resume gets a new one."""
         self.began = wall_time()
         self._elapsed_before = 0.0
         self._is_new = False
 
     def begin(self, config_text: str, resumed_step: int | None) -> Path | None:
-        """Prepare the folder for a new or a resumed run; return where the files of an earlier run are, if they were moved.
+        """Prepare the folder for a new or a resumed run. Return the folder to which files of an earlier run moved, if any.
 
-        On resume the rows after the step are dropped, so that the files equal those of an uninterrupted run, and settings that
-        differ from the present ones move to ``config_history/``. ``resumed_step``: None = a new run.
+        On resume, the rows of later steps are removed, so that the files equal those of an uninterrupted run. Earlier settings
+        that differ from the present ones move to ``config_history/``. ``resumed_step``: None = a new run.
         """
         with disk_refusals(self.config):
             self.path.mkdir(parents=True, exist_ok=True)
             self._is_new = mark(self.path)
             aside = self.set_aside(config_text) if resumed_step is None else self._keep_later_models(resumed_step)
-            self.record.unlink(missing_ok=True)  # what follows changes the files
+            self.record.unlink(missing_ok=True)  # the lines below change the files, so its checksums become wrong
             if resumed_step is not None:
                 self._reopen()
                 self._rewind(resumed_step)
@@ -107,12 +110,12 @@ class RunFolder:
         return aside
 
     def accept(self) -> None:
-        # Keep the command of a start that can no longer be refused.
+        # This start can no longer be refused, so its command becomes the command of the run.
         with suppress(FileNotFoundError):  # only a run from Python has one
             (self.path / INPUTS / PENDING).replace(self.path / INPUTS / COMMAND)
 
     def take_back(self, aside: Path | None) -> None:
-        # Remove the files of a new run that was refused after :meth:`begin`, and put back what that moved aside.
+        # Undo :meth:`begin` after a new run was refused: remove its files, and move the files of the earlier run back.
         for path in self._left_by_a_run():
             if path.name not in BESIDE:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -122,13 +125,13 @@ class RunFolder:
             (self.path / MARK).unlink()
 
     def mend(self) -> None:
-        # Put back what a start had begun to move aside when it was killed.
+        # A start may be killed while it moves the files of an earlier run aside. Move them back.
         for half in self.path.glob(f"{PREVIOUS}/[0-9]*{HALF}") if is_marked(self.path) else ():
             self._put_back(half)
 
     def _reopen(self) -> None:
-        # The run goes on, so its summary must not say that it has ended.
-        with suppress(UserError):  # damaged: its reader names it
+        # The run continues, so its summary must not say that it has ended.
+        with suppress(UserError):  # the summary is damaged; whoever reads it next reports this
             if (summary := self.read_summary()).get(ENDED):
                 self.write_summary(summary | {ENDED: False})
 
@@ -164,7 +167,7 @@ class RunFolder:
         """Return the summary, or an empty one for a run that has not ended.
 
         Raises:
-            UserError: It is damaged.
+            UserError: The summary is damaged.
         """
         if not self.summary.exists():
             return {}
@@ -172,7 +175,7 @@ class RunFolder:
         return summary
 
     def seal(self, names: Sequence[str] | None = None) -> None:
-        """Write the checksum of each file of a run that has ended, by which ``verl-memopt check`` finds damage.
+        """Write a record with the checksum of each file of a run that has ended. ``verl-memopt check`` finds damage by it.
 
         ``names``: files whose checksums are renewed in an existing record; None = all files.
         """
@@ -180,14 +183,14 @@ class RunFolder:
             digests = {path.relative_to(self.path).as_posix(): digest_of(path) for path in self._sealed_files()}
         else:
             digests = self._read_seal() or {}
-            if not digests:  # none, or damaged: what is there now must not count as what was written
+            if not digests:  # no record, or a damaged one; a new record would declare damaged files correct
                 return
             digests |= {name: digest_of(self.path / name) for name in names}
         text = json.dumps(digests, indent=1)
         replace_text(self.record, json.dumps({"digest": blake3(text.encode()).hexdigest(), "files": digests}, indent=1) + "\n")
 
     def faults(self) -> list[str]:
-        """Return one sentence for each file that differs from the record of a run that has ended, or cannot be read."""
+        """Return one sentence for each file that cannot be read, or that differs from the record of a run that has ended."""
         found = []
         if self.record.exists() or self.record.is_symlink():
             digests = self._read_seal()
@@ -203,7 +206,7 @@ class RunFolder:
             if self.read_summary().get(ENDED):
                 found.append(
                     f"{self.record.name} is missing: {self.summary.name} says that the run has ended, so it was deleted, or the "
-                    "run was killed in its last moment. Start the run again: it ends at once and writes it anew"
+                    "run was killed in its last moment. Start the run again: it ends at once and writes the record again"
                 )
         for read in (self.read_metrics, self.read_warnings, self.read_timeline, self.read_summary):
             try:
@@ -213,7 +216,7 @@ class RunFolder:
         return found
 
     def _sealed_files(self) -> Iterator[Path]:
-        # Checkpoints have checksums of their own, and what other programs write is not sealed.
+        # Checkpoints have their own checksums. Files of other programs get none.
         for path in sorted(self.path.iterdir()):
             if path.is_dir() and (path.name.startswith("model") or path == self.config_history):
                 yield from sorted(file for file in path.rglob("*") if file.is_file())
@@ -221,7 +224,7 @@ class RunFolder:
                 yield path
 
     def _read_seal(self) -> dict[str, str] | None:
-        # None if the checksums are not as they were written.
+        # None = the record is missing, or was changed after it was written.
         try:
             text = read_record(self.record).decode()
             digests = parse_json(text, _Seal)["files"]
@@ -231,14 +234,14 @@ class RunFolder:
             return None
 
     def _rows(self, path: Path) -> list[dict[str, Any]]:
-        # Each row has a step, and otherwise only numbers and the texts in TEXTS.
+        # Each row has a step. Its other entries are numbers, or texts whose names are in TEXTS.
         rows = read_rows(path) if path.exists() else []
         for row in rows:
             _step(row, path)
             wrong = [name for name, value in row.items() if not isinstance(value, float | int) and name not in TEXTS]
             if wrong or not all(isinstance(row.get(name, ""), str) for name in TEXTS):
                 raise DataError(
-                    f"{path}: in the row of step {row['step']} an entry is no number: {wrong[:1]}. Correct or delete it."
+                    f"{path}: in the row of step {row['step']} an entry is not a number: {wrong[:1]}. Correct or delete it."
                 )
         return rows
 
@@ -249,19 +252,19 @@ class RunFolder:
         self._elapsed_before = max((row.elapsed_seconds + row.seconds for row in self.read_timeline()), default=0.0)
 
     def _keep_config(self, config_text: str, step: int) -> None:
-        # Settings that are about to be replaced, under a name that is not used yet.
+        # The earlier settings are about to be replaced. Keep them under a name that is still free.
         if not self.config.exists() or read_text(self.config) == config_text:
             return
         self.config_history.mkdir(exist_ok=True)
         names = (f"until_step_{step}{'' if number == 1 else f'_{number}'}.yaml" for number in itertools.count(1))
         self.config.rename(next(path for name in names if not (path := self.config_history / name).exists()))
 
-    # An earlier run moves aside as one: into a folder that gets its name when it is whole.
+    # All files of an earlier run move into one folder, which gets its final name when all of them are there.
 
     def set_aside(self, config_text: str) -> Path | None:
-        """Move everything that an earlier run left to a new folder in ``previous/``, and return that; None if there was nothing.
+        """Move all files of an earlier run to a new folder in ``previous/``. Return it, or None if there are no such files.
 
-        Inputs that the present settings name stay here; they are copied if the earlier settings name them too.
+        Inputs that the present settings name stay here. If the earlier settings name them too, they are copied.
         """
         left = self._left_by_a_run()
         if all(path.name in BESIDE for path in left):
@@ -271,12 +274,12 @@ class RunFolder:
         stay = [path for path in inputs if path.name in config_text]
         moved = [path for path in (*left, *inputs) if path not in stay and path.name != INPUTS]
         aside = self._to_previous(moved, copied=[path for path in stay if path.name in before])
-        with suppress(OSError):  # there is none, or the present settings name what is in it
+        with suppress(OSError):  # it does not exist, or inputs that the present settings name are in it
             (self.path / INPUTS).rmdir()
         return aside
 
     def _keep_later_models(self, step: int) -> Path | None:
-        # Models of steps after the one that the run goes back to move away, with a copy of their record.
+        # Move the models of later steps than the resumed one aside, with a copy of the files that describe their run.
         models = [path for name in (FINAL_MODEL, BEST_MODEL) if (path := self.path / name).is_dir() and _step_of(path) > step]
         record = [path for path in self._left_by_a_run() if any(fnmatch(path.name, name) for name in (*RECORD, *BESIDE))]
         return self._to_previous(models, record) if models else None
@@ -298,7 +301,7 @@ class RunFolder:
         return target
 
     def _put_back(self, source: Path, below: str = "") -> None:
-        # What is still in its place was only copied.
+        # Only what is missing here moves back. What is still here had only been copied.
         for path in (entry for entry in (source / below).iterdir() if entry.name != MARK):
             name = f"{below}{path.name}"
             if not os.path.lexists(self.path / name):
@@ -313,10 +316,10 @@ class RunFolder:
 
 
 ENDED = "ended"
-"""Entry of the summary of a run that has ended, and so has a record of checksums."""
+"""Entry of the summary. True = the run has ended, and so it has a record of checksums."""
 
 NOT_SEALED = (".", "mlflow.db", "console.log")
-"""Prefixes of files that keep changing: looking at MLflow's record changes it."""
+"""Prefixes of the names of files that change after the run has ended: even opening MLflow's database changes it."""
 
 TEXTS = ("run_id", "warning")
 """Entries of metrics and warnings that are texts."""
@@ -342,7 +345,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _step_of(model: Path) -> float:
-    # A model whose record cannot be read counts as another's, so its step is infinite.
+    # A model whose record cannot be read counts as the model of another run. Its step is infinite, so it is moved aside.
     try:
         return float(read_json(model / MODEL_RECORD, _StepOfModel)["step"])
     except (OSError, RecordError):
@@ -358,7 +361,7 @@ class _Seal(TypedDict):
 
 
 def program() -> str:
-    # Users copy this into a shell, so it must find this installation.
+    # Users copy this command into a shell, so it must start this installation.
     path = Path(sys.executable).with_name("verl-memopt")
     if path.is_file() and str(path) != shutil.which("verl-memopt"):
         return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
@@ -369,7 +372,7 @@ def open_run_folder(path: Path) -> RunFolder:
     """Return the folder of an earlier run.
 
     Raises:
-        UserError: There is no such folder, or it is not that of a run.
+        UserError: There is no such folder, or it is not a run folder.
     """
     if not path.is_dir():
         raise UserError(f"{path}: no such run folder. Use the folder that a run printed as its last line.")
@@ -389,11 +392,11 @@ class TimelineRow:
     timestamp: float
     """When the phase began, in seconds since 1970."""
     elapsed_seconds: float
-    """When it began, in seconds of running time. A pause between a stop and a resume does not count."""
+    """When the phase began, in seconds of running time. A pause between a stop and a resume does not count."""
     step: int
     """0 = before the first step."""
     phase: str
-    """As in ``timing_s/<phase>``."""
+    """Name of the phase, as in ``timing_s/<phase>``."""
     seconds: float
     """Duration as the driver measured it."""
     allocated_bytes: int | None = None
@@ -416,13 +419,13 @@ COLUMNS = tuple(column.name for column in fields(TimelineRow))
 _TIMES = ("timestamp", "elapsed_seconds", "seconds")
 _INTEGERS = ("allocated_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "host_rss_bytes")
 _NO_PHASES = ("step", "epoch", "run", REWARD_IN_ROLLOUT)
-"""Spans that contain other phases or lie within one. They are timed but have no row in the timeline."""
+"""Spans that contain phases, or that are a part of a phase. They are timed, but have no row in the timeline."""
 
 
 def timeline_rows(step: int, spans: Sequence[Span], memories: Mapping[str, PhaseMemory]) -> list[TimelineRow]:
-    """Return a step's rows in the order in which the phases began. The run folder fills in their running time.
+    """Return a step's rows in the order in which the phases began. :meth:`RunFolder.add_timeline` sets ``elapsed_seconds``.
 
-    ``memories``: by phase, over all processes. A phase without them has empty cells.
+    ``memories``: name of a phase -> its figures over all processes. A phase that is not in it has empty cells.
     """
     rows = []
     for span in sorted((span for span in spans if span.name not in _NO_PHASES), key=lambda span: span.started):

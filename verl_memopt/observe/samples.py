@@ -1,4 +1,4 @@
-"""Dumps of generated samples, and how a later run reads them.
+"""Writes generated samples to a dump, which a later run can read.
 
 A dump is a folder with one ``{step}.jsonl`` per step, one row per response. The rows of one prompt are neighbours.
 """
@@ -30,13 +30,13 @@ class Sample:
     output: str
     """The response as text."""
     gts: Any
-    """The ground truth the reward function saw."""
+    """The ground truth that the reward function received."""
     score: float | None
     """None = the response was not scored."""
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further entries that the reward function returned, each a key of the row."""
+    """Further entries that the reward function returned. Each becomes a key of the dump row."""
     finish_reason: str = "stop"
     """``stop``, or ``length`` if the response reached its limit."""
     rollout_log_probs: Sequence[float] | None = None
@@ -46,9 +46,9 @@ class Sample:
     failed: bool = False
     """The reward function failed, and ``score`` is the fallback score."""
     messages: list[dict[str, str]] | None = None
-    """The prompt as messages, which a reward model renders with its own template. None = the prompt is a text."""
+    """The prompt as messages, which a reward model renders with its own chat template. None = the prompt is plain text."""
     address: str = field(default="", compare=False)
-    """File and row, counted from 1, of a sample that was read."""
+    """File and row, counted from 1, from which the sample was read."""
 
 
 def sample_row(step: int, sample: Sample) -> dict[str, Any]:
@@ -71,7 +71,7 @@ FILE_KEYS = ("tokenizer", "row", "rows")
 def dump_samples(folder: Path, step: int, samples: Sequence[Sample], tokenizer: str = "") -> Path:
     """Write ``{folder}/{step}.jsonl``, one row per sample, completely or not at all, and return its path.
 
-    Samples of one prompt are neighbours. ``tokenizer``: hash of the tokenizer of the ids.
+    Samples of one prompt must be neighbours. ``tokenizer``: hash of the tokenizer that made the token ids.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{step}.jsonl"
@@ -85,10 +85,10 @@ def dump_samples(folder: Path, step: int, samples: Sequence[Sample], tokenizer: 
 
 
 def refuse_other_files(folder: Path, key: str) -> None:
-    """Refuse a folder for a dump if a file in it has the name of a step's file, but is not one.
+    """Refuse a folder for a dump if it contains a file that is named ``{step}.jsonl`` but that no run wrote.
 
     Raises:
-        ConfigError: It names the file.
+        ConfigError: There is such a file. The message names it.
     """
     for path in sorted(folder.glob("*.jsonl")) if folder.is_dir() else ():
         if path.stem.isdecimal():
@@ -106,7 +106,7 @@ def _refuse_other(path: Path, address: str) -> None:
 
 
 LONGEST_LINE = 2**24
-"""Longest line that is read, in bytes."""
+"""Largest number of characters that are read of a file's first line."""
 
 
 def dumped_steps(folder: Path) -> list[int]:
@@ -169,4 +169,4 @@ def _read(row: dict[str, Any], address: str, tokenizer: str, num_tokens: int) ->
 
 
 EMPTY = Sample("", "", "", "", None, None, [], [])
-"""A sample without content; its row has every key of a dump row but the reward function's."""
+"""A sample without content. Its row shows which keys :func:`sample_row` writes for every sample."""

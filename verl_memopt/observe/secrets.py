@@ -1,6 +1,6 @@
-"""What a secret is, decided in one place: by the name of an entry, and by the shape of a text.
+"""Recognises secrets by the name of an entry and by the shape of a text, and replaces them.
 
-Settings, checkpoints, commands and logs of a run have a checksum in the place of each secret: equal secrets stay equal.
+The settings, checkpoints, commands and logs of a run have a checksum in place of each secret, so equal secrets stay equal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OPEN_KEYS = (
     *("custom_reward_function.reward_kwargs", "ray_kwargs.ray_init", "actor_rollout_ref.rollout.engine_kwargs.vllm"),
     "data.apply_chat_template_kwargs",
 )
-"""Keys whose entries the user names. Some entries are secrets of a service."""
+"""Keys below which the user chooses the names of the entries. Some of these entries are secrets."""
 
 _WORDS = (
     r"passw(?:or)?d?s?|pwd|passphrases?|passcode|secrets?|credentials?|cookies?|bearer|auth|authorization|"
@@ -38,7 +38,7 @@ _SHAPES = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     re.S,
 )
-"""Credentials in an address, parameters of an address, and the beginnings of the tokens of well-known services."""
+"""Credentials in a URL, secret parameters of a URL, tokens of well-known services, HTTP credentials and private keys."""
 
 
 def is_secret_name(name: str, value: Any = "") -> bool:
@@ -89,7 +89,7 @@ def without_secrets(value: Any, open_key: bool = True) -> Any:
 
 
 def without_secrets_of(key: str, value: Any) -> Any:
-    """Return the value of a key with a checksum in place of each secret. Below an open key the names are the user's."""
+    """Return the value of a key with a checksum in place of each secret. Names count only below the keys in ``OPEN_KEYS``."""
     section = next((name for name in OPEN_KEYS if key == name or key.startswith(f"{name}.")), None)
     if section is None:
         return without_secrets(value, open_key=False)
@@ -128,7 +128,7 @@ def argument_without_secrets(argument: str) -> str:
 
 
 def secrets_in(function: Any, pickled: bytes) -> list[str]:
-    """Return the names of secrets that a pickled function carries along, for a warning. ``pickled``: its bytes."""
+    """Return the names of secrets that a pickled function contains, for a warning. ``pickled``: its bytes."""
     code, named = getattr(function, "__code__", None), dict(getattr(function, "__kwdefaults__", None) or {})
     for name, cell in zip(getattr(code, "co_freevars", ()), getattr(function, "__closure__", None) or (), strict=False):
         try:

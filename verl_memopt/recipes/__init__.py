@@ -1,7 +1,8 @@
-"""The recipes, and what each adds to the core. A recipe is chosen by ``reward_model.reward_manager``.
+"""The recipes, and what each adds to the core. ``reward_model.reward_manager`` chooses a recipe.
 
-Each recipe has a folder of its own in this package, which the core never imports. It reads this table, and loads a part of a
-recipe where a run needs it. So this file imports nothing: configuration and reward processes read it too.
+Each recipe has a folder of its own in this package. The core imports no such folder. It reads the table below, and loads a part
+of a recipe when a run needs that part. This file imports no other module of the package, because configuration and reward
+processes import it.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a recipe adds. A part is the dotted name of an object, ``module:name``, which is imported on use.
+    """What a recipe adds. Fields that end in ``_at`` hold the dotted name of an object, ``module:name``, imported on use.
 
     Attributes:
-        title: What log messages call the recipe.
-        rules_at: The combinations of settings that it refuses.
-        names_at: The names of its published settings, which a run of it reads beside ours.
-        hooks_at: Its dataset, its role in the workers and its scorer: a module with the functions of ``RecipeHooks``.
-        commands: Command -> the function that runs it, and the line of the help.
-        tokens_key: The setting that limits the tokens in one forward of the model that scores.
-        longest_key: The setting that limits the tokens of a sequence that is scored.
-        equals: A name of its published settings -> our key, for the hint at an unknown key.
+        title: Name of the recipe in log messages.
+        rules_at: The combinations of settings that the recipe refuses.
+        names_at: The setting names of the recipe's publication. A run of the recipe accepts them as well as our keys.
+        hooks_at: A module with the functions of ``RecipeHooks``: dataset, worker role and scorer of the recipe.
+        commands: Command -> the function that runs it, and its line in the help.
+        tokens_key: The setting that limits the tokens in one forward of the scoring model.
+        longest_key: The setting that limits the tokens of one scored sequence.
+        equals: A published setting name -> our key, for the hint in the error of an unknown key.
     """
 
     title: str
@@ -72,4 +73,4 @@ RECIPES: dict[str, Recipe] = {
         | {"use_ray": "trainer.worker_group", "save_completions_probability": "trainer.rollout_data_dir"},
     )
 }
-"""Value of ``reward_model.reward_manager`` -> the recipe that it chooses."""
+"""Value of ``reward_model.reward_manager`` -> its recipe."""

@@ -36,7 +36,7 @@ class TagPair:
         inner = text.strip()
         if len(inner) >= len(self.begin) + len(self.end) and inner.startswith(self.begin) and inner.endswith(self.end):
             return inner[len(self.begin) : len(inner) - len(self.end)]
-        # Text without the pair stays as it is.
+        # Text without both tags is returned unchanged.
         return text
 
 
@@ -68,16 +68,16 @@ class RltFormat:
 
     @property
     def forced_prefix(self) -> str:
-        # The end of every teacher prompt: the begin tag and the padding.
+        # The last text of every teacher prompt: the begin tag and the padding.
         return self.explanation.begin + self.padding
 
     def teacher_prefill(self, solution: str) -> str:
-        # The start of the teacher's turn, after which the teacher writes the explanation.
+        # The given start of the teacher's turn. The teacher continues it with the explanation.
         return self.solution.wrap(solution) + self.delimiter + self.forced_prefix
 
     @property
     def student_opening(self) -> str:
-        # The start of the student's turn, after which the explanation follows.
+        # The start of the student's turn. The explanation follows it.
         return self.think_prefix + self.thought.begin + self.padding
 
     @property
@@ -146,7 +146,7 @@ class RltPrompts:
         return text + turn, (*plain, *moved(self.plain(turn), len(text)))
 
     def student(self, question: str) -> tuple[str, Spans]:
-        """Return the student's prompt, up to where the explanation begins, and the spans of special tokens that are plain text.
+        """Return the student's prompt, which ends before the explanation, and the spans of special tokens that are plain text.
 
         Raises:
             DataError: The chat template cannot render the messages.
@@ -158,7 +158,7 @@ class RltPrompts:
         return end_of_turn(self.tokenizer, self.chat_kwargs)
 
     def plain(self, text: str) -> Spans:
-        # The spans of a text of the data whose special tokens are encoded as plain text.
+        # The spans of the special tokens in a text from the data that must be encoded as plain text.
         return () if self.allow_special_tokens else special_tokens_of(self.tokenizer).find(text)
 
     def _chat(self, system: str, question: str) -> tuple[str, Spans]:
@@ -198,7 +198,7 @@ class RltRecord:
     solution: str
     """The solution without tags."""
     reasoning_trace: str | None
-    """A worked reasoning without tags, for the warm-up of a teacher. None = the row has none."""
+    """A complete reasoning without tags, from which a teacher learns in the warm-up. None = the row has none."""
     address: str
     """File and row, counted from 1."""
 
@@ -207,13 +207,13 @@ class RltRecord:
 class Records:
     rows: list[RltRecord]
     rejected: dict[str, int]
-    """Reason -> number of rows."""
+    """Reason -> number of rows that were rejected for it."""
 
 
 def read_records(rows: Iterable[RawRow], rlt_format: RltFormat) -> Records:
     """Return the records of rows, and how many rows were rejected for which reason.
 
-    ``rlt_format``: its tags must not appear inside a text.
+    ``rlt_format``: the format whose tags must not appear inside a text.
 
     Raises:
         DataError: A row does not have the columns of any accepted form, or every row is rejected.
@@ -289,7 +289,7 @@ def _sections(answer: str) -> tuple[str, str] | None:
 
 
 def _checked(record: RltRecord, rlt_format: RltFormat) -> RltRecord | str:
-    # Remove tags around a record's texts. Return the record, or the reason why it cannot be used.
+    # Remove the tags around the texts of a record. Return the record, or the reason why it cannot be used.
     solution, trace = rlt_format.solution.unwrap(record.solution), record.reasoning_trace
     if trace is not None:
         trace = rlt_format.thought.unwrap(rlt_format.explanation.unwrap(trace))
@@ -312,7 +312,7 @@ class RltDataset(list[PromptRow]):
     A row's ``ground_truth`` is the solution, and its ``extra_info`` holds ``question``, ``solution`` and ``reasoning_trace``.
 
     Args:
-        files: See :func:`verl_memopt.data.sources.read_source`: paths, or ``hub:`` and the id of a dataset.
+        files: Paths, or ``hub:`` and the id of a dataset. See :func:`verl_memopt.data.sources.read_source`.
         data: The ``data`` section of the settings.
         tokenizer: The teacher's tokenizer, with a chat template.
         split: ``train`` or ``val``. It selects ``{split}_max_samples`` and the keys that errors name.
@@ -361,12 +361,12 @@ NO_TRACE = "there is no reasoning trace to learn from"
 
 
 def teacher_rows(files: Any, data: schema.Data, tokenizer: Any, split: str, tag_format: str) -> list[PromptRow]:
-    """Return the rows that have a reasoning trace, with the teacher's lesson as the response. A warm-up learns these.
+    """Return the rows that have a reasoning trace, with this trace and an end tag as the response, for the warm-up of a teacher.
 
-    Arguments are those of :class:`RltDataset`.
+    The arguments are those of :class:`RltDataset`.
 
     Raises:
-        DataError: A file is wrong, no row is left, or a lesson is too long and ``data.filter_overlong_prompts`` is false.
+        DataError: A file is wrong, no row is left, or a response is too long and ``data.filter_overlong_prompts`` is false.
     """
     dataset = RltDataset(files, data, tokenizer, split, tag_format)
     prompts = RltPrompts(tokenizer, FORMATS[tag_format], data.apply_chat_template_kwargs, data.allow_special_tokens)

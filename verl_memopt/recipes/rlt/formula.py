@@ -1,13 +1,20 @@
 """The reward of RLT from log-probs: r_ss - r_kl + match.
 
-Let s be the student's log-probs of the solution. Let u be the student's and v the teacher's log-probs of the explanation. All are
-flat over the tokens of N rows. With weights a, b, transforms f, g and reductions R, Q of the settings::
+The inputs are one-dimensional over the tokens of N rows:
 
-    d    = v - u,  or  d - 1 + exp(-d),  or  -u
+    s  the student's log-probs of the solution
+    u  the student's log-probs of the explanation
+    v  the teacher's log-probs of the explanation
+
+The settings give the weights a and b, the transforms f and g, and the reductions R and Q::
+
+    k    = v - u                                    by default
+         = (v - u) - 1 + exp(-(v - u))              with use_schulman_kl_estimation
+         = -u                                       without include_teacher_think_entropy
     r_ss = sum_i a_i * R_i(max(f(s), -clip_log_prob))
-    r_kl = sum_i b_i * Q_i(min(g(d), clip_kl))
+    r_kl = sum_i b_i * Q_i(min(g(k), clip_kl))
 
-``match`` is a penalty where the end tag is missing. Arithmetic is fp64, results are fp32. No step loops over tokens.
+``match`` is the penalty of a row without an end tag. Arithmetic is in fp64, and results are in fp32. No code loops over tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +33,7 @@ from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student_rows import NAMES, SKIPPED, SOLUTION, THINK, StudentRows
 
 Rows = tuple[Tensor, Tensor]
-"""int64 [R], the row of each token, and int64 [N], the tokens of each row."""
+"""int64 [R], the row of each of R tokens, and int64 [N], the number of tokens of each row."""
 
 
 def reduce_rows(name: str, values: Tensor, lengths: Tensor) -> Tensor:
@@ -35,7 +42,7 @@ def reduce_rows(name: str, values: Tensor, lengths: Tensor) -> Tensor:
     Args:
         name: A key of ``REDUCTIONS``.
         values: [R], in any floating dtype.
-        lengths: int64 [N], the tokens of each row.
+        lengths: int64 [N], the number of tokens of each row.
     """
     row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     return REDUCTIONS[name](values.double(), (row, lengths))
@@ -56,12 +63,12 @@ def _quantile(share: float, values: Tensor, rows: Rows) -> Tensor:
 
 
 def _median(values: Tensor, rows: Rows) -> Tensor:
-    # The smaller one of two middle values, as ``torch.median`` gives it.
+    # Of two middle values the smaller one, as in ``torch.median``.
     return _ordered(values, rows, (rows[1] - 1).clamp(min=0) // 2)
 
 
 def _ordered(values: Tensor, rows: Rows, place: Tensor) -> Tensor:
-    # fp64 [N]: the value at a place of each row in ascending order; 0 for an empty row.
+    # fp64 [N]: sort the values of each row in ascending order and take the one at index `place`; 0 for an empty row.
     row, lengths = rows
     by_value = values.argsort(stable=True)
     ascending = values[by_value[row[by_value].argsort(stable=True)]]
@@ -92,15 +99,15 @@ TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class RltScores:
-    """The reward of each row and its parts, all [N].
+    """The reward of each row and the parts of the reward. All tensors are [N].
 
     Attributes:
         reward: fp32, ``r_ss - r_kl + match``. Always finite; 0 for a skipped row.
         r_ss: fp32, the weighted log-probs of the solution.
         r_kl: fp32, the weighted differences on the explanation.
         match: fp32, 0 or the penalty for a missing end tag.
-        parts: Name of a reduction, such as ``answer_log_prob/mean``, -> its value, fp32. Under the same name with ``/weighted``,
-            its share of ``r_ss`` or ``r_kl``.
+        parts: Name of a reduction, such as ``answer_log_prob/mean``, -> its value, fp32. The same name with ``/weighted`` has
+            the value times its weight, which is what it adds to ``r_ss`` or ``r_kl``.
         num_think: int32, tokens of the explanation.
         num_solution: int32, tokens of the solution.
         status: int8, a key of ``NAMES``.
@@ -120,7 +127,7 @@ class RltScores:
     def training_rewards(self) -> Tensor:
         """Return the rewards, fp32 [N], with NaN for skipped rows.
 
-        The trainer reads NaN as a row without a reward: it counts in no mean or standard deviation, and its advantage is 0.
+        The trainer treats NaN as a missing reward: the row counts in no mean or standard deviation, and its advantage is 0.
         """
         return torch.where(self.status == SKIPPED, torch.nan, self.reward)
 
@@ -148,7 +155,7 @@ def rlt_scores(
 
     Args:
         settings: Settings of the reward.
-        rows: What the student read.
+        rows: The sequences that the student scored.
         student_think: u, the student's log-probs of the explanations, fp32 [tokens of all explanations].
         teacher_think: v, the teacher's log-probs of the same tokens, of the same shape and dtype. May be None if
             ``include_teacher_think_entropy`` is false.
@@ -192,7 +199,7 @@ def rlt_scores(
 
 
 def _differences(settings: RltReward, student: Tensor, teacher: Tensor | None) -> Tensor:
-    # d of each token of the explanations, fp64.
+    # k of each token of the explanations, fp64.
     if not settings.include_teacher_think_entropy:
         return -student
     assert teacher is not None

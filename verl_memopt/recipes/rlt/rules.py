@@ -1,4 +1,4 @@
-"""Combinations of RLT's settings that are refused, and the names of its published recipes: which of our keys each sets."""
+"""Combinations of RLT's settings that are refused, and which of our keys each setting name of RLT's publication sets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PATH, _QUANTIZATION = f"{_MODEL}.path", f"{_MODEL}.quantization"
 _REF_OFFLOAD, _RANK = f"{_AR}.ref.fsdp_config.param_offload", f"{_AR}.model.lora_rank"
 _TEACHER = f"{_RLT}.kl_teacher"
 _NO_KL = dict.fromkeys(KL, False)
-"""Settings that ask for no reference."""
+"""Settings without which a run has no reference."""
 
 
 def _with_student(settings: Settings) -> bool:
@@ -136,7 +136,7 @@ _STEP: tuple[tuple[str, Any, str, str], ...] = (
         "Set data.truncation=error, and data.filter_overlong_prompts=true to drop long prompts.",
     ),
 )
-"""Settings that a step of RLT refuses, because the student scores after the log-probs of the whole rollout."""
+"""Settings that RLT refuses, as (key, refused value, reason, way out)."""
 
 
 RLT_RULES: tuple[Refusal, ...] = (
@@ -146,8 +146,8 @@ RLT_RULES: tuple[Refusal, ...] = (
 """All rules of this file, for :mod:`verl_memopt.config.checks`."""
 
 
-# The names of the published recipes, which are read beside TRL's in a run of RLT. Some mean something else than in TRL:
-# ``train_batch_size`` counts the responses of a step, of all devices.
+# The setting names of RLT's publication. A run of RLT accepts them as well as TRL's. Some differ in meaning from TRL's name:
+# ``train_batch_size`` is the number of responses per step, on all devices together.
 
 _ROLLOUT = f"{_AR}.rollout"
 SAMPLES_NAME, BATCH = "num_generations", "train_batch_size"
@@ -156,12 +156,12 @@ OWN = (
     *("align", "empty_think_kl", "include_forced_prefix", "kl_teacher", "logits_chunk_tokens", "max_student_len"),
     *("max_tokens_per_micro_batch", "overlong", "tag_format"),
 )
-"""Fields of ``reward_model.rlt`` that the published recipes do not have."""
+"""Fields of ``reward_model.rlt`` that RLT's publication does not have."""
 DUMPS, FOLDER = "trainer.rollout_data_dir", "trainer.default_local_dir"
 
 
 def sequences(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Compute the prompts of a step from its number of responses. All of them are in one optimizer step.
+    """Compute the number of prompts per step from the number of responses. One optimizer step uses all of them.
 
     Raises:
         NotConvertibleError: The responses do not divide into groups.
@@ -175,7 +175,7 @@ def sequences(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
 
 
 def sleep_level(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    # Which of vLLM's two levels is used follows from what the engine must keep.
+    # Only on or off is read: what the engine must keep decides which of vLLM's two sleep levels is used.
     return {f"{_ROLLOUT}.free_cache_engine": trl[name] not in (0, None)}
 
 
@@ -220,13 +220,13 @@ RLT_SPELLINGS: tuple[Spelling, ...] = (
         ("save_completions_probability",), (DUMPS,), dumps, "any number above 0 writes all rows",
     ),
 )  # fmt: skip
-"""In the order in which they are read, before TRL's own: TRL's numbers of steps depend on the batch."""
+"""In the order in which they are read. They are read before TRL's names, because TRL's numbers of steps depend on the batch."""
 
 RLT_NO_EQUAL: dict[str, NoEffect] = {
     "generation_aggregation_steps": NoEffect(ANY, "a whole step is generated at once. Remove the key"),
     "use_vllm_server": NoEffect((False,), f"the engine lives in the worker's process. Set {_ROLLOUT}.name=vllm alone"),
 }
-"""Names without an equal here -> the values that ask for nothing, why, and the way out."""
+"""Names that no key of ours equals -> the values without effect, the reason, and the way out."""
 
 PER_FORWARD: dict[str, NoEffect] = {
     name: NoEffect(ANY, f"forwards are cut by tokens. Use {_AR}.actor.ppo_max_token_len_per_gpu")

@@ -1,4 +1,4 @@
-"""``verl-memopt score``: scores stored explanations with the student of RLT and ranks those of each question."""
+"""``verl-memopt score``: scores stored explanations with the student of RLT, and ranks the explanations of each question."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class ScoringWorker:
 
     Args:
         student: Folder of the student's model.
-        teacher: Folder of the teacher's model; None if the reward does not read it.
+        teacher: Folder of the teacher's model; None if the reward needs no teacher.
         rlt: Settings of the reward.
-        dtype: Of weights and arithmetic.
-        trusts: The folders may run their own code.
+        dtype: Dtype of weights and arithmetic.
+        trusts: True = code in the model folders may run.
         placement: The worker's place in its group.
     """
 
@@ -88,7 +88,7 @@ class ScoringWorker:
         return compute_log_probs(self.teacher, batch, micro_batches, temperature, False, self.device)
 
     ref_log_probs = policy_log_probs
-    """``kl_teacher=reference`` reads the same model: a scoring command has one teacher."""
+    """``kl_teacher=reference`` uses the same model, because this command has only one teacher."""
 
     def close(self) -> None:
         self._models = []
@@ -123,17 +123,17 @@ LEAST = {
     "reward_model.reward_manager": "rlt",
     "reward_model.model.path": "student",
 }
-"""A run around the settings of the reward, so that the rules of a run check them."""
+"""The other settings of a run. With them, the rules of a run can check the settings of the reward."""
 LONGEST = 4096
-"""Length in tokens for which an architecture is checked if ``max_student_len`` is null."""
+"""If ``max_student_len`` is null, the model must support sequences of this many tokens."""
 EPILOG = """\
-Rows have the columns question, solution and explanation. A dump of an RLT run
-(trainer.rollout_data_dir) is read as well: its response tokens are scored as
-they are. A text without an end tag gets one; a response of a dump does not.
+Rows have the columns question, solution and explanation. The files may also be
+a dump of an RLT run (trainer.rollout_data_dir), whose response tokens are
+scored unchanged. An explanation without an end tag gets one, but not in a dump.
 
 Without --teacher the reward is r_ss + match: the student's log-probs of the
-solution, and the penalty for a missing end tag. With --teacher it is the whole
-reward of RLT. Further key=value pairs are keys of reward_model.rlt, such as
+solution, and the penalty for a missing end tag. With --teacher it is the
+complete reward of RLT. key=value pairs set keys of reward_model.rlt, such as
 tag_format=r1 or max_student_len=4096.
 """
 
@@ -144,9 +144,9 @@ class StoredExplanation:
 
     Attributes:
         question: The question.
-        solution: Its solution, without tags.
+        solution: The solution of the question, without tags.
         explanation: The text of the explanation.
-        response_ids: Its tokens; None = the text is tokenized.
+        response_ids: The tokens of the explanation; None = the text is tokenized.
         address: File and row, counted from 1.
     """
 
@@ -160,7 +160,7 @@ class StoredExplanation:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="verl-memopt score",
-        description="Score stored explanations with the student of RLT, and rank those of each question.",
+        description="Score stored explanations with the student of RLT, and rank the explanations of each question.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -170,10 +170,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=new_file_of, required=True, metavar="FILE", help="scored rows, as .jsonl")
     parser.add_argument("--best", type=new_file_of, metavar="FILE", help="the best explanation of each question, as .jsonl")
     parser.add_argument("--temperature", type=float, default=0.7, help="divides the logits of both models (default: 0.7)")
-    parser.add_argument("--dtype", choices=("fp32", "bfloat16"), default="fp32", help="of weights and arithmetic (default: fp32)")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where the models are computed")
+    parser.add_argument("--dtype", choices=("fp32", "bfloat16"), default="fp32", help="dtype of the computation (default: fp32)")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where the models run")
     parser.add_argument("--rows", type=int, default=512, help="rows that are scored together (default: 512)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="let the folders run their own code")
+    parser.add_argument("--trust-remote-code", action="store_true", help="allow code in the model folders to run")
     return parser
 
 
@@ -210,7 +210,7 @@ def reward_settings(words: Sequence[str], has_teacher: bool, temperature: float)
 
     Args:
         words: ``key=value`` pairs, keys of ``reward_model.rlt``.
-        has_teacher: A teacher is given. Without one the comparison with it has no weight, unless it needs only the student.
+        has_teacher: A teacher is given. Without one, ``r_kl`` has weight 0, unless it is computed from the student alone.
         temperature: Temperature of the rollouts.
 
     Raises:
@@ -224,7 +224,7 @@ def reward_settings(words: Sequence[str], has_teacher: bool, temperature: float)
         try:
             values[key] = yaml.safe_load(text)
         except yaml.YAMLError as problem:
-            raise ConfigError(f"{RLT}.{word}: this is no value. Quote text with special characters.") from problem
+            raise ConfigError(f"{RLT}.{word}: the value cannot be read. Quote text with special characters.") from problem
     own = {f"{RLT}.{key}": value for key, value in values.items()}
     settings = settings_from_mapping({**LEAST, "actor_rollout_ref.rollout.temperature": temperature, **own}).reward_model.rlt
     if has_teacher or not settings.include_teacher_think_entropy:
@@ -247,7 +247,7 @@ def read_explanations(files: Sequence[str]) -> list[StoredExplanation]:
 
 
 def _stored(row: RawRow) -> StoredExplanation:
-    # A row of a dump, or one with the columns question, solution and explanation.
+    # The row is from a dump, or it has the columns question, solution and explanation.
     address, columns = row
     is_dump = "response_ids" in columns and isinstance(columns.get("extra_info"), Mapping)
     texts = {**columns["extra_info"], "explanation": columns.get("output")} if is_dump else columns
@@ -264,10 +264,10 @@ def _stored(row: RawRow) -> StoredExplanation:
 
 @contextmanager
 def scorer(parsed: argparse.Namespace, settings: RltReward) -> Iterator[RltScorer]:
-    """Load the models in this process and yield what scores explanations.
+    """Load the models in this process and yield an object that scores explanations.
 
     Raises:
-        ConfigError: A folder holds no model that can be computed here, or the models read different tokens.
+        ConfigError: A folder has no model that can run here, or the tokenizers of the models differ.
     """
     trusts, actor = parsed.trust_remote_code, Actor()
     student = resolve_folder(parsed.student, "--student", trusts)
@@ -302,7 +302,7 @@ def explained(rows: Sequence[StoredExplanation], score: RltScorer) -> Explanatio
         text = row.explanation if tag in row.explanation else row.explanation + tag
         ids.append(tokenizer(text, add_special_tokens=False)["input_ids"] if row.response_ids is None else row.response_ids)
         if max(ids[-1], default=0) >= len(tokenizer):
-            raise DataError(f"{row.address}: response_ids holds {max(ids[-1])}, which is no token of the student's tokenizer.")
+            raise DataError(f"{row.address}: response_ids holds {max(ids[-1])}, which is not a token of the student's tokenizer.")
     questions, solutions, addresses = ([getattr(row, name) for row in rows] for name in ("question", "solution", "address"))
     return ExplanationBatch(questions, solutions, Ragged.from_rows(ids, torch.int64), addresses)
 
@@ -321,7 +321,7 @@ def scored_rows(stored: Sequence[StoredExplanation], scored: RltScored) -> list[
 
 
 def with_ranks(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add to each row its rank among those of the same question and solution: 1 is the best, null = not scored.
+    """Add to each row its rank among the rows with the same question and solution: 1 = the best, null = not scored.
 
     Equal rewards rank in the order of the rows.
     """

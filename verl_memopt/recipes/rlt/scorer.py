@@ -50,16 +50,16 @@ from verl_memopt.worker.worker import Worker
 logger = logging.getLogger(__name__)
 
 PREFIX, MEASURED = "rlt/", "perf/student_"
-"""Prefixes of RLT's metrics: what a step computed, and how long it took."""
+"""Prefixes of RLT's metrics: the first for the results of a step, the second for its speed."""
 
 
 @dataclass(frozen=True)
 class ExplanationBatch:
-    """N responses of a teacher to be scored.
+    """N responses of a teacher that are to be scored.
 
     Attributes:
         questions: The question of each row.
-        solutions: Its solution, without tags.
+        solutions: The solution of each question, without tags.
         responses: int64, the teacher's tokens after the forced prefix.
         addresses: File and row of each question, for errors.
     """
@@ -83,10 +83,10 @@ class RltScored:
 
     Attributes:
         scores: Rewards and their parts.
-        rows: What the student read.
-        student: Its log-probs of explanations and solutions.
-        teacher: fp32 [tokens of all explanations], the teacher's log-probs. None if the reward does not read them.
-        performance: Metrics of the student's pass, and of the check of a quantised student, under their whole names.
+        rows: The sequences that the student scored.
+        student: The student's log-probs of explanations and solutions.
+        teacher: fp32 [tokens of all explanations], the teacher's log-probs. None if the reward does not need them.
+        performance: Metrics of the student's pass, and of the check of a quantised student, under their full names.
     """
 
     scores: RltScores
@@ -110,8 +110,9 @@ class RltScored:
         return results
 
 
-# At load there is nothing to order: random tokens say how large the error of a log-prob is, and not whether it is smaller than
-# the differences between real explanations. So the check of a quantised student waits for the first explanations of the policy.
+# Quantisation must not change the order of the explanations of a question. Random tokens cannot show this when the student is
+# loaded: they show the error of a log-prob, but not whether it is smaller than the differences between real explanations. So the
+# check of a quantised student waits for the first explanations of the policy.
 
 ACCEPTED = {"int8": 0.98, "nf4": 0.95}
 """Lowest mean in-group Spearman correlation of a quantised student that causes no warning."""
@@ -122,9 +123,9 @@ class RankCorrelation:
     """Spearman correlations of two scorings of the same rows.
 
     Attributes:
-        mean: Mean over groups; NaN without any.
-        lowest: The lowest of a group; NaN without any.
-        num_groups: Groups with an order: at least two rows, and not all rewards equal.
+        mean: Mean of the correlations over groups; NaN without a group.
+        lowest: The lowest correlation of a group; NaN without a group.
+        num_groups: Number of groups with an order: they have at least two rows, and not all rewards are equal.
     """
 
     mean: float
@@ -135,8 +136,9 @@ class RankCorrelation:
         if not self.num_groups or self.mean >= ACCEPTED[quantization]:
             return None
         return (
-            f"{key}={quantization}: the student orders the explanations of a question as its unquantised weights do with a rank "
-            f"correlation of {self.mean:.3f} only (mean over {self.num_groups} groups; {ACCEPTED[quantization]} is expected). "
+            f"{key}={quantization}: the student orders the explanations of a question differently than its unquantised weights "
+            f"do: the rank correlation is {self.mean:.3f} (mean over {self.num_groups} groups; {ACCEPTED[quantization]} is "
+            "expected). "
             f"Set {key}={'int8 or none' if quantization == 'nf4' else 'none'}."
         )
 
@@ -144,7 +146,7 @@ class RankCorrelation:
 def rank_correlation(rewards: Tensor, exact: Tensor, group: Sequence[Hashable]) -> RankCorrelation:
     """Compute the rank correlation of two scorings inside each group. Rows without a reward (NaN) are left out.
 
-    ``rewards``: [N], by the quantised student. ``exact``: [N], by its unquantised weights.
+    ``rewards``: [N], from the quantised student. ``exact``: [N], from its unquantised weights.
     """
     members: dict[Hashable, list[int]] = {}
     for row, name in enumerate(group):
@@ -172,7 +174,7 @@ def _ranks(values: Tensor) -> Tensor:
 
 
 MOST_GROUPS = 16
-"""Groups that are scored twice."""
+"""Largest number of groups that the check scores a second time, with the unquantised weights."""
 
 
 @dataclass
@@ -181,9 +183,9 @@ class RankCheck:
 
     Attributes:
         settings: Settings of the reward.
-        quantization: How the student is quantised.
-        key: The setting that says so.
-        done: The check was made.
+        quantization: The student's quantisation, a key of ``ACCEPTED``.
+        key: The setting that chooses it.
+        done: True = the check was made.
     """
 
     settings: RltReward
@@ -199,14 +201,14 @@ class RankCheck:
         addresses: Sequence[str],
         exact: Callable[[StudentRows], StudentLogProbs],
     ) -> dict[str, float]:
-        """Return ``rank_correlation``, and warn if it is too low. The metrics are empty after the first check.
+        """Return ``rank_correlation``, and warn if it is too low. After the first check nothing is returned.
 
-        A batch without a group of two scored rows, or whose rewards are all equal in each group, is left to the next.
+        If no group has an order, because it has only one scored row or its rewards are equal, the next batch is checked instead.
 
         Args:
-            rows: What the student read.
-            scores: Rewards by the quantised student.
-            teacher: fp32 [tokens of all explanations]; None if the reward does not read it.
+            rows: The sequences that the student scored.
+            scores: Rewards from the quantised student.
+            teacher: The teacher's log-probs, fp32 [tokens of all explanations]; None if the reward does not need them.
             addresses: File and row of the question of each row. Rows with the same address are a group.
             exact: Returns the log-probs of some rows under the unquantised weights.
         """
@@ -225,8 +227,8 @@ class RankCheck:
         if warning is not None:
             logger.warning("%s", warning)
         logger.info(
-            "%s=%s: the first explanations are ordered as by the unquantised weights with a rank correlation of %.3f "
-            "(mean over %d groups, %.3f at least)", self.key, self.quantization, agreement.mean, agreement.num_groups,
+            "%s=%s: on the first explanations, the rank correlation with the unquantised weights is %.3f "
+            "(mean over %d groups, lowest %.3f)", self.key, self.quantization, agreement.mean, agreement.num_groups,
             agreement.lowest,
         )  # fmt: skip
         return {"rank_correlation": agreement.mean}
@@ -247,14 +249,14 @@ class RltScorer:
     """Scores explanations.
 
     Attributes:
-        workers: Workers with the student, and with the teacher if its log-probs are not given.
+        workers: Workers that hold the student. They also hold the teacher if its log-probs are not given.
         settings: Settings of the reward.
         encoder: Builds the student's sequences.
         temperature: Temperature of the rollouts.
-        teacher_budget: How a pass of the teacher is cut into micro-batches.
-        student_budget: The same for a pass of the student, in which a row longer than the budget goes alone.
-        shares_prompts: Explanations of one question compute their prompts once.
-        rank_check: Compares a quantised student with its unquantised weights in the first batch; None if it is not quantised.
+        teacher_budget: Cuts a pass of the teacher into micro-batches.
+        student_budget: Cuts a pass of the student into micro-batches. A row longer than the budget gets one of its own.
+        shares_prompts: Explanations of one question compute their prompt only once.
+        rank_check: Compares a quantised student with its unquantised weights once; None if the student is not quantised.
     """
 
     workers: TimedGroup
@@ -279,12 +281,12 @@ class RltScorer:
         return frozenset({"ref_log_probs" if self.reads_reference else "old_log_probs"})
 
     def begin(self, answers: RowAnswers) -> None:
-        """Do nothing: the student has no devices of its own, so it cannot score beside the rollouts."""
+        """Do nothing: the student has no devices of its own, so it cannot score while rollouts run."""
 
     def score_answers(self, answers: RowAnswers, batch: StepBatch | None) -> Scored:
-        """Return the reward of each answer as an explanation. Without log-probs of a step the teacher computes its own.
+        """Return the reward of each answer, which is an explanation, and the metrics.
 
-        ``batch``: the teacher's log-probs, and the names of the rows.
+        ``batch``: the teacher's log-probs, and the names of the rows. None = the teacher computes its log-probs here.
         """
         names = [row.address for row in answers.rows] if batch is None else batch.names
         explained = ExplanationBatch.of([row.extra_info for row in answers.rows], answers.generation.response_ids, names)
@@ -297,8 +299,8 @@ class RltScorer:
     def score(self, explained: ExplanationBatch, response_log_probs: Tensor | None = None) -> RltScored:
         """Compute the rewards of some explanations.
 
-        ``response_log_probs``: fp32 [tokens of all responses], the teacher's at the temperature of the rollouts. None = the
-        teacher computes them in a pass of its own.
+        ``response_log_probs``: fp32 [tokens of all responses], the teacher's log-probs at the temperature of the rollouts.
+        None = the teacher computes them in a pass of its own.
 
         Raises:
             ConfigError: A sequence is longer than ``max_student_len``, and ``overlong`` is ``error``.
@@ -337,7 +339,7 @@ class RltScorer:
         rank_tokens = [tokens.select(share) for share in shares]
         cap = self.student_budget.limit if self.learned_budget is None else self.learned_budget.cap
         bins = alike([student_micro_batches(own_tokens, cap) for own_tokens in rank_tokens], rank_tokens)
-        # The time of this call minus the longest forward is the time to bring the weights to the device.
+        # The time of this call minus the longest forward is the time that it takes to copy the weights to the device.
         began = time.perf_counter()
         arguments = [
             (Student.log_probs, rows.select(share), cut, self.temperature, exact) for share, cut in zip(shares, bins, strict=True)
@@ -358,11 +360,11 @@ class RltScorer:
 
 
 def student_plan(settings: Settings, environment: Environment) -> StudentPlan:
-    """Return what the workers build to score explanations.
+    """Return the plan by which each worker builds the student.
 
     Raises:
-        ConfigError: The student cannot be computed here, its tokenizer is not the policy's, or it cannot take the place of the
-            reference.
+        ConfigError: The student's model cannot run here, its tokenizer differs from the policy's, or it cannot take the device
+            memory of the reference.
     """
     reward_model, roles = settings.reward_model, settings.actor_rollout_ref
     folder = None if reward_model.model.path is None else _student_folder(settings, environment)
@@ -391,7 +393,7 @@ def _student_folder(settings: Settings, environment: Environment) -> Path:
 
 
 def _check_tokenizer(environment: Environment, folder: Path | None, trusted: bool) -> None:
-    # Refuse a student whose tokenizer differs from the policy's. A folder without a tokenizer uses the policy's.
+    # A student folder without a tokenizer uses the policy's.
     if folder in (None, environment.folder, environment.tokenizer_folder):
         return
     assert folder is not None
@@ -400,10 +402,10 @@ def _check_tokenizer(environment: Environment, folder: Path | None, trusted: boo
 
 
 def warn_of_no_room(encoder: StudentEncoder, rlt: RltReward, datasets: Sequence[PromptRows | None]) -> None:
-    """Warn of rows whose question and solution alone leave no room under ``max_student_len``. They are never scored.
+    """Warn of rows whose question and solution alone are longer than ``max_student_len``. They are never scored.
 
     Raises:
-        ConfigError: There is such a row, and ``overlong`` is ``error``. The message names its file and its place.
+        ConfigError: There is such a row, and ``overlong`` is ``error``. The message names its file and row.
     """
     if rlt.max_student_len is None:
         return
@@ -425,7 +427,7 @@ class PreparedRlt:
 
     Attributes:
         settings: Settings of the run.
-        role: The student in each worker.
+        role: The plan by which each worker builds the student.
         encoder: Builds the student's sequences.
     """
 
@@ -455,7 +457,7 @@ class PreparedRlt:
         )
 
 
-# What RLT brings to training: the functions of :class:`verl_memopt.trainer.scoring.RecipeHooks`.
+# The functions by which training uses this recipe: those of :class:`verl_memopt.trainer.scoring.RecipeHooks`.
 
 
 def datasets(settings: Settings, tokenizer: Any) -> tuple[PromptRows, PromptRows | None]:
@@ -469,7 +471,7 @@ def prepare(settings: Settings, environment: Environment, datasets: Sequence[Pro
     """Check the student and the rows.
 
     Raises:
-        ConfigError: See the functions above; or the tokenizer is not byte-level.
+        ConfigError: A check of :func:`student_plan` or :func:`warn_of_no_room` fails, or the tokenizer is not byte-level.
         DataError: The chat template cannot render an answer.
     """
     data, rlt, tokenizer = settings.data, settings.reward_model.rlt, environment.tokenizer

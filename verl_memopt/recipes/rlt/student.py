@@ -1,12 +1,12 @@
-"""The frozen student of RLT: what its folder must hold, the role in a worker, and its scoring pass without gradients.
+"""The frozen student of RLT: what its folder must contain, its role in a worker, and its scoring pass without gradients.
 
-Bytes saved: a pass over whole sequences keeps the logits of every token, B x T x V x 4 bytes. Here the rows are cut into
-micro-batches of a bounded number of tokens, only tokens of the explanation and of the solution are read, and the logits of
-``logits_chunk_tokens`` of them exist at a time. So the peak does not grow with the number of rows, and with the length of a row
-only through the states of one micro-batch.
+Memory: a pass over whole sequences keeps the logits of every token: B x T x V x 4 bytes, for B rows of T tokens and a vocabulary
+of V. Here micro-batches have a bounded number of tokens, logits are computed only for tokens of explanations and solutions, and
+only ``logits_chunk_tokens`` of these tokens have logits at the same time. So the peak does not grow with the number of rows. A
+longer row adds only the hidden states of its own micro-batch.
 
-Explanations of one question share the student's prompt, which is computed once for those in a micro-batch. The tokens after the
-solution are never computed: in a causal model they change nothing before them.
+Explanations of one question share the student's prompt, which is computed once per micro-batch. The tokens after the solution are
+never computed, because in a causal model they change nothing before them.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ def find_student(
     """Return the folder of the student's model.
 
     Args:
-        student: Settings of its model.
-        policy: Settings of the policy's.
-        policy_tokenizer: The policy's tokenizer, whose ids the student reads.
-        longest: Tokens of the longest student sequence, as far as it is known.
+        student: Settings of the student's model.
+        policy: Settings of the policy's model.
+        policy_tokenizer: The policy's tokenizer. The student gets its token ids.
+        longest: Upper limit of the tokens in a student sequence.
         actor: The ``actor`` section of the settings, which says how rows are packed.
-        sampled_ids: The student reads what the policy samples: ids below this number. 0 = it only reads ids of the tokenizer.
+        sampled_ids: The student gets ids that the policy sampled, which are below this number. 0 = only ids of the tokenizer.
 
     Raises:
-        ConfigError: There is no such folder, it does not hold a causal LM that can be computed here, or its embedding is smaller
-            than the tokenizer or than the policy's.
+        ConfigError: There is no such folder, its model is no causal LM that can run here, or its embedding has fewer rows than
+            the tokenizer has tokens or than the policy's embedding has.
     """
     folder = resolve_folder(str(student.path), f"{REWARD_KEY}.path", student.trust_remote_code)
     checked = check_architecture(student_model(student, policy), folder, longest, actor, REWARD_KEY)
@@ -88,10 +88,10 @@ def find_student(
 
 
 def check_same_shape(student: ScoringModel, folder: Path, policy: Model, reference: Path) -> None:
-    """Check that the reference's module computes the student once it holds the student's weights.
+    """Check that the reference's module can hold the student's weights and then computes the same as the student.
 
     Raises:
-        ConfigError: The configs of the models differ. The message names each entry that does.
+        ConfigError: The configs of the models differ. The message names each entry that differs.
     """
     student_config = load_model_config(student_model(student, policy), folder, REWARD_KEY).to_dict()
     reference_config = load_model_config(policy, reference).to_dict()
@@ -113,7 +113,7 @@ def check_same_tokenizer(teacher: Any, student: Any, student_path: str) -> None:
     """Check that both tokenizers give every text the same ids.
 
     Raises:
-        ConfigError: A part of the tokenizers differs. The message names each.
+        ConfigError: A part of the tokenizers differs. The message names each such part.
     """
     teacher_digests, student_digests = tokenizer_digests(teacher), tokenizer_digests(student)
     different = [part for part in TOKENIZER_PARTS if teacher_digests[part] != student_digests[part]]
@@ -135,7 +135,7 @@ class StudentLogProbs:
 def student_batch(rows: StudentRows, share_prefixes: bool = True) -> RolloutBatch:
     """Turn rows into prompts and responses. A response is explanation, bridge and solution.
 
-    ``share_prefixes``: rows with the same prompt compute it once, together.
+    ``share_prefixes``: rows with the same prompt compute it only once.
     """
     part = rows.part_of_token()
     is_response = (part != PREFIX) & (part != END)
@@ -161,7 +161,7 @@ def teacher_batch(prompts: Ragged, rows: StudentRows) -> RolloutBatch:
 
 
 def student_micro_batches(tokens: RowTokens, max_tokens: int) -> list[list[int]]:
-    """Cut rows into micro-batches of at most ``max_tokens`` computed tokens. A longer row goes alone.
+    """Cut rows into micro-batches of at most ``max_tokens`` computed tokens. A longer row gets a micro-batch of its own.
 
     ``tokens``: tokens of the rows, as ``student_batch(rows).row_tokens()`` returns them.
     """
@@ -202,9 +202,9 @@ def compute_student_log_probs(
 
 
 def join_log_probs(parts: Sequence[tuple[Sequence[int], StudentLogProbs]], rows: StudentRows) -> StudentLogProbs:
-    """Join the log-probs of the ranks' shares to those of all rows.
+    """Join the log-probs that the ranks computed for their shares of the rows.
 
-    ``parts``: (rows of the share, their log-probs). Together they hold every row once.
+    ``parts``: (rows of the share, log-probs of these rows) per rank. Together they contain every row once.
     """
     return StudentLogProbs(
         think=scatter_tokens([(share, part.think) for share, part in parts], rows.parts[:, THINK].tolist()),
@@ -216,7 +216,7 @@ def join_log_probs(parts: Sequence[tuple[Sequence[int], StudentLogProbs]], rows:
 class StudentReply:
     log_probs: StudentLogProbs
     seconds: float
-    """Time of the forwards. They begin while the student is on its way to the device, if it rests on the host."""
+    """Time of the forwards. If the student rests on the host, they begin while its weights are still copied to the device."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class Student:
     """Scores explanations without gradients.
 
     Attributes:
-        model: The student's own model, or one whose weights are the student's: the reference, or the policy without adapters.
+        model: The student's own model, the reference, or the policy, whose adapters are then switched off.
         plan: How explanations are scored.
         device: The device of the model.
     """
@@ -280,7 +280,7 @@ class StudentPlan:
         return self.residency == "alias_ref"
 
     def build(self, roles: RoleBuilder, policy: PolicyModel, reference: PolicyModel | None) -> Student:
-        """Return the student. Without a folder it is the reference's module, or with LoRA the policy's base.
+        """Return the student. Without a folder it is the reference, or with LoRA the policy without its adapters.
 
         ``reference``: None if the reference has no model of its own.
         """
@@ -305,14 +305,14 @@ class StudentPlan:
 
 
 def _swapped(roles: RoleBuilder, reference: PolicyModel, folder: Path) -> PolicyModel:
-    """Return the reference's module, which holds the student's weights in the phase ``reward`` and its own in ``ref``.
+    """Return the reference's module. It holds the student's weights in the phase ``reward``, and its own in the phase ``ref``.
 
-    Both rest on the host. On the device they use the same storages, one after the other.
+    Both sets of weights rest on the host. On the device they use the same storages, one after the other.
     """
     residency = roles.residency
     reference_params = residency.find(REFERENCE)
     assert isinstance(reference_params, OffloadedParams)
-    with residency.phase("ref"):  # the storages must have their size
+    with residency.phase("ref"):  # in this phase the storages have their full size
         reference_params.arrive()
         is_mapped = roles.plan.settings.model.load_mode == "mmap"
         mapped = mapped_weights(reference, folder) if is_mapped else None

@@ -1,7 +1,7 @@
-"""What the student reads: prefix, explanation, bridge, solution and end, put together from token ids.
+"""Builds the student's sequences from token ids: prefix, explanation, bridge, solution and end.
 
-Nothing is searched for. The explanation keeps the teacher's own tokens, so the log-probs of both models belong to the same
-tokens, and the places of explanation and solution are known because the row was built from its parts.
+By default the explanation keeps the teacher's own tokens, so the log-probs of both models belong to the same tokens. A row is built
+from its parts, so the places of explanation and solution are known.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from verl_memopt.recipes.rlt.dataset import RltPrompts
 from verl_memopt.recipes.rlt.settings import RltReward
 
 OK = 0
-"""A status is one small number. If several apply to a row, the largest counts."""
+"""The row has no special status. Each status is a number, and if several apply to a row, the largest counts."""
 NO_END_TAG = 1
 """The response has no end tag, and all of it is the explanation."""
 EMPTY_THINK = 2
@@ -40,7 +40,7 @@ NAMES = {OK: "ok", NO_END_TAG: "no_end_tag", EMPTY_THINK: "empty_think", THINK_T
 
 
 _PROBE = "a b\n\n7\u00e9\U0001f642<x>"
-"""A text with a space, line breaks, a digit, characters of two and four bytes, and brackets."""
+"""A text to test the tokenizer: with a space, line breaks, a digit, characters of two and four bytes, and brackets."""
 
 
 class TokenBytes:
@@ -64,7 +64,7 @@ class TokenBytes:
             raise _not_byte_level(tokenizer)
 
     def spell(self, ids: Tensor | np.ndarray) -> bytes:
-        """Join the bytes of some tokens. A token that the tokenizer does not have has none.
+        """Join the bytes of some tokens. An id that the tokenizer does not have adds no bytes.
 
         Args:
             ids: int64 [T].
@@ -87,7 +87,7 @@ class TokenBytes:
 
 
 def _spelled(tokenizer: Any) -> list[bytes]:
-    # Added tokens are spelled as they are, all others with one character per byte.
+    # The text of an added token is its plain text. All other tokens have one character per byte.
     if not _has_byte_level_decoder(tokenizer):
         raise _not_byte_level(tokenizer)
     byte_of = _byte_of_character()
@@ -125,7 +125,7 @@ def _byte_of_character() -> dict[str, int]:
 def _not_byte_level(tokenizer: Any) -> ConfigError:
     return ConfigError(
         f"actor_rollout_ref.model.path: the tokenizer ({type(tokenizer).__name__}) is not byte-level, so the end of an "
-        "explanation cannot be located in its tokens. RLT needs one as those of Qwen or Llama 3. Choose another model."
+        "explanation cannot be located in its tokens. Choose a model with a byte-level tokenizer, such as Qwen or Llama 3."
     )
 
 
@@ -134,10 +134,10 @@ class Explanations:
     """The explanations of N responses. An explanation starts with its response.
 
     Attributes:
-        lengths: int64 [N], tokens of each explanation, K. A token that holds the first byte of the end tag does not count.
+        lengths: int64 [N], tokens of each explanation. A token with the first byte of the end tag does not count.
         matched: bool [N], whether there is an end tag.
         has_text_after: bool [N], whether text other than white space follows the end tag.
-        texts: The bytes of each explanation, up to the end tag. They may end inside of the token after K.
+        texts: The bytes of each explanation, up to the end tag. The last of them may be in a token that ``lengths`` leaves out.
     """
 
     lengths: Tensor
@@ -149,8 +149,8 @@ class Explanations:
 def locate_explanations(responses: Ragged, token_bytes: TokenBytes, end_tag: str, stop_ids: Collection[int]) -> Explanations:
     """Find the explanation in each response.
 
-    Only what precedes the first stop token counts. The first end tag ends the explanation; without one, all of it is the
-    explanation.
+    Only the tokens before the first stop token count. The first end tag ends the explanation. Without an end tag, all these
+    tokens are the explanation.
 
     ``responses``: int64, the tokens after the forced prefix.
     """
@@ -209,7 +209,7 @@ def retokenized_parts(
     borders = np.cumsum([len(_normalized(tokenizer, text).encode()) for text in texts])
     cuts = [0]
     for border, is_begin in zip(borders[:4], (True, False, True, False), strict=True):
-        # A section begins with the first token that starts at its border, and ends with the last that ends there.
+        # A part begins with the first token that starts at or after its border, and ends with the last that ends before or at it.
         place = np.searchsorted(begins, border, "left") if is_begin else np.searchsorted(ends, border, "right")
         cuts.append(max(cuts[-1], int(place)))
     cuts.append(len(ids))
@@ -218,7 +218,7 @@ def retokenized_parts(
 
 
 def _normalized(tokenizer: Any, text: str) -> str:
-    # Borders are counted in bytes of the text in the normal form of Unicode that the tokenizer reads.
+    # The borders count bytes of the normalised text, because the tokenizer normalises Unicode before it cuts.
     normalizer = tokenizer.backend_tokenizer.normalizer
     return text if normalizer is None else normalizer.normalize_str(text)
 
@@ -331,8 +331,8 @@ class StudentEncoder:
         if self._settings.align == "concat":
             prompts = tokenize(self.prompts.tokenizer, openings, plain)
         else:
-            # Cut after tokenization: a token that holds the end of the tag and the blank line is in front of the explanation in
-            # the student's row too, and its text would be missing in front of the teacher's.
+            # Tokenize the whole text before the cut. One token may hold the end of the tag and the blank line. In the student's
+            # row it comes before the explanation, so the teacher's prompt must have it too.
             whole = tokenize(self.prompts.tokenizer, texts, plain)
             prompts = [self._before(ids, opening) for ids, opening in zip(whole, openings, strict=True)]
         ids_of = dict(zip(rendered, prompts, strict=True))
@@ -361,7 +361,7 @@ class StudentEncoder:
     def _retokenized(
         self, questions: Sequence[str], solutions: Sequence[str], responses: Ragged, explanations: Explanations
     ) -> list[Parts]:
-        # The texts are joined, and tokenized again as one text.
+        # The texts of the parts are joined, and tokenized as one text.
         rows: list[Parts] = []
         forced = self._format.padding if self._settings.include_forced_prefix else ""
         for question, solution, thought in zip(questions, solutions, explanations.texts, strict=True):
@@ -372,7 +372,7 @@ class StudentEncoder:
         return rows
 
     def _opening(self, question: str) -> tuple[str, Spans]:
-        # The padding belongs to the explanation if it is scored.
+        # If the padding is scored, it belongs to the explanation and not to the opening.
         text, plain = self.prompts.student(question)
         return text.removesuffix(self._format.padding) if self._settings.include_forced_prefix else text, plain
 
@@ -380,13 +380,13 @@ class StudentEncoder:
         prefix, think, bridge, solution, end = parts
         limit = self._settings.max_student_len
         length = sum(map(len, parts))
-        if not solution:  # only after a second tokenization that merged it with its tags
+        if not solution:  # possible only with retokenize, if tokens span the solution and its tags
             return _NOTHING, SKIPPED
         if limit is None or length <= limit:
             return parts, OK if think else EMPTY_THINK
         if self._settings.overlong == "error":
             raise ConfigError(
-                f"max_student_len={limit}: the student's sequence for {address} has {length} tokens. Raise it to at least "
+                f"max_student_len={limit}: the student's sequence for {address} has {length} tokens. Raise the limit to at least "
                 f"{length}, lower data.max_response_length, or set overlong to truncate_think or skip."
             )
         room = len(think) - (length - limit)
@@ -396,18 +396,18 @@ class StudentEncoder:
 
 
 def needs_teacher_pass(settings: RltReward, temperature: float) -> bool:
-    """Return whether the rollouts' log-probs cannot be reused as the teacher's log-probs of the explanation."""
+    """Return whether the reward needs log-probs of the teacher that differ from those of the rollouts."""
     own_tokens = settings.align == "concat" and not settings.include_forced_prefix
     own_temperature = settings.unbias_teacher_log_probs or temperature == 1
     return settings.include_teacher_think_entropy and not (own_tokens and own_temperature)
 
 
 def reused_log_probs(log_probs: Ragged, think_lengths: Tensor) -> Tensor:
-    """Take the log-probs of the explanations out of those of the whole responses, fp32 [all tokens of THINK].
+    """Return the log-probs of the explanations, fp32 [tokens of all explanations], from the log-probs of whole responses.
 
     Args:
         log_probs: fp32, the log-prob of each response token.
-        think_lengths: int64 [N], tokens of each explanation, which starts with its response.
+        think_lengths: int64 [N], tokens of each explanation, which starts at the start of its response.
     """
     row = torch.repeat_interleave(torch.arange(log_probs.num_rows), log_probs.lengths)
     return log_probs.flat[positions(row, log_probs.lengths) < think_lengths[row]]
