@@ -1,7 +1,7 @@
 """Builds the student's sequences from token ids: prefix, explanation, bridge, solution and end.
 
-By default the explanation keeps the teacher's own tokens, so the log-probs of both models belong to the same tokens. A row is built
-from its parts, so the places of explanation and solution are known.
+By default the explanation keeps the teacher's own tokens, so the log-probs of both models belong to the same tokens. A row is
+built from its parts, so the places of explanation and solution are known.
 """
 
 from __future__ import annotations
@@ -386,7 +386,7 @@ class StudentEncoder:
             return parts, OK if think else EMPTY_THINK
         if self._settings.overlong == "error":
             raise ConfigError(
-                f"max_student_len={limit}: the student's sequence for {address} has {length} tokens. Raise the limit to at least "
+                f"max_student_len={limit}: the student's sequence for {address} has {length} tokens. Raise it to at least "
                 f"{length}, lower data.max_response_length, or set overlong to truncate_think or skip."
             )
         room = len(think) - (length - limit)
