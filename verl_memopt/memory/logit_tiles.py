@@ -1,8 +1,9 @@
-"""The logits of a chunk of tokens, one tile of the vocabulary after another: log-probs, entropies and gradients.
+"""Log-probs, entropies and gradients of a chunk of tokens, from one tile of the vocabulary after another.
 
-One fp32 buffer [chunk, tile] holds logits, log-probs, probabilities and the gradient in turn. No other fp32 tensor of that size
-exists; in half precision there is one more in the compute dtype. Where functions are compiled, that one is enough: a kernel reads
-the logits as the product gives them, another writes their gradient over them, and neither writes fp32 values to memory.
+One fp32 buffer [chunk, tile] holds logits, log-probs, probabilities and the gradient, one after another. There is no other fp32
+tensor of that size. In half precision there is one more buffer in the compute dtype. If functions are compiled, the
+half-precision buffer is enough: one kernel reads the logits from it, another overwrites them with their gradient, and neither
+writes fp32 values to memory.
 """
 
 from __future__ import annotations
@@ -18,28 +19,30 @@ from torch import Tensor
 from verl_memopt.memory.fused import fused_statements, over_rows, run_compiled
 
 BEFORE_ANY = -1e30
-"""What :func:`product_statistics` adds the first tile to: so low that it changes no bit, and finite, so that 0 times it is 0."""
+"""Initial value of the running statistics of :func:`product_statistics`: so low that it changes no bit, and finite, so that 0
+times it is 0."""
 
 SCRATCH_COLUMNS = 4096
-"""Columns of the scratch beside the logits where functions are not compiled: for entropy, and for exponentials on a GPU."""
+"""Columns of the scratch tensor beside the logits where functions are not compiled. It is used for entropy, and for exponentials
+on a GPU."""
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """A number of each token's distribution, which a pass without gradients computes while the logits exist."""
+    """A number that describes a token's distribution. A pass without gradients computes it while the logits exist."""
 
     compute: Callable[[Tensor, Tensor | None], Tensor]
-    """From log-probs fp32 [c, v], which stay unchanged, and a scratch [c, any number of columns] or None: fp32 [c]."""
+    """Compute the number, fp32 [c], from log-probs fp32 [c, v], which must not change, and a scratch tensor [c, any number of
+    columns] or None."""
     rescaled: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Where the number is a sum over the vocabulary: from its value [c], what it is if all probabilities are multiplied by a
-    share [c], so that values of several tiles add up. None = it needs the whole vocabulary in one tile."""
+    """For a number that is a sum over the vocabulary: given its value [c], return the value if all probabilities are multiplied
+    by a share [c]. With it the values of several tiles can be added. None = the whole vocabulary must be in one tile."""
 
 
 class TokenStatistics:
-    """Further statistics of each token: how to compute each (``asked``, by name), and after the pass its values, fp32 [R].
+    """Further statistics per token, by name. ``asked`` says how to compute each; after the pass ``values`` holds fp32 [R].
 
-    Neither a tensor nor a dataclass: FSDP2 casts the tensors and copies the dataclasses among a forward's inputs, and the caller
-    would not see the values.
+    Not a dataclass, because FSDP2 copies dataclasses among the inputs of a forward, and the caller would not see the values.
     """
 
     def __init__(self, asked: Mapping[str, Statistic]) -> None:
@@ -49,10 +52,10 @@ class TokenStatistics:
 
 @dataclass(frozen=True)
 class Head:
-    """The LM head, and how many tokens and vocabulary entries have logits at once (0 = all).
+    """The LM head, and for how many tokens and vocabulary entries logits exist at once (0 = all).
 
-    Logits are divided by ``temperature`` in fp32, after ``cap * tanh(product / cap)`` if there is a ``cap``. ``compiled``:
-    compile what runs between the products.
+    Logits are divided by ``temperature`` in fp32. If there is a ``cap``, ``cap * tanh(product / cap)`` is computed before that.
+    ``compiled``: compile what runs between the matrix products.
     """
 
     weight: Tensor  # [V, H]
@@ -79,15 +82,15 @@ class Head:
 
     @property
     def one_buffer(self) -> bool:
-        # Statistics and a cap's slope need fp32 log-probs in memory.
+        # Statistics and the slope of a cap need fp32 log-probs in memory.
         return self.compiled and not self.statistics and self.cap is None
 
     @property
     def rows_at_once(self) -> int:
-        """Tokens whose logits exist at once; 0 = all.
+        """Number of tokens whose logits exist at once; 0 = all.
 
-        Without the fp32 buffer more tokens fit in the bytes of ``chunk_tokens``: three times as many in half precision, or a few
-        less where tiles are summed in fp32.
+        Without the fp32 buffer more tokens fit in the bytes of ``chunk_tokens``: three times as many in half precision, or
+        slightly fewer where the gradients of tiles are summed in fp32.
         """
         entry, summed = self.weight.itemsize, 0 if self.whole_rows else self.weight.shape[1] * (4 + self.weight.itemsize)
         both = (entry if entry == 4 else 4 + entry) * self.tile + summed
@@ -112,7 +115,7 @@ class Tokens:
 
 
 LogitGrads = tuple[Tensor, Tensor | None]
-"""Gradients of log-probs and of entropies, fp32 [c] each; None = not requested."""
+"""Gradients of the loss with respect to log-probs and entropies, fp32 [c] each; None = not requested."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ class Gradients:
 
 
 class LogitTiles:
-    """Buffers for chunks of one head and one hidden dtype, kept for one pass over hidden states [R, H]."""
+    """Buffers for the chunks of one head and one hidden dtype. They are kept for one pass over hidden states [R, H]."""
 
     def __init__(self, head: Head, hidden: Tensor) -> None:
         self.head = head
@@ -145,8 +148,8 @@ class LogitTiles:
     def statistics(self, hidden: Tensor, targets: Tensor) -> Tokens:
         """Return the statistics of a chunk of tokens: hidden states [c, H], targets int64 [c].
 
-        With whole rows the buffer then holds log-probs if entropies are requested or logits are capped, else probabilities. The
-        next :meth:`differentiate` may use them.
+        If a tile is the whole vocabulary, the buffer then holds log-probs (if entropies are requested or logits are capped) or
+        probabilities. The next :meth:`differentiate` may use them.
         """
         tiles = zip(self.head.tiles(), self._within_tiles(targets), strict=True)
         if self.head.one_buffer:
@@ -155,8 +158,8 @@ class LogitTiles:
             parts = (self._tile_statistics(hidden, local, columns) for columns, local in tiles)
             top, log_sum, picked, entropy, further = reduce(partial(_merged, statistics=self.head.statistics), parts)
         self.normalizer_parts = top, log_sum
-        # The target's logit and the largest one are subtracted first, because they are close. The sum of top and log_sum
-        # would be rounded at the size of the logits, and the log-prob would lose these digits.
+        # picked - top is computed first, because both are close and the difference loses no digits. top + log_sum is as large as
+        # the logits, so its rounding would cost the log-prob digits.
         return Tokens((picked - top) - log_sum, top + log_sum, entropy, further)
 
     def differentiate(
@@ -164,14 +167,14 @@ class LogitTiles:
     ) -> None:
         """Add a chunk's gradients ``into`` their tensors, given its hidden states [c, H], targets int64 [c] and statistics.
 
-        ``grads`` are those of log-probs and entropies. ``in_buffer``: the last call was :meth:`statistics` of this chunk, so
-        whole rows are still in the buffer. Afterwards the buffer holds whole rows of the logits' gradient.
+        ``grads`` are the gradients of log-probs and entropies. ``in_buffer``: the last call was :meth:`statistics` of this chunk,
+        so the buffer still holds its values if a tile is the whole vocabulary. Afterwards it holds the gradient of the logits.
         """
         still = in_buffer and self.head.whole_rows
-        # Of products that are in the buffer the parts of the normalizer are known, whose sum has lost digits.
+        # For products in the buffer both parts of the normalizer are known. They are more exact than their sum.
         normalizer = self._normalizer if still else tokens.log_normalizer[:, None]
         tiles = self.head.tiles()
-        # Several tiles are added up in fp32 whatever the compute dtype.
+        # The gradients of several tiles are summed in fp32, whatever the compute dtype.
         total = hidden.new_zeros(hidden.shape, dtype=torch.float32) if into.hidden is not None and len(tiles) > 1 else None
         for columns, local in zip(tiles, self._within_tiles(targets), strict=True):
             matrix = self._logit_gradient(hidden, columns, local, tokens, grads, normalizer, still)
@@ -182,7 +185,7 @@ class LogitTiles:
                 hidden_gradient(matrix, weight, local, into.hidden)
             if into.weight is not None:
                 part = into.weight[columns]
-                # Added in place: a product on its own would be a second matrix as large as this part of the weight.
+                # Added in place, because a separate product would be a second matrix as large as this part of the weight.
                 add_product_(part, matrix, hidden)
             if into.bias is not None:
                 into.bias[columns].add_(matrix.sum(0))
@@ -192,9 +195,9 @@ class LogitTiles:
     def add_weight_gradient(
         self, hidden: Tensor, targets: Tensor, tokens: Tokens, grads: LogitGrads, columns: slice, into: Tensor, in_buffer: bool
     ) -> None:
-        """Add a chunk's contribution to some rows of the head's gradient, ``into`` [v, H]: at most one tile of them.
+        """Add the contribution of a chunk to some rows of the head's gradient, ``into`` [v, H]. The rows are at most one tile.
 
-        Other arguments are as in :meth:`differentiate`. ``in_buffer``: its gradient of the logits is still in the buffer.
+        Other arguments are as in :meth:`differentiate`. ``in_buffer``: the buffer still holds the gradient of the chunk's logits.
         """
         if in_buffer:
             matrix = self._products_in(hidden, slice(0, self.head.vocabulary))[:, columns]
@@ -209,7 +212,8 @@ class LogitTiles:
     ) -> Tensor:
         """Return the gradient of the logits before the temperature, [c, tile] in the compute dtype.
 
-        ``still``: the logits are in the buffer. ``normalizer`` fp32 [c, 1 or 2] sums to the log of the sum of their exponentials.
+        ``still``: the buffer still holds the values of :meth:`statistics`. The columns of ``normalizer``, fp32 [c, 1 or 2], sum
+        to the log of the sum of exponentials of the logits.
         """
         inverse, (grad_log_probs, grad_entropy) = 1.0 / self.head.temperature, grads
         if self.head.one_buffer:
@@ -235,29 +239,31 @@ class LogitTiles:
         return log_p if narrow is None else narrow.copy_(log_p)
 
     def _within_tiles(self, targets: Tensor) -> Iterable[Tensor]:
-        # For each tile of the vocabulary, return the targets int64 [c] relative to its first column; they may lie outside it.
+        # For each tile of the vocabulary, return the targets, int64 [c], relative to its first column. They may be outside the
+        # tile.
         return (targets,) if self._starts is None else (targets - self._starts).unbind()
 
     def _from_products(self, hidden: Tensor, tiles: Iterable[tuple[slice, Tensor]]) -> tuple[Any, ...]:
-        # As :meth:`_tile_statistics`, for all tiles in one running total.
+        # Like :meth:`_tile_statistics`, but for all tiles, with running statistics.
         running = hidden.new_full((hidden.shape[0], 4 if self.head.with_entropy else 3), BEFORE_ANY, dtype=torch.float32)
         for columns, local in tiles:
-            # Read from one tensor and written to another: torch 2.11 may read what a statement has overwritten.
+            # Reads one tensor and writes another, because code compiled by torch 2.11 may read values that it has already
+            # overwritten.
             before, running = running, torch.empty_like(running)
             _over_rows(product_statistics, (self._products(hidden, columns), local, before, running), 1.0 / self.head.temperature)
         self._normalizer = running[:, :2]
         return *running[:, :3].unbind(1), running[:, 3] if self.head.with_entropy else None, {}
 
     def _tile_statistics(self, hidden: Tensor, local: Tensor, columns: slice) -> tuple[Any, ...]:
-        # The largest logit, the log of the sum of exponentials relative to it, the target's logit, the entropy or None, and the
-        # further statistics by name, [c] each.
+        # Return [c] each: the largest logit, the log of the sum of exponentials relative to it, the logit of the target, the
+        # entropy or None, and the further statistics by name.
         logits = self._logits(hidden, columns)
         scratch, picked = self._scratch_for(logits), target_logits(logits, local)
         if self._soft:
             return *self._run(softmax_, logits), picked, None, {}
         top, log_sum, entropy = self._run(log_softmax_, logits, scratch, self.head.with_entropy)
         further = {
-            # What needs whole rows may be a user's own code, which is never compiled.
+            # A statistic that needs the whole vocabulary may be code of a user, which is never compiled.
             name: (_plain if statistic.rescaled is None else self._run)(statistic.compute, logits, scratch)
             for name, statistic in self.head.statistics.items()
         }
@@ -267,23 +273,24 @@ class LogitTiles:
         return self._shaped(self._wide if self._narrow is None else self._narrow, hidden, columns)
 
     def _products(self, hidden: Tensor, columns: slice) -> Tensor:
-        # The products [c, tile] of states and head in the compute dtype, in the buffer.
-        # In fp32 these are the logits themselves, or with a cap their ratio to it.
+        # Compute the products [c, tile] of hidden states and head in the compute dtype, into the buffer. In fp32 they are the
+        # logits after the temperature, or with a cap the products divided by the cap.
         head, product = self.head, self._products_in(hidden, columns)
         divisor = head.temperature if head.cap is None else head.cap
         weight, bias = head.weight[columns].t(), None if head.bias is None else head.bias[columns]
-        # In fp32 the product itself divides; in half precision it is rounded first, as a model's own logits are.
+        # In fp32 the matrix product also divides. In half precision the product is rounded before the division, as in the model
+        # itself.
         factor = 1.0 / divisor if product.dtype == torch.float32 else 1.0
         if bias is None:
-            # beta=0 ignores what the buffer still holds from the tile before, even a NaN.
+            # beta=0 ignores the old values in the buffer, even a NaN.
             torch.addmm(product, hidden, weight, beta=0, alpha=factor, out=product)
         else:
-            # The bias is a part of the logits, so the temperature divides it too.
+            # The bias is a part of the logits, so it is divided too.
             torch.addmm(bias, hidden, weight, beta=factor, alpha=factor, out=product)
         return product
 
     def _logits(self, hidden: Tensor, columns: slice) -> Tensor:
-        # Fp32 logits [c, tile] over the temperature, in the fp32 buffer.
+        # Return fp32 logits [c, tile], divided by the temperature, in the fp32 buffer.
         product, wide = self._products(hidden, columns), self._shaped(self._wide, hidden, columns)
         assert wide is not None
         cap, temperature = self.head.cap, self.head.temperature
@@ -304,13 +311,13 @@ class LogitTiles:
         return self._scratch[: logits.shape[0] * self._columns].view(logits.shape[0], self._columns)
 
 
-# Reading and writing at the targets stays outside of the compiled functions that write over logits: one compiled by torch 2.11
-# reads the targets' logits after they were overwritten, and one that adds at the targets first copies all logits.
+# Compiled functions that overwrite logits do not read or write at the targets. Compiled by torch 2.11, such a function would read
+# the logits of the targets after they were overwritten, or would copy all logits before it adds at the targets.
 
 
 def target_logits(logits: Tensor, targets: Tensor) -> Tensor:
     """Return each target's logit from fp32 [c, v]; 0 if the target, int64 [c], is not among columns 0 to v - 1."""
-    # gather needs a valid column for every token. What it reads for a target outside is replaced by 0 in the next line.
+    # gather needs a valid column for each token. The value that it reads for a target outside is replaced by 0 in the next line.
     picked = logits.gather(-1, clamped(targets, logits)).squeeze(-1)
     return torch.where(is_inside(targets, logits), picked, 0.0)
 
@@ -318,19 +325,19 @@ def target_logits(logits: Tensor, targets: Tensor) -> Tensor:
 def add_target_terms_(gradient: Tensor, targets: Tensor, grad: Tensor) -> None:
     """Add ``grad * onehot`` to the gradient of the logits, fp32 [c, v], in place.
 
-    ``targets`` int64 [c] are columns; those outside 0 to v - 1 add nothing. ``grad`` fp32 [c] is the gradient of the log-probs.
+    ``targets`` int64 [c] are columns; targets outside 0 to v - 1 add nothing. ``grad`` fp32 [c] is the gradient of the log-probs.
     """
     gradient.scatter_add_(-1, clamped(targets, gradient), (grad * is_inside(targets, gradient))[:, None])
 
 
 def product_statistics(products: Tensor, targets: Tensor, before: Tensor, known: Tensor, inverse: float) -> None:
-    """Write the running statistics of all tiles up to this one into ``known``, given ``before``, those of earlier tiles.
+    """Write the statistics of all tiles up to this one into ``known``. ``before`` has the statistics of earlier tiles.
 
     Args:
         products: [c, v], unchanged. In fp32 they are the logits; in half precision the logits are ``inverse`` times as large.
         targets: int64 [c]; may lie outside columns 0 to v - 1.
-        before: fp32 [c, 3 or 4]: the largest logit, the log of the sum of exponentials relative to it, the target's logit, and
-            the entropy if requested. :data:`BEFORE_ANY` before the first tile.
+        before: fp32 [c, 3 or 4]: the largest logit, the log of the sum of exponentials relative to it, the logit of the target,
+            and the entropy if requested. It is filled with :data:`BEFORE_ANY` before the first tile.
         known: The same, written here.
         inverse: 1 / temperature.
     """
@@ -339,7 +346,7 @@ def product_statistics(products: Tensor, targets: Tensor, before: Tensor, known:
     above = logits - tile_top[:, None]
     total = above.exp().sum(-1)
     top = torch.maximum(before[:, 0], tile_top)
-    # The logs of both sums of exponentials, relative to the largest logit of all.
+    # The logs of both sums of exponentials, relative to the largest logit of both.
     first, second = before[:, 0] - top + before[:, 1], tile_top - top + total.log()
     log_sum = torch.logaddexp(first, second)
     picked = _logits_of(target_logits(products, targets), inverse)
@@ -355,9 +362,10 @@ def product_gradient_(
     products: Tensor, targets: Tensor, normalizer: Tensor, grad: Tensor, entropy: Tensor | None, grad_entropy: Tensor | None,
     inverse: float,
 ) -> None:  # fmt: skip
-    """Overwrite products [c, v] with their gradient (before the temperature), given those of log-probs and entropies, fp32 [c].
+    """Overwrite products [c, v] with their gradient (before the temperature). ``grad`` and ``grad_entropy`` are fp32 [c].
 
-    A log-prob is the logit minus the parts of the normalizer, fp32 [c, 1 or 2]. See :func:`both_gradients_` for the formulas.
+    They are the gradients of log-probs and entropies. A log-prob is the logit minus all columns of ``normalizer``, fp32 [c, 1 or
+    2]. The formulas are in :func:`both_gradients_`.
     """
     log_p = _logits_of(products, inverse)
     for part in normalizer.unbind(1):
@@ -366,13 +374,13 @@ def product_gradient_(
     if entropy is not None and grad_entropy is not None:
         factor = factor + grad_entropy[:, None] * (log_p + entropy[:, None])
     is_target = torch.arange(products.shape[1], device=products.device) == targets[:, None]
-    # One comparison for all columns: a scatter would be another pass over the tile.
+    # A comparison for all columns, because a scatter would be another pass over the tile.
     gradient = torch.where(is_target, grad[:, None], 0.0) - log_p.exp() * factor
     products.copy_(gradient * inverse)
 
 
 def _logits_of(products: Tensor, inverse: float) -> Tensor:
-    # Fp32 logits. An fp32 product is divided by the temperature already.
+    # Return fp32 logits. An fp32 product is already divided by the temperature.
     return products if products.dtype == torch.float32 else products.float() * inverse
 
 
@@ -380,13 +388,13 @@ def softmax_(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Turn logits [c, v] into probabilities, in place. Return the first two results of :func:`log_softmax_`."""
     top = logits.amax(-1)
     if torch.compiler.is_compiling():
-        # All sums first and one write last. Exponentials with two readers would be a tensor of their own on a CPU.
+        # All sums first and one write last. On a CPU, exponentials that are read twice would become a separate tensor.
         above = logits - top[:, None]
         log_sum = above.exp().sum(-1).log()
         logits.copy_((above - log_sum[:, None]).exp())
         return top, log_sum
     if logits.device.type == "cpu":
-        # One kernel, which reads a row before it writes it; the largest logit's own exponential is 1.
+        # One kernel, which reads a row before it writes it. The exponential of the largest logit, relative to itself, is 1.
         torch.softmax(logits, -1, out=logits)
         return top, -logits.amax(-1).log()
     logits.sub_(top[:, None]).exp_()
@@ -403,7 +411,7 @@ def log_softmax_(logits: Tensor, scratch: Tensor | None, with_entropy: bool) -> 
     """
     top = logits.amax(-1)
     if torch.compiler.is_compiling():
-        # All sums first and one write last: what is written between two sums would be a copy of all logits.
+        # All sums first and one write last, because a write between two sums would copy all logits.
         above = logits - top[:, None]
         total = above.exp().sum(-1)
         mean = (above.exp() * above).sum(-1) / total
@@ -449,10 +457,13 @@ def probability_gradient_(p: Tensor, grad: Tensor) -> None:
 
 
 def both_gradients_(log_p: Tensor, entropy: Tensor, grad_log_probs: Tensor, grad_entropy: Tensor, scratch: Tensor | None) -> None:
-    """Turn log-probs [c, v] into the gradient of the logits, given those of log-probs and entropies, in place.
+    """Turn log-probs [c, v] into the gradient of the logits in place, given the gradients of log-probs and entropies.
 
-    ``d log p(y) / d z = onehot(y) - p`` and ``d entropy / d z = -p (log p + entropy)``.
-    :func:`add_target_terms_` adds ``onehot``.
+    For the target y and the logits z:
+
+    ``d log p(y) / d z = onehot(y) - p`` and ``d entropy / d z = -p (log p + entropy)``
+
+    :func:`add_target_terms_` adds the term with ``onehot``.
     """
     constant = grad_log_probs + grad_entropy * entropy
     for part, room in column_parts(log_p, scratch):
@@ -464,12 +475,13 @@ def both_gradients_(log_p: Tensor, entropy: Tensor, grad_log_probs: Tensor, grad
 def capped_gradient_(log_p: Tensor, targets: Tensor, tokens: Tokens, grads: LogitGrads, bound: float) -> None:
     """Turn log-probs [c, v] into the gradient of the product before the cap, including the targets' terms, in place.
 
-    Targets may lie outside the columns. ``grads`` are those of log-probs and of entropies (or None), divided by the temperature,
-    fp32 [c] each. ``bound`` is the cap divided by the temperature.
+    Targets may be outside the columns. ``grads`` are the gradients of log-probs and of entropies (or None), divided by the
+    temperature, fp32 [c] each. ``bound`` is the cap divided by the temperature.
     """
     for columns in _slices(log_p.shape[1], SCRATCH_COLUMNS):
         part = log_p[:, columns]
-        # d cap tanh(u / cap) / d u = 1 - tanh^2, read from the logits while they can still be computed from the log-probs.
+        # d cap tanh(u / cap) / d u = 1 - tanh^2. It is computed from the logits, before the log-probs, which give them, are
+        # overwritten.
         slope = (part + tokens.log_normalizer[:, None]).div_(bound).square_().neg_().add_(1.0)
         if grads[1] is None:
             log_prob_gradient_(part, grads[0])
@@ -491,14 +503,14 @@ def _merged(one: tuple[Any, ...], other: tuple[Any, ...], statistics: Mapping[st
         entropy = _mixed_entropy((one[3], first), (other[3], second), log_sum)
     for name, statistic in statistics.items():
         assert statistic.rescaled is not None, f"{name} needs the whole vocabulary in one tile"
-        # Each part's value is relative to its own normalizer. So its probabilities shrink by the share.
+        # The value of each part is relative to its own normalizer, so its probabilities are multiplied by its share.
         further[name] = statistic.rescaled(one[4][name], shares[0]) + statistic.rescaled(other[4][name], shares[1])
     return top, log_sum, one[2] + other[2], entropy, further
 
 
 def _mixed_entropy(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], log_sum: Tensor) -> Tensor:
-    # Entropy of two sets of columns together, given each set's entropy and log of its sum of exponentials.
-    # The mean of each part's own entropy and of the negative log of its share.
+    # Entropy of two sets of columns together. `one` and `other` are (entropy, log of the sum of exponentials) of each set. The
+    # result is the weighted mean of entropy - log(share) of both sets.
     first, second = ((log_of_part - log_sum).exp() * (entropy + log_sum - log_of_part) for entropy, log_of_part in (one, other))
     return first + second
 
@@ -523,7 +535,7 @@ def _compiled(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _over_rows(statement: Callable[..., None], tensors: Sequence[Tensor | None], inverse: float) -> None:
-    # Run a statement compiled, whatever the process's own setting: the head has one of its own.
+    # Run a statement compiled, whatever the setting of the process: the head has its own setting.
     with fused_statements(True):
         over_rows(statement, tensors, inverse)
 
@@ -532,24 +544,24 @@ def _plain(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
-# The product of the logits' gradient with the LM head, with the target's term of each token added last.
+# The product of the logits' gradient with the LM head. The term of each token's target is added last.
 #
-# A row of the gradient holds one large number, at its target, and as many small ones as the vocabulary has entries. A sum that
-# adds the small terms to the large one loses their last digits: in fp32, with 151,669 entries, gradients of plain autograd are
-# 5e-6 from those in float64. With the large term last they are 4e-7 from them (docs/rloo_memory_study.md).
+# A row of the gradient has one large number, at its target, and many small numbers, one for each other vocabulary entry. A sum
+# that adds small terms to the large one loses their last digits. In fp32 with 151,669 entries, gradients of plain autograd differ
+# from float64 by 5e-6. With the large term last they differ by 4e-7 (docs/rloo_memory_study.md).
 
 PRODUCT_ROWS = 8192
-"""Rows of the head whose gradient is computed at a time where it is added to a sum of another dtype."""
+"""Rows of the head's gradient that are computed at a time, where they are added to a sum of another dtype."""
 ROWS_AT_ONCE = 32
-"""Tokens whose target's row of the head is copied at a time."""
+"""Tokens for which the head's row of the target is copied at a time."""
 
 
 def hidden_gradient(matrix: Tensor, weight: Tensor, targets: Tensor, out: Tensor) -> Tensor:
     """Compute the gradient of the hidden states, ``matrix @ weight``, into ``out`` [c, H].
 
-    In half precision the target's term is summed with the others: rounding the result hides what that loses. ``matrix`` [c, v],
-    the gradient of the logits, is overwritten and restored. ``weight`` [v, H] has the head's rows for these columns. Targets,
-    int64 [c], may lie outside the columns.
+    In half precision the term of the target is summed with the others, because rounding the result loses more digits anyway.
+    ``matrix`` [c, v], the gradient of the logits, is overwritten and restored. ``weight`` [v, H] has the head's rows for these
+    columns. Targets, int64 [c], may be outside the columns.
     """
     if matrix.dtype != torch.float32:
         return torch.mm(matrix, weight, out=out)
@@ -560,7 +572,7 @@ def hidden_gradient(matrix: Tensor, weight: Tensor, targets: Tensor, out: Tensor
     torch.mm(matrix, weight, out=out)
     # Restored, because the gradient of the head's weight is computed from this matrix afterwards.
     matrix.scatter_(-1, places, terms)
-    # This leaves 0 for targets outside of these columns, whose rows the product has used whole.
+    # This gives 0 for targets outside of these columns: for them the product above is already complete.
     terms -= others
     for start in range(0, out.shape[0], ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)

@@ -1,8 +1,8 @@
-"""LoRA: the base is frozen, and each chosen linear layer learns a low-rank addition. The base alone is the reference.
+"""LoRA: the base is frozen, and each chosen linear layer learns a low-rank addition to its weight.
 
 Bytes saved: gradients and optimizer state of N - N_a parameters, 12 bytes each with fp32 AdamW, where N counts the parameters of
-the base and N_a those of the adapters: rank x (in + out) a layer. A KL against the reference also needs no second model, which
-saves b_w x N / W bytes. Source: LoRA, arXiv 2106.09685.
+the base and N_a those of the adapters: rank x (in + out) per layer. A KL needs no second model as its reference, which saves b_w
+x N / W bytes more (b_w bytes per weight, W ranks). Source: LoRA, arXiv 2106.09685.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from verl_memopt.observe.byte_tracker import scope
 
 KEY = "actor_rollout_ref.model"
 ADAPTERS = ("lora_A", "lora_B")
-"""Names of a layer's trainable parameters, as in the peft format."""
+"""Names of the trainable parameters of a layer, as in the peft format."""
 PEFT = "base_model.model."
-"""How names in the peft format begin."""
+"""Prefix of all names in the peft format."""
 
 
 class LoraLinear(nn.Linear):
-    """A frozen linear layer plus ``scale * x A^T B^T``, A [rank, in] and B [out, rank], while ``active``.
+    """A frozen linear layer. While ``active``, it adds ``scale * x A^T B^T`` to its output, with A [rank, in] and B [out, rank].
 
-    It takes the place of a plain layer; parameter names stay the same.
+    It replaces a plain layer and keeps the names of its parameters.
     """
 
     def __init__(self, base: nn.Linear, rank: int, scale: float, dtype: torch.dtype | None = None) -> None:
-        """Take over a layer's weight and bias. The adapter is uninitialised, in ``dtype`` or else the weight's."""
+        """Take over the weight and bias of a layer. The adapter is uninitialised, in ``dtype`` or the weight's dtype."""
         nn.Module.__init__(self)
         self.weight = base.weight
         self._add(base, rank, scale, dtype or base.weight.dtype)
@@ -52,9 +52,9 @@ class LoraLinear(nn.Linear):
         self.in_features, self.out_features, self.bias = base.in_features, base.out_features, base.bias
         self.scale, self.active = scale, True
         self.other: tuple[Tensor, Tensor] | None = None
-        """A and B of another adapter, which computes in place of the trained one while it is there."""
+        """A and B of another adapter. While it is set, it computes instead of the trained adapter."""
         device = stored_weight(base)[0].device
-        # Uninitialised here: values are drawn or read after sharding.
+        # Uninitialised, because the values are drawn or loaded after sharding.
         self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, dtype=dtype, device=device))
         self.lora_B = nn.Parameter(torch.empty(self.out_features, rank, dtype=dtype, device=device))
 
@@ -64,9 +64,9 @@ class LoraLinear(nn.Linear):
 
     @property
     def factors(self) -> tuple[Tensor, Tensor]:
-        # The reference's adapters, while a pass of the reference runs.
+        # During a pass of the reference, its adapters replace the trained ones.
         down, up = self.other or (self.lora_A, self.lora_B)
-        # Wider adapters are cast, as FSDP2 casts masters.
+        # Adapters of a wider dtype are cast, as FSDP2 casts other parameters.
         return down.to(self.computes), up.to(self.computes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,8 +102,8 @@ def apply_lora(
 ) -> list[str]:
     """Freeze a model, give each chosen linear layer an adapter with factor ``scale``, and return their names.
 
-    Call this before sharding. ``dtype`` is the adapters'; None = each layer's own. Other arguments and errors are those of
-    :func:`chosen_layers`.
+    Call this before sharding. ``dtype`` is the dtype of the adapters; None = that of each layer. Other arguments and errors are
+    those of :func:`chosen_layers`.
     """
     model.requires_grad_(False)
     # Chosen before anything is replaced, so that an error leaves the model as it was.
@@ -123,14 +123,14 @@ def chosen_layers(
         target_modules: ``all-linear`` (every linear layer but the head), a list of name endings, or a regular expression for the
             whole name.
         exclude_modules: Layers to leave out, in the same form.
-        key: Settings section that errors name.
+        key: Section of the settings that errors name.
 
     Raises:
-        ConfigError: No layer is chosen, or a name fits nothing: the message has the nearest names.
+        ConfigError: No layer is chosen, or a name matches nothing. The message suggests similar names.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     modules = {name: module for name, module in model.named_modules() if name}
-    # Quantised layers are no nn.Linear, and get adapters too.
+    # Quantised layers are not nn.Linear, but get adapters too.
     kinds = (nn.Linear, QuantizedLinear)
     linears = [name for name, module in modules.items() if isinstance(module, kinds) and module is not head]
     endings = sorted({name.rsplit(".", 1)[-1] for name in linears})
@@ -174,7 +174,7 @@ def _nearest(name: str, endings: Sequence[str]) -> str:
 def _adapt(model: nn.Module, name: str, rank: int, scale: float, dtype: torch.dtype | None = None) -> None:
     layer = model.get_submodule(name)
     kind: Any = QuantizedLoraLinear if isinstance(layer, QuantizedLinear) else LoraLinear
-    # Under the same name, so that checkpoints and exports find the base's weight.
+    # Under the same name, so that checkpoints and exports find the weight of the base.
     model.set_submodule(name, kind(layer, rank, scale, dtype))
 
 
@@ -197,7 +197,7 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
     """
     for name, layer in adapters(model).items():
         generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
-        # Drawn whole and then cut, so that the values do not depend on how rows are sharded.
+        # Drawn as a whole and then cut, so that the values do not depend on how rows are sharded.
         bound = 1 / math.sqrt(layer.in_features)
         whole = torch.empty(layer.lora_A.shape).uniform_(-bound, bound, generator=generator)
         _copy_whole(layer.lora_A, whole)
@@ -228,18 +228,18 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 StartingAdapter = Mapping[str, Tensor]
-"""What training started from: tensors of the host by their names in the peft format, in the dtype that computes."""
+"""The adapters that training started from: name in the peft format -> host tensor in the compute dtype."""
 
 
 def starting_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, device: torch.device, key: str = KEY) -> StartingAdapter:
     """Read the adapters of a folder in the peft format, in ``dtype``; page-locked if ``device`` is a GPU.
 
     Raises:
-        ConfigError: As :func:`load_adapter`.
+        ConfigError: See :func:`load_adapter`.
     """
     wanted = stored_adapters(model)
     tensors = _read(folder, wanted, wanted, key)
-    # One page-locked buffer for all of them: each allocation takes whole pages.
+    # One page-locked buffer for all tensors, because each allocation takes whole pages.
     buffers = host_buffer(sum(tensors[name].numel() for name in wanted) * dtype.itemsize, device, "params")
     parts = buffers.split([tensors[name].numel() * dtype.itemsize for name in wanted])
     return {
@@ -249,9 +249,9 @@ def starting_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, device:
 
 @contextmanager
 def as_reference(model: nn.Module, start: StartingAdapter | None, device: torch.device) -> Iterator[None]:
-    """Inside the body, compute with the adapters that training started from, which are on the device for that time.
+    """Inside the body, compute with the adapters that training started from. They are on the device only in the body.
 
-    ``start``: None = with the base alone.
+    ``start``: None = compute with the base alone.
     """
     if start is None:
         with adapters_off(model):
@@ -260,7 +260,7 @@ def as_reference(model: nn.Module, start: StartingAdapter | None, device: torch.
     layers = adapters(model)
     with scope(kind="params"):
         for name, layer in layers.items():
-            # On the device for this pass only; the host's copy stays.
+            # Only for this pass; the copy on the host stays.
             down, up = (start[f"{PEFT}{name}.{part}.weight"].to(device, non_blocking=True) for part in ADAPTERS)
             layer.other = down, up
     try:
@@ -273,22 +273,22 @@ def as_reference(model: nn.Module, start: StartingAdapter | None, device: torch.
 def merged_weights(
     weights: Iterator[tuple[str, Tensor]], model: nn.Module, exact: Callable[[str], Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each base tensor once, with its adapter (if any) added in fp32. Adapters themselves are left out.
+    """Yield each tensor of the base once, with its adapter (if any) added in fp32. The adapters themselves are left out.
 
-    A merged tensor is sharded as its base is, and computed when it is asked for. All ranks must consume in step, because a
-    layer's small A is gathered, and B too where the base is whole. ``exact`` returns the unquantised weight of a quantised layer
-    by name; None = the codes are decoded.
+    A merged tensor is sharded like its base, and computed when the iterator reaches it. All ranks must iterate in step, because
+    the small A of a layer is gathered, and so is B where the base is not sharded. ``exact`` returns the unquantised weight of a
+    quantised layer by its name. None = the quantised weight is decoded.
     """
     layers = {f"{name}.weight": layer for name, layer in adapters(model).items()}
     packed = {f"{name}.qweight": layer for name, layer in quantized_layers(model).items()}
     for stored, value in weights:
         name, weight = stored, value
-        # An adapter is part of its base tensor in what this yields.
+        # Adapters are not yielded: they are merged into their base tensor.
         if name.rsplit(".", 1)[-1] in ADAPTERS:
             continue
         if stored in packed:
             name, layer = stored.removesuffix("qweight") + "weight", packed[stored]
-            # A quantised base is merged from its exact weight where one can be read.
+            # The adapter is merged into the exact weight, if that can be read.
             exact_weight = layer.packing.dequantize(value.detach(), layer.computes) if exact is None else exact(name)
             weight = exact_weight.to(value.device)
         yield name, _merged(weight, layers[name]) if name in layers else weight
@@ -298,7 +298,7 @@ def _merged(weight: Tensor, layer: LoraLinear) -> Tensor:
     with torch.no_grad():
         if not isinstance(weight, DTensor):
             return with_adapter(weight, _gathered(layer.lora_A), _gathered(layer.lora_B), layer.scale)
-        # The base is sharded by rows, as B is: this rank's rows need all of A and its own rows of B.
+        # Base and B are sharded by rows: this rank's rows of the base need all of A, and this rank's rows of B.
         assert isinstance(layer.lora_A, DTensor)
         assert isinstance(layer.lora_B, DTensor)
         local = with_adapter(weight.to_local(), layer.lora_A.full_tensor(), layer.lora_B.to_local(), layer.scale)
@@ -314,7 +314,7 @@ def _gathered(parameter: Tensor) -> Tensor:
 def with_adapter(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
     """Compute ``weight + scale * up @ down`` in fp32 and return it in the weight's dtype.
 
-    ``weight`` has rows of [out, in], ``down`` is A, [rank, in], and ``up`` has the same rows of B, [out, rank].
+    ``weight`` is some rows of [out, in], ``down`` is A [rank, in], and ``up`` is the same rows of B [out, rank].
     """
     return (weight.float() + scale * up.float() @ down.float()).to(weight.dtype)
 
@@ -326,15 +326,15 @@ def save_adapter(
 
     Args:
         folder: Created if missing.
-        model: Modules trained as a whole, such as the critic's head, are written too (``modules_to_save``).
+        model: The model. Modules that are trained in full, such as the critic's head, are written too (``modules_to_save``).
         base: Name of the base model.
         settings: Rank, alpha and scaling.
-        writes: Whether this rank writes. Every rank must call this, because all gather in step.
-        start: Write these in place of the trained adapters.
+        writes: Whether this rank writes. All ranks must call this function, because they gather in step.
+        start: Write these adapters instead of the trained ones.
     """
     trained = {} if start is not None else whole_parameters(model)
     own = stored_adapters(model) | _beside(trained)
-    # Gathered by all ranks in step, also by those that do not write.
+    # All ranks gather in step, even if they do not write.
     tensors = start if start is not None else {name: _on_host(parameter, writes) for name, parameter in own.items()}
     if not writes:
         return
@@ -358,7 +358,7 @@ def stored_adapters(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def copy_adapters(tensors: Mapping[str, Tensor], model: nn.Module, scale: float) -> None:
-    # The first call gives the layers room.
+    # The first call adds adapters to the layers.
     if not adapters(model):
         for name, down in ((name, tensor) for name, tensor in tensors.items() if name.endswith(".lora_A.weight")):
             layer, rank = name.removeprefix(PEFT).removesuffix(".lora_A.weight"), down.shape[0]
@@ -373,23 +373,23 @@ def _beside(trained: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 def _on_host(parameter: Tensor, wanted: bool) -> Tensor:
-    # The full tensor on the host, or an empty one if not `wanted`. Every rank gathers in step.
+    # Return the full tensor on the host, or an empty tensor if it is not `wanted`. All ranks gather in step.
     whole = _gathered(parameter)
     # copy=True, because on a CPU run `to` would return the parameter's own memory.
     return whole.detach().to("cpu", copy=True).contiguous() if wanted else torch.empty(0)
 
 
 def whole_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters trained in full beside the adapters, by their name in a Hugging Face checkpoint."""
+    """Parameters that are trained in full beside the adapters, by their names in a Hugging Face checkpoint."""
     named = ((name.removeprefix("lm."), parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
     return {name: parameter for name, parameter in named if name.rsplit(".", 1)[-1] not in ADAPTERS}
 
 
 def load_adapter(folder: Path, model: nn.Module, key: str = KEY) -> None:
-    """Fill the adapters from a folder in the peft format, and modules trained as a whole if the folder has them.
+    """Load the adapters from a folder in the peft format, and modules that are trained in full if the folder has them.
 
     Raises:
-        ConfigError: A tensor is missing, left over or of another shape. The message lists them.
+        ConfigError: Tensors are missing, unexpected or of another shape. The message lists them.
     """
     own, modules_beside = stored_adapters(model), _beside(whole_parameters(model))
     tensors = _read(folder, own | modules_beside, own, key)
@@ -404,7 +404,7 @@ def _read(folder: Path, allowed: Mapping[str, Tensor], needed: Mapping[str, Tens
     if not path.is_file():
         raise ConfigError(f"{setting}: it has no adapter_model.safetensors. Give a folder in the peft format.")
     tensors = load_file(path)
-    # All problems at once: a wrong rank or a wrong list of layers shows as a pattern.
+    # All problems are collected, because a wrong rank or a wrong list of layers shows as a pattern.
     problems = [f"missing {name}" for name in needed if name not in tensors]
     problems += [f"unexpected {name}" for name in tensors if name not in allowed]
     problems += [f"{name} holds whole numbers" for name, tensor in tensors.items() if not tensor.is_floating_point()]

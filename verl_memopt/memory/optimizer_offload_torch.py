@@ -1,11 +1,11 @@
-"""How an optimizer's state is laid out in flat ranges that buckets cut, and how buckets on the host pass over the device.
+"""The layout of optimizer state in flat ranges, which are cut into buckets, and how buckets pass over the device.
 
-Parameters that are updated alike lie one after another in one flat range. Offloaded state rests in one host buffer and passes
+Parameters that are updated alike form one flat range, one after another. Offloaded state rests in one host buffer, and passes
 over the device bucket by bucket inside ``step()``.
 
-Bytes saved: outside the step all of the state, b_o x N / W bytes, where b_o is 8 for fp32 moments, N counts the parameters and W
-the ranks in the shard group. Inside the step all but three buckets: one arrives, one is updated, one leaves. The state is
-allocated on the host, so the first step costs no more than the others.
+Bytes saved: outside the step the whole state, b_o x N / W bytes, where b_o is 8 for fp32 moments, N counts the parameters and W
+the ranks in the shard group. Inside the step all but three buckets: one is arriving, one is being updated, one is leaving. The
+state is allocated on the host, so the first step needs no more device memory than later steps.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from verl_memopt.memory.optimizer_state_dtype_torch import (
 from verl_memopt.observe.byte_tracker import scope
 
 GRADIENT = "gradient"
-"""Name of gradients that rest on the host, among what passes over the device in buckets."""
+"""Name of the plane of gradients that rest on the host, beside the planes of the state."""
 LEAST_CUT = 64
-"""Fewest elements between two cuts of a tensor, so that a kernel has a partial vector only at the end of the tensor."""
+"""Tensors are cut at multiples of this many elements, so that a kernel has a partial vector only at the end of a tensor."""
 ALIGNMENT = 64
-"""Each part of the state buffer begins at a multiple of this many bytes."""
+"""Each part of the state buffer starts at a multiple of this many bytes."""
 
 
 @dataclass(frozen=True)
@@ -49,25 +49,25 @@ class SectionMember:
 class Slice:
     member: SectionMember
     first: int  # in elements of the member's local shard
-    last: int  # exclusive
+    last: int  # end, exclusive
 
 
 @dataclass(eq=False)
 class Section:
     """Parameters of one group that share a dtype and a format of moments: one flat range of elements.
 
-    ``members`` are the parameters in order, and ``planes`` the flat tensors of their state.
+    ``members`` are the parameters in order. ``planes`` are the flat tensors of their state, by name.
     """
 
     group: dict[str, Any]
     format: MomentFormat
     dtype: torch.dtype
     splits: bool = False
-    """Its parameters are the high half of their masters."""
+    """The parameters are the high half of fp32 master weights."""
     members: list[SectionMember] = field(default_factory=list)
     planes: dict[str, Tensor] = field(default_factory=dict)
     gradients: Tensor | None = None
-    """The gradients of its members one after another, on the host; None = they are those of the parameters."""
+    """The gradients of the members, one after another, on the host. None = the gradients are in ``.grad`` of the parameters."""
 
     @property
     def numel(self) -> int:
@@ -79,7 +79,7 @@ class Section:
 
     @property
     def cut(self) -> int:
-        # Whole quantisation blocks, and whole vectors of a kernel.
+        # A multiple of the quantisation block and of LEAST_CUT.
         return -(-LEAST_CUT // self.format.block) * self.format.block
 
 
@@ -90,7 +90,7 @@ def local(tensor: Tensor) -> Tensor:
 def cut_buckets(members: Sequence[SectionMember], elements: int, cut: int) -> list[list[Slice]]:
     """Cut members into consecutive buckets of at most ``elements`` elements, at multiples of ``cut`` elements of a member.
 
-    Each bucket is one unbroken range of its section, with as many members as fit.
+    Each bucket is one unbroken range of the section, with as many members as fit.
     """
     buckets: list[list[Slice]] = []
     room, following = 0, -1
@@ -117,17 +117,18 @@ def sections(
 ) -> list[Section]:
     """Group an optimizer's parameters into sections, in the order of their first parameters.
 
-    ``split``: bfloat16 parameters are the high half of their masters. ``moments_of`` names the moments of a group.
+    ``split``: bfloat16 parameters are the high half of fp32 master weights. ``moments_of`` returns the names of a group's
+    moments.
     """
     by_key: dict[tuple[int, torch.dtype, int], Section] = {}
     for number, group in enumerate(groups):
         for parameter in group["params"]:
             placements = parameter.placements if isinstance(parameter, DTensor) else ()
-            # Rows stay whole in a shard, so no block of codes crosses ranks.
+            # Shards hold whole rows, so no quantisation block crosses ranks.
             assert all(isinstance(placement, Replicate) or placement == Shard(0) for placement in placements), placements
             rows = parameter.shape[0] if parameter.ndim else 1
             kind = moment_format(state_dtype, parameter.numel() // max(rows, 1), moments_of(group))
-            # One kernel call updates a whole bucket, so its members must agree in all three.
+            # One kernel call updates a whole bucket, so all members of a section must agree in these three.
             key = (number, parameter.dtype, kind.block)
             section = by_key.setdefault(key, Section(group, kind, parameter.dtype, split and parameter.dtype == torch.bfloat16))
             section.members.append(SectionMember(parameter, section.numel, local(parameter).numel()))
@@ -137,13 +138,13 @@ def sections(
 def shard_place(parameter: Tensor) -> tuple[int, ...]:
     if not isinstance(parameter, DTensor):
         return (0,)
-    # Replicas of a shard agree.
+    # Replicas of a shard have the same place.
     place: Sequence[int] = parameter.device_mesh.get_coordinate() or []
     return tuple(at for at, placement in zip(place, parameter.placements, strict=True) if isinstance(placement, Shard))
 
 
 def shown(member: SectionMember, plane: Plane, flat: Tensor) -> Tensor:
-    """View a member's part of a plane in the parameter's shape. Rows are shorter if an entry covers several elements."""
+    """View a member's part of a plane in the parameter's shape. Rows are shorter if one entry belongs to several elements."""
     parameter = member.parameter
     part = flat[member.start // plane.per_entry : (member.start + member.numel) // plane.per_entry]
     shape = _stored_shape(parameter.shape, plane.per_entry)
@@ -152,13 +153,13 @@ def shown(member: SectionMember, plane: Plane, flat: Tensor) -> Tensor:
 
 
 def sharded_as(parameter: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
-    """Wrap this rank's values as part of a tensor of ``shape``, sharded like ``parameter``; values as they are if it is plain."""
+    """Wrap this rank's values as its part of a tensor of ``shape``, sharded like ``parameter``. No effect if that is plain."""
     if not isinstance(parameter, DTensor):
         return values
-    # Only the strides are wanted; a meta tensor takes no memory.
+    # Only the strides are needed, and a meta tensor takes no memory.
     stride = torch.empty(shape, device="meta").stride()
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=TensorMeta(shape, stride, values.dtype))
-    # from_local would copy host tensors to the mesh's device.
+    # Not from_local, which would copy host tensors to the mesh's device.
     return DTensor(values, spec, requires_grad=False)
 
 
@@ -189,13 +190,13 @@ class StateLanes:
 
     def __init__(self, device: torch.device, kind: str | None = None) -> None:
         self._device, self._arriving, self._leaving = device, copy_stream(device), copy_stream(device)
-        # What the byte tracker calls bytes on the device; None = the kind of the surrounding scope.
+        # Kind under which the byte tracker counts the buckets on the device. None = the kind of the surrounding scope.
         self._kind = kind
 
     def passing(
         self, resting: Mapping[str, Tensor], buckets: Sequence[Ranges], one_way: Collection[str] = (), from_zero: bool = False
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield each bucket of flat host tensors (``resting``) on the device, and write its values back afterwards.
+        """Yield each bucket of the flat host tensors on the device, and write its values back afterwards.
 
         The next bucket arrives and the previous one leaves while the caller computes. After the last bucket the current stream
         waits for every write.
@@ -203,22 +204,22 @@ class StateLanes:
         Args:
             resting: Flat tensors on the host, by name.
             buckets: For each bucket, the range of each tensor.
-            one_way: Names that are read but not written back.
+            one_way: Names of tensors that are read but not written back.
             from_zero: Read nothing: each bucket starts as zeros.
         """
         compute_stream = current_stream(self._device)
-        # Allocated once and reused: each is as large as the largest bucket.
+        # The slots are allocated once and reused. Each has the size of the largest bucket.
         slots = [self._slot(resting, buckets) for _ in range(min(SLOTS, len(buckets)))]
-        # A new slot is free as soon as work queued so far is done.
+        # A new slot may be written to once the work queued so far is done, because that work may still use its memory.
         left = [mark_done(compute_stream)] * len(slots)
         arrived = self._fetch(resting, buckets[0], slots[0], left[0]) if buckets and not from_zero else None
         try:
             for number, ranges in enumerate(buckets):
-                # A slot is filled again only after the copy out of it: ``left`` marks when that is done.
+                # A slot is filled again only after its last bucket has been copied out. ``left`` marks that moment for each slot.
                 place, following = number % SLOTS, (number + 1) % SLOTS
                 wait_for(compute_stream, left[place] if from_zero else arrived)
                 if number + 1 < len(buckets) and not from_zero:
-                    # The next bucket is on its way while the caller computes on this one.
+                    # The next bucket arrives while the caller computes on this one.
                     arrived = self._fetch(resting, buckets[number + 1], slots[following], left[following])
                 views = _filled(slots[place], ranges)
                 if from_zero:
@@ -233,7 +234,7 @@ class StateLanes:
                             resting[name][ranges[name]].copy_(view, non_blocking=True)
                 left[place] = mark_done(self._leaving)
         finally:
-            # Also after an error in the caller: the memory of the slots must not be used anew under a copy.
+            # Also after an error in the caller: the memory of the slots must not be reused while a copy runs.
             for event in (*left, arrived):
                 wait_for(compute_stream, event)
 

@@ -1,25 +1,29 @@
-"""How an optimizer's numbers are stored in fewer bits than fp32: its moments, bfloat16 weights, and masters in two halves.
+"""Store numbers of an optimizer in fewer bits: moments, bfloat16 weights, and fp32 master weights in two halves.
 
-Moments: each bucket is decoded to fp32, updated, and encoded again. Two fp32 moments take 8 bytes a parameter. bfloat16 saves 4
-of them, int8 8 - 2 x (1 + 4 / 256) = 5.97, and int4 8 - 2 x (1/2 + 4 / 128) = 6.94. A block is as long as the largest even
-divisor of a row, up to 256 (int8) or 128 (int4) elements. Parameters whose rows have no such block of at least 32 elements, such
-as norms and biases, keep fp32 moments.
+Moments: each bucket is decoded to fp32, updated, and encoded again. Two fp32 moments take 8 bytes per parameter. bfloat16 saves 4
+of them, int8 8 - 2 x (1 + 4 / 256) = 5.97, and int4 8 - 2 x (1/2 + 4 / 128) = 6.94. The length of a quantisation block is the
+largest even divisor of the row length, up to 256 (int8) or 128 (int4) elements. If that would be below 32 elements, as for norms
+and biases, the moments stay in fp32.
 
-A code c stands for scale x sign(c) x (c / levels)^2. Each block has one fp32 scale, the largest magnitude in it. The square
-spends codes on small values. All encodings round stochastically, because a moment is a running mean: at beta2 = 0.999 one step
-changes exp_avg_sq by a thousandth, which rounding to nearest would always drop. A second moment never becomes 0 by encoding, so
-its square root never makes the update unbounded. Blocks do not cross rows, so a shard holds whole blocks on any number of ranks.
-Source: block-wise states are those of Dettmers et al., arXiv 2110.02861; 4 bits without a zero, Li et al., arXiv 2309.01507.
+The value of a code c is
 
-Weights: rounded stochastically to bfloat16 they move by less than their spacing, on average (Gupta et al., arXiv 1502.02551). The
-bits that are cut off are the chance to round up, in units of 2^-16. Against fp32 masters that saves 4 bytes a parameter, 2 of the
-weight and 2 of its gradient.
+scale x sign(c) x (c / levels)^2,
 
-Masters: 4 bytes of an fp32 master become 2 of the weight, which computes, and 2 of the remainder, which rests with the
-optimizer's state. The high half is the bits rounded half up in magnitude, ``(bits + 0x8000) >> 16``, and the remainder what is
-left, a signed 16-bit number. Rounding half to even could not be undone: two remainders would stand for a tie. All arithmetic is
-of 32-bit integers that wrap around, so every pattern comes back, also those of infinities. A finite number above the largest
-bfloat16 computes as infinity, as with a cast.
+where scale is one fp32 number per block, the largest magnitude in it. The square gives more codes to small values. All encodings
+round stochastically, because a moment is a running mean: at beta2 = 0.999 one step changes exp_avg_sq by about a thousandth,
+which rounding to nearest would always drop. Encoding never makes a second moment 0, because dividing by its root would make the
+update unbounded. Blocks do not cross rows, so a shard holds whole blocks on any number of ranks. Source: block-wise states are
+those of Dettmers et al., arXiv 2110.02861; 4 bits without a zero, Li et al., arXiv 2309.01507.
+
+Weights: with stochastic rounding, bfloat16 weights can on average move by less than the spacing of bfloat16 numbers (Gupta et
+al., arXiv 1502.02551). The bits that are cut off, times 2^-16, are the probability to round up in magnitude. Compared with fp32
+master weights this saves 4 bytes per parameter: 2 of the weight and 2 of its gradient.
+
+Master weights: the 4 bytes of an fp32 master weight become 2 bytes of the bfloat16 weight, which computes, and 2 bytes of the
+remainder, which rests with the optimizer's state. The weight is the bits rounded half up in magnitude, ``(bits + 0x8000) >> 16``.
+The remainder is the difference, a signed 16-bit number. Rounding half to even could not be undone, because a tie would have two
+remainders. All arithmetic is on 32-bit integers that wrap around, so every bit pattern is restored, also that of infinities. A
+finite number above the largest bfloat16 computes as infinity, as with a cast.
 """
 
 from __future__ import annotations
@@ -34,17 +38,16 @@ from torch import Tensor
 from verl_memopt.memory.fused import over_rows, runs_compiled
 
 BITS = 16
-"""Bits of an fp32 that a bfloat16 lacks."""
+"""Bits of an fp32 number that a bfloat16 number does not have."""
 
 
 def round_to_bfloat16_(values: Tensor, noise: Tensor, generator: torch.Generator) -> Tensor:
     """Round each fp32 of ``values`` stochastically to one of its two bfloat16 neighbours, in place, and return them.
 
-    Values that are bfloat16 already, infinities and NaN stay what they are. ``noise`` is fp32 scratch of the same size.
+    Values that bfloat16 can represent, infinities and NaN do not change. ``noise`` is fp32 scratch of the same size.
     """
     assert values.dtype == noise.dtype == torch.float32, (values.dtype, noise.dtype)
-    # The bit patterns of one sign are ordered as their magnitudes are. So a carry out of the lower bits rounds away from
-    # zero.
+    # For one sign, larger bit patterns are larger magnitudes. So a carry out of the lower bits rounds away from zero.
     bits, chance = values.view(torch.int32), noise.view(torch.int32)
     chance.random_(0, 1 << BITS, generator=generator)
     bits.add_(chance).bitwise_and_(-(1 << BITS))
@@ -75,11 +78,11 @@ class Plane:
 
 class BucketScratch(NamedTuple):
     moments: tuple[Tensor, ...] = ()
-    """fp32: the decoded moments."""
+    """fp32, for the decoded moments."""
     scratch: tuple[Tensor, ...] = ()
-    """fp32."""
+    """fp32, for intermediate results."""
     compared: tuple[Tensor, ...] = ()
-    """The weights as they compute, before and after the update, and where they differ (bool)."""
+    """The weights in the compute dtype before and after the update, and where they differ (bool)."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class MomentFormat:
 
     @property
     def repeats(self) -> bool:
-        # Whether encoding decoded moments gives the same bytes again. Codes of blocks are drawn anew each time.
+        # Whether decoding and encoding gives the same bytes. It does not with quantised blocks, whose codes are drawn at random.
         return self.block == 1
 
     def decode(self, planes: Planes, work: BucketScratch) -> tuple[Tensor, ...]:
@@ -115,12 +118,12 @@ class MomentFormat:
         return work.moments
 
     def encode(self, planes: Planes, work: BucketScratch, generator: torch.Generator) -> None:
-        # Moments that were updated in place are there already.
+        # Moments that were updated in place are already stored.
         if not self.decodes:
             return
         for name, values in zip(self.names, work.moments, strict=True):
             if self.repeats:
-                # Rounded by chance: to nearest, a running mean would stop moving.
+                # Rounded stochastically, because with rounding to nearest a running mean would stop moving.
                 planes[name].copy_(round_to_bfloat16_(values, work.scratch[0], generator))
             else:
                 self._encode_blocks(name, planes, values, work.scratch, generator)
@@ -158,7 +161,7 @@ class MomentFormat:
             # abs().amax() would need a temporary tensor of the bucket's size.
             torch.linalg.vector_norm(values.view(-1, self.block), ord=float("inf"), dim=1, out=scales)
             codes, other = _codes(values, scales, levels, self.block, scratch, generator)
-            # A second moment is at least one code: at 0 its root would make the update unbounded.
+            # The code of a second moment is at least 1, because with 0 the update would be divided by 0.
             codes.clamp_(0 if signed else 1, levels)
             if signed:
                 # The codes were computed from magnitudes, so they get their signs back here.
@@ -171,7 +174,7 @@ class MomentFormat:
             _pack(codes, other, stored)
 
         if runs_compiled(scales):
-            # Drawn outside of the compiled statement, whose own random numbers would not follow the generator.
+            # Drawn outside of the compiled statement, because random numbers inside it would not come from the generator.
             noise = scratch[0].uniform_(generator=generator)
             tensors = (*(flat.view(-1, self.block) for flat in (values, noise)), stored.view(scales.numel(), -1), scales)
             over_rows(_encode_statement, tensors, levels, signed, self.state_dtype == "int4")
@@ -180,9 +183,9 @@ class MomentFormat:
 
 
 def _decode_statement(values: Tensor, stored: Tensor, scales: Tensor, levels: int, signed: bool, packed: bool) -> None:
-    # Decode into values, fp32 [blocks, elements]. `packed`: two codes in a byte.
+    # Decode into values, fp32 [blocks, elements]. `packed`: each byte holds two codes.
     if packed:
-        # Two codes a byte, the first in the low half.
+        # Two codes per byte, the first in the low half.
         halves = [half.repeat_interleave(2, 1) for half in (stored.int() & 15, stored.int() >> 4)]
         stored = torch.where(torch.arange(values.shape[1], device=values.device) % 2 == 0, halves[0], halves[1])
         stored = stored - ZERO_NIBBLE if signed else stored
@@ -209,7 +212,7 @@ def _encode_statement(
 def moment_format(state_dtype: str, row: int, names: tuple[str, ...] = MOMENTS) -> MomentFormat:
     """Return the format for parameters whose rows (all dimensions but the first) have ``row`` elements.
 
-    Only AdamW's moments are quantised in blocks.
+    Only the moments of AdamW are quantised in blocks.
     """
     block = block_size(row, MOST_BLOCK[state_dtype]) if state_dtype in MOST_BLOCK and names == MOMENTS else None
     if block is not None:
@@ -235,10 +238,10 @@ def _quantised_planes(state_dtype: str, moment: str, block: int) -> tuple[Plane,
 def _codes(
     values: Tensor, scales: Tensor, levels: int, block: int, scratch: tuple[Tensor, ...], generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Draw integer codes (in fp32) whose squares equal the magnitudes in expectation. Also return scratch that is free again.
+    """Draw integer codes (in fp32) whose values equal the magnitudes on average. Also return scratch that may be reused.
 
-    With w = magnitude * levels^2 / scale, and k the integer part of sqrt(w), the next code is drawn with probability
-    (w - k^2) / (2 k + 1), the position of w between the values of the two codes.
+    Let w = magnitude * levels^2 / scale, and let k be the integer part of sqrt(w). Code k + 1 is drawn with probability (w - k^2)
+    / (2 k + 1), which is the position of w between k^2 and (k + 1)^2. Otherwise code k is drawn.
     """
     way, root = scratch
     torch.div(values.view(-1, block), scales.clamp_min(TINY)[:, None], out=way.view(-1, block))
@@ -247,10 +250,10 @@ def _codes(
     way.addcmul_(root, root, value=-1)
     root.mul_(2).add_(1)
     way.div_(root)
-    # Back from 2 k + 1 to k, because there is no third scratch tensor that could have kept k.
+    # Compute k from 2 k + 1, because there is no third scratch tensor that could hold k.
     root.sub_(1).mul_(0.5)
     way.add_(root)
-    # The noise takes the room of `root`. What is cut off after the addition is rounded stochastically.
+    # The noise overwrites `root`. Adding noise and rounding down is stochastic rounding.
     way.add_(root.uniform_(generator=generator)).floor_()
     return way, root
 
@@ -258,7 +261,7 @@ def _codes(
 def _pack(codes: Tensor, room: Tensor, stored: Tensor) -> None:
     pairs = codes.view(-1, 2)
     packed = room[: stored.numel()]
-    # Two codes a byte, the first in the low half.
+    # Two codes per byte, the first in the low half.
     torch.add(pairs[:, 0], pairs[:, 1], alpha=16, out=packed)
     stored.copy_(packed)
 
@@ -271,7 +274,7 @@ def _unpack(stored: Tensor, values: Tensor) -> None:
 
 
 REMAINDER = Plane("remainder", torch.int16, 1)
-"""Where the remainders lie in the optimizer's state."""
+"""The plane of the optimizer's state that holds the remainders."""
 HALF = 1 << 15
 
 
@@ -287,7 +290,7 @@ def join_(weights: Sequence[Tensor], remainder: Tensor, masters: Tensor, before:
     def joined() -> None:
         if before is not None:
             before.copy_(bits)
-        # 32-bit arithmetic wraps around, so every pattern comes back.
+        # 32-bit arithmetic wraps around, so every bit pattern is restored.
         bits.bitwise_left_shift_(BITS).add_(remainder)
 
     over_rows(_join_statement, (bits, remainder, before), otherwise=joined)
@@ -308,7 +311,7 @@ def split_(
     before, total = (None, None) if compared is None else (compared[0], compared[2])
 
     def halved() -> None:
-        # Half up in magnitude, which join_ can undo; half to even could not be.
+        # Rounded half up in magnitude, which join_ can undo. Rounding half to even could not be undone.
         torch.add(bits, HALF, out=high).bitwise_right_shift_(BITS)
         remainder.copy_(bits.sub_(high, alpha=1 << BITS))
         if compared is not None:

@@ -1,4 +1,4 @@
-"""How running out of device memory is recognised, written down for later, and brought about by a limit."""
+"""Recognise out-of-memory errors, write snapshots of the memory, and limit the memory of a process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from verl_memopt.config.schema import Memory
 
 OUT_OF_MEMORY = re.compile(r"CUDA (driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
-"""Messages of libraries that allocate from the driver. vLLM's sleeping allocator says ``CUDA Error: out of memory``."""
+"""Messages of libraries that allocate directly from the driver. vLLM's sleeping allocator says ``CUDA Error: out of memory``."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -42,7 +42,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class PartDoesNotFitError(torch.OutOfMemoryError):
-    """A part of the engine, ``num_bytes`` of a kind, could not wake beside ``held_bytes`` of live tensors."""
+    """A part of the engine (``num_bytes`` of a kind) could not wake beside ``held_bytes`` of live tensors."""
 
     def __init__(self, kind: str, num_bytes: int, held_bytes: int, cause: str) -> None:
         super().__init__(f"waking {kind}, {three_digits(num_bytes / GIB)} GiB: {cause}")
@@ -65,18 +65,18 @@ def wake_report(kind: str, num_bytes: int, device: torch.device) -> Iterator[Non
 
 
 def release_frames(error: BaseException | None) -> None:
-    # Clear the frames of an error and its causes, which would keep their tensors alive as long as the error.
+    # Clear the frames of an error and of its causes. They would keep their tensors alive as long as the error itself.
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
-# A snapshot of the memory at the moment when it runs out: what lives on the device, largest first.
+# A snapshot of the device memory at the moment when it runs out. It lists live tensors, largest first.
 
 MOST_TENSORS = 200
-"""Tensors that a snapshot lists."""
+"""Most tensors that a snapshot lists."""
 MOST_FRAMES = 40
-"""Lines of the traceback that a snapshot keeps: the last ones."""
+"""Most entries of the traceback that a snapshot keeps: the last ones."""
 
 logger = logging.getLogger(__name__)
 
@@ -84,13 +84,14 @@ logger = logging.getLogger(__name__)
 class MemorySnapshot:
     """Writes a snapshot of this process to a folder when memory runs out inside :meth:`on_out_of_memory`.
 
-    ``resident`` returns (kind, tensor) pairs of what exists between phases. On a GPU the allocator's history is recorded too.
+    ``resident`` returns (kind, tensor) pairs of the tensors that exist between phases. On a GPU the history of the allocator is
+    recorded too.
     """
 
     def __init__(
         self, folder: Path, rank: int, device: torch.device, resident: Callable[[], Iterable[tuple[str, torch.Tensor]]]
     ) -> None:
-        self.path = folder / f"out_of_memory_rank{rank}.json"  # the allocator's history of a GPU lies beside it, as .pickle
+        self.path = folder / f"out_of_memory_rank{rank}.json"  # on a GPU a .pickle beside it has the allocator's history
         self._device = device
         self._resident = resident
         if is_gpu(device):
@@ -123,7 +124,7 @@ class MemorySnapshot:
             if is_gpu(self._device):
                 write_allocations(self.path.with_suffix(".pickle"))
         except OSError as refusal:
-            # Logged alone: a full disk must not hide the first error.
+            # Only logged, because a full disk must not hide the first error.
             logger.warning("%s: the memory snapshot cannot be written (%s)", self.path, refusal)
             return
         logger.warning("%s: out of device memory; what lives on the device is in %s", phase, self.path)
@@ -131,16 +132,16 @@ class MemorySnapshot:
 
 def _live_tensors(device: torch.device, kinds: dict[int, str]) -> list[dict[str, Any]]:
     by_storage: dict[int, dict[str, Any]] = {}
-    # gc.get_objects leaves out what gc.freeze has put aside. vLLM freezes the whole heap when it starts, weights included.
+    # gc.get_objects leaves out frozen objects. vLLM freezes the whole heap when it starts, weights included.
     frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     objects = gc.get_objects()
     if frozen:
         gc.freeze()
-    # torch.compile keeps fake tensors of its own, which hold nothing.
+    # torch.compile keeps fake tensors, which hold no memory.
     without = FakeTensor if active_fake_mode() is None else ()
     for tensor in objects:
-        # By its type: isinstance() also asks what a weak proxy refers to, which may be gone.
+        # Not isinstance(), which looks up the target of a weak proxy, and that may be gone.
         if not issubclass(type(tensor), torch.Tensor) or isinstance(tensor, without):
             continue
         for storage in device_storages(tensor, device):
@@ -155,9 +156,9 @@ def _live_tensors(device: torch.device, kinds: dict[int, str]) -> list[dict[str,
     return sorted(by_storage.values(), key=lambda row: -row["bytes"])
 
 
-# Limits of a process's memory. ``memory.device_limit_gb`` makes a large card behave like a small one: on a GPU the caching
-# allocator refuses what goes beyond it (``set_per_process_memory_fraction``), and the engine's share is taken from it. On a CPU
-# the byte tracker refuses it. Sleeping memory and the CUDA context do not count.
+# Limits of a process's memory. ``memory.device_limit_gb`` makes a large card behave like a small one. On a GPU the caching
+# allocator refuses memory beyond the limit (``set_per_process_memory_fraction``), and the engine's share is a share of the limit.
+# On a CPU the byte tracker refuses it. Sleeping memory and the CUDA context do not count.
 
 
 def limit_bytes(gigabytes: float | None) -> int | None:
@@ -177,7 +178,7 @@ def device_limit(device: torch.device, limit: int | None) -> Iterator[None]:
         yield
         return
     before = device_memory_cap(device)
-    # The cap is checked when memory is taken from the driver; blocks that an earlier job left in the cache would bypass it.
+    # The cap is checked only when memory is taken from the driver. Blocks that an earlier job left in the cache would bypass it.
     empty_cache(device)
     cap_device_memory(device, limit + ledger_of(device).asleep.reserved_bytes)
     try:
@@ -194,10 +195,10 @@ def available_bytes(device: torch.device, limit: int | None) -> int | None:
 
 
 class DeviceCap:
-    """Keeps a GPU's ledger right, and its process within ``limit``, while parts of an engine go to sleep and wake.
+    """Keeps the ledger of a GPU correct, and the process within ``limit``, when parts of an engine go to sleep or wake.
 
-    The allocator counts what sleeps, so the cap is the limit plus what sleeps at that moment. It is computed anew each time.
-    Waking maps memory without the allocator, past any cap, so the limit is compared with what is held afterwards.
+    The allocator also counts sleeping memory, so the cap is the limit plus the bytes that sleep at that moment. It is computed
+    again at each change. Waking maps memory without the allocator, so no cap can stop it; the limit is checked afterwards.
     """
 
     def __init__(self, device: torch.device, limit: int | None) -> None:
@@ -205,10 +206,10 @@ class DeviceCap:
 
     @contextmanager
     def changing(self, read: AsleepReader, refuse: bool = True) -> Iterator[None]:
-        """Wrap a part's going to sleep or waking; ``read`` returns what sleeps afterwards.
+        """Wrap the sleeping or waking of a part. ``read`` returns the bytes that sleep afterwards.
 
         Raises:
-            torch.OutOfMemoryError: The process holds more than its limit afterwards, and ``refuse``.
+            torch.OutOfMemoryError: The process holds more than its limit afterwards, and ``refuse`` is true.
         """
         if not is_gpu(self._device):
             yield

@@ -1,9 +1,10 @@
-"""Frozen weights in 8 or 4 bits: each linear layer of the blocks keeps codes and scales, and decodes its weight for each product.
+"""Frozen weights in 8 or 4 bits: linear layers keep codes and scales, and decode the weight for each matrix product.
 
-The policy's frozen base under adapters is one. Gradients pass through the decoded weight, which backward decodes again.
+The base under adapters may be such a frozen model. Backward decodes the weight again to compute the gradient of the input.
 
 Bytes saved: b_w - 1.03 bytes for each parameter in the blocks' linear layers with int8 (groups of 128), and b_w - 0.56 with nf4
-(groups of 64). b_w is the width of the masters. Codes are sharded over ranks as weights are, unless an engine shares them.
+(groups of 64). b_w is the bytes per weight without the knob. Codes are sharded over ranks like weights, unless an engine shares
+them.
 
 Not exact: the worker measures the error of the log-probs when it loads the model, and logs it.
 
@@ -37,8 +38,8 @@ NF4_LEVELS = (
 class Packing:
     """Stores a weight [out, in] as bytes, uint8 [out, code bytes + 4 x groups]: each row's codes, then its scales.
 
-    Scales lie among the bytes so that no mixed-precision policy rounds them, and so that rows can be sharded, or fused with those
-    of another weight, together.
+    Scales are stored as bytes beside their codes, so that no mixed-precision policy rounds them, and so that rows can be sharded,
+    or joined with the rows of another weight.
     """
 
     kind: str
@@ -59,7 +60,7 @@ class Packing:
     def quantize(self, weight: Tensor) -> Tensor:
         """Encode rows [rows, in] of any float dtype as uint8 [rows, row bytes]."""
         rows, group = weight.shape[0], FORMATS[self.kind].group
-        # Zeros fill up the last group, and do not raise its scale.
+        # The last group is padded with zeros, which do not change its scale.
         grouped = weight.new_zeros(rows, self.groups * group, dtype=torch.float32)
         grouped[:, : self.in_features] = weight
         grouped = grouped.view(rows, self.groups, group)
@@ -72,7 +73,7 @@ class Packing:
     def dequantize(self, stored: Tensor, dtype: torch.dtype, pairs: Tensor | None = None) -> Tensor:
         """Decode the bytes of some rows to [rows, in] in ``dtype``.
 
-        ``pairs`` is :func:`nf4_pairs` in this dtype on this device; None = it is copied there.
+        ``pairs`` is the table :func:`nf4_pairs` in this dtype on this device. None = it is made and copied there.
         """
         rows = stored.shape[0]
         scale = stored[:, self.code_bytes :].contiguous().view(torch.float32)
@@ -81,9 +82,9 @@ class Packing:
 
     def _levels(self, codes: Tensor, dtype: torch.dtype, pairs: Tensor | None) -> Tensor:
         if self.kind == "int8":
-            # Sliced from rows that end with scales, so the codes are copied together first.
+            # The codes are a slice of longer rows, so they are copied into contiguous memory first.
             return codes.contiguous().view(torch.int8).to(dtype).div_(127)
-        # Sent without waiting: every layer needs it, in every micro-batch.
+        # Copied without waiting, because each layer needs the table in each micro-batch.
         pairs = nf4_pairs(dtype).to(codes.device, non_blocking=True) if pairs is None else pairs
         return pairs[codes.int()]
 
@@ -99,7 +100,7 @@ def whole_weight(stored: Tensor, packing: Packing | None, dtype: torch.dtype) ->
 class QuantizedLinear(nn.Module):
     """A frozen linear layer that keeps bytes, ``qweight``, and decodes its weight for each product.
 
-    The bytes are uninitialised at first. ``exact`` returns the unquantised weight while an error is measured.
+    The bytes are uninitialised at first. If ``exact`` is set, it returns the unquantised weight, which is then used.
     """
 
     def __init__(self, base: nn.Linear, kind: str) -> None:
@@ -118,7 +119,7 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.exact is not None:
-            # Only while the error of the codes is measured.
+            # Only while the error of the quantisation is measured.
             return linear(x, self.exact().to(x.dtype), self.bias)
         output: Tensor = _PackedProduct.apply(x, self.qweight, self.bias, self.packing)
         return output
@@ -127,7 +128,7 @@ class QuantizedLinear(nn.Module):
 class _PackedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, stored: Tensor, bias: Tensor | None, packing: Packing) -> Tensor:
-        # The codes, not the decoded weight, which backward decodes again.
+        # Only the codes are saved. Backward decodes the weight again.
         ctx.save_for_backward(stored)
         ctx.packing = packing
         return linear(x, packing.dequantize(stored, x.dtype), bias)
@@ -144,7 +145,7 @@ def _encode(share: Tensor, kind: str) -> Tensor:
     if kind == "int8":
         return (share * 127).round_().to(torch.int8).view(torch.uint8)
     levels = torch.tensor(NF4_LEVELS, dtype=torch.float32).to(share.device, non_blocking=True)
-    # The nearest level: between two of them the border is halfway.
+    # The nearest level: the border between two levels is halfway.
     middles = (levels[1:] + levels[:-1]) / 2
     codes = torch.bucketize(share.contiguous(), middles, out_int32=True).to(torch.uint8)
     # Two codes share a byte, the first in its low half.
@@ -152,16 +153,16 @@ def _encode(share: Tensor, kind: str) -> Tensor:
 
 
 def nf4_pairs(dtype: torch.dtype) -> Tensor:
-    """Table [256, 2] of the two levels that each byte of nf4 codes stands for."""
+    """Table [256, 2]: for each byte, the levels of its two nf4 codes."""
     levels, codes = torch.tensor(NF4_LEVELS, dtype=dtype, device="cpu"), torch.arange(256, device="cpu")
     return torch.stack([levels[codes & 15], levels[codes >> 4]], dim=-1)
 
 
 def check_quantizable(blocks: list[nn.Module], key: str) -> None:
-    """Refuse blocks with matrices that are not the weight of one linear layer each: experts, or weights shared by two layers.
+    """Refuse blocks with a matrix that is not the weight of exactly one linear layer: experts, or a weight of two layers.
 
     Raises:
-        ConfigError: There is one. ``key`` is the setting with its value, to name in the error.
+        ConfigError: There is such a matrix. ``key`` is the setting with its value, which the error names.
     """
     linears = [module.weight for block in blocks for module in block.modules() if isinstance(module, nn.Linear)]
     linear_weights = {id(weight) for weight in linears}
@@ -173,9 +174,9 @@ def check_quantizable(blocks: list[nn.Module], key: str) -> None:
 
 
 def quantize_blocks(blocks: list[nn.Module], kind: str) -> None:
-    """Replace every linear layer of the blocks by a :class:`QuantizedLinear` of a kind in ``FORMATS``. Call this before sharding.
+    """Replace each linear layer of the blocks by a :class:`QuantizedLinear`. Call this before sharding.
 
-    The new layers hold no values until their bytes are filled.
+    ``kind`` is a key of ``FORMATS``. The new layers hold no values until their bytes are filled.
     """
     for block in blocks:
         # Listed first, because replacing layers changes what is iterated over.
@@ -190,9 +191,9 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
 
 @contextmanager
 def exact_weights(model: nn.Module, read: Callable[[str], Tensor]) -> Iterator[None]:
-    """Inside the body, each layer computes with its unquantised weight, which is read when needed and dropped afterwards.
+    """Inside the body, each layer computes with its unquantised weight. It is read when needed and dropped afterwards.
 
-    ``read`` returns a whole tensor by its name in the checkpoint.
+    ``read`` returns a whole tensor of the checkpoint by its name.
     """
     layers = quantized_layers(model)
     for name, layer in layers.items():

@@ -1,13 +1,15 @@
-"""What FSDP2 keeps between a unit's forward and its backward, over how many ranks it shards, and when it reduces gradients.
+"""What FSDP2 keeps between forward and backward of a unit, over how many ranks it shards, and when it reduces gradients.
 
-Bytes saved: let N count the parameters, N_u those of the units that are gathered at once, and W the ranks.
+Bytes saved: N counts the parameters, N_u those of the units that are gathered at once, and W the ranks. b_c, b_w, b_o, b_g and
+b_r are the bytes per parameter of compute, weights at rest, optimizer state, gradients and gradient reduction.
 
 * ``reshard_after_forward=true`` frees b_c x (N - N_u) bytes of gathered parameters between forward and backward (b_c is 2 for
-  bfloat16 compute), on one device too, where the gathered copy is the cast one. The root's own parameters stay, a tied head among
-  them: backward begins with them. A number k keeps b_c x (N - N_u) / k of the bytes.
+  bfloat16 compute). This also holds on one device, where the gathered copy is the copy that is cast to the compute dtype. The
+  parameters of the root unit stay, such as a tied head, because backward begins with them. With a number k, b_c x (N - N_u) / k
+  bytes are kept.
 * ``fsdp_size=F`` keeps (b_w + b_o + b_g) x N / F bytes instead of N / W.
-* ``gradient_sync=every`` saves b_r x N x (1 - 1/W) bytes against ``last``, which holds whole gradients until the last micro-batch
-  (b_r is 4 for fp32 reduction).
+* ``gradient_sync=every`` saves b_r x N x (1 - 1/W) bytes compared with ``last``, which holds unsharded gradients until the last
+  micro-batch (b_r is 4 for fp32 reduction).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ Item = TypeVar("Item")
 def reshard_units(model: nn.Module) -> None:
     """Free the gathered parameters of every unit, at the end of a pass without backward.
 
-    With ``reshard_after_forward`` false or a number, a unit would keep them until a backward frees them.
+    If ``reshard_after_forward`` is false or a number, a unit would keep them until a backward frees them.
     """
     for unit in fsdp_units(model):
         unit.reshard()
@@ -38,7 +40,7 @@ def reshard_units(model: nn.Module) -> None:
 def can_abandon(model: nn.Module) -> bool:
     """Return whether :func:`abandon_pass` works: the model is not sharded, or torch can reset FSDP2 (2.13 and later).
 
-    It does not if ranks share weights with their engines: a repeated gather would write over an engine's weights.
+    It does not work if ranks share weights with their engines: repeating a gather would overwrite the weights of an engine.
     """
     if getattr(model, "rows", None) is not None:
         return False
@@ -46,10 +48,9 @@ def can_abandon(model: nn.Module) -> bool:
 
 
 def abandon_pass(model: nn.Module) -> None:
-    """Make a model ready for a new forward after an error in the middle of a forward or a backward.
+    """Prepare a model for a new forward after an error in the middle of a forward or backward.
 
-    Gathered parameters are freed, and whole gradients that wait for their reduction are dropped. The parameters' own gradients
-    stay.
+    Gathered parameters are freed, and unsharded gradients that are not yet reduced are dropped. The sharded gradients stay.
     """
     # Before its first forward the model has no state to reset.
     if not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is None:
@@ -58,14 +59,14 @@ def abandon_pass(model: nn.Module) -> None:
     for unit in fsdp_units(model):
         _free_post_forward_shards(unit)
         for parameter in fsdp_params(unit):
-            # Added up over micro-batches that failed; nobody knows which of them are in it.
+            # A sum over micro-batches of which one failed. It is unknown which of them it contains.
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
 
 
 def _free_post_forward_shards(unit: FSDPModule) -> None:
-    # Free the larger shards that a number as `reshard_after_forward` leaves; FSDP2 keeps them for a backward.
+    # If `reshard_after_forward` is a number, FSDP2 keeps larger shards for backward. Free them.
     for parameter in fsdp_params(unit):
         parameter._sharded_post_forward_param = None
         parameter._sharded_post_forward_param_data = None
@@ -76,8 +77,8 @@ def synced(
 ) -> Iterator[Item]:
     """Yield the micro-batches of one optimizer step; before each, tell FSDP2 whether its backward reduces gradients.
 
-    All ranks must have the same number of micro-batches. ``gradient_sync``: ``every`` or ``last``, as in the settings. ``rows``,
-    if given, are told instead of FSDP2.
+    All ranks must have the same number of micro-batches. ``gradient_sync`` is ``every`` or ``last``, as in the settings. If
+    ``rows`` is given, it is told instead of FSDP2.
     """
     if not isinstance(model, FSDPModule) and rows is None:
         yield from micro_batches
@@ -85,7 +86,7 @@ def synced(
     iterator = iter(micro_batches)
     following = list(islice(iterator, 1))
     while following:
-        # One item ahead, because only the last micro-batch's backward may be the one that reduces.
+        # Read one item ahead, to know which micro-batch is the last one: with ``last`` only its backward reduces.
         item, following = following.pop(), list(islice(iterator, 1))
         reduce = not following or gradient_sync == "every"
         if rows is not None:
@@ -94,4 +95,4 @@ def synced(
             model.set_requires_gradient_sync(reduce)
             model.set_is_last_backward(reduce)
         yield item
-        del item  # an item that was yielded is not kept while the next one is made
+        del item  # so that it is freed before the next item is made
