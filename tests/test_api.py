@@ -288,7 +288,7 @@ def test_held_out_rows_without_an_end_are_as_many_as_the_call_wants(tmp_path, mo
         _, _, inputs = api.Call("folder", ROWS, {"val_max_samples": 5}, eval_dataset=held_out, **call).load()
         assert len((inputs.aside / "eval.jsonl").read_text().splitlines()) == 5 * (1 if held_out is sums else 2)
         inputs.discard()
-        with pytest.raises(DataError, match=r"^eval_dataset.*no length, and more than 50 rows.*val_max_samples"):
+        with pytest.raises(DataError, match=r"^eval_dataset.*no length and more than 50 rows.*val_max_samples"):
             api.Call("folder", ROWS, {}, eval_dataset=held_out, **call).load()
 
 
@@ -797,7 +797,7 @@ WRONG_DATASETS = [
     (3, "^dataset: int is no dataset"),
     ([], "^dataset: there are no rows"),
     ({"train": ROWS}, "^dataset: this is a dict with train"),
-    (["a", 1], "^dataset: row 1 is 'a', no dict"),
+    (["a", 1], "^dataset: row 1 is 'a', which is not a dict"),
     ([{"prompt": "x", "image": object()}], "^dataset: row 1: the column 'image' cannot be kept"),
     ([{"question": "x"}], "there is no column 'prompt'"),
     ([{"prompt": None}], r"train-\w+\.jsonl:1"),

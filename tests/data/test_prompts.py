@@ -317,7 +317,7 @@ def test_only_the_repeat_sampler_repeats_the_index(method, read):
 
 def test_a_data_set_that_gives_a_group_two_prompts_is_refused():
     dataset = ReadRows(prompts(["12"]), changes=True)
-    with pytest.raises(DataError, match=r"^a:1: the data set returned another prompt .* set algorithm\.expansion=token\.$"):
+    with pytest.raises(DataError, match=r"^a:1: the dataset returned another prompt .* set algorithm\.expansion=token\.$"):
         expand(dataset, [0], 2, "repeat_sampler", PromptEncoder(TOKENIZER, 10, "error"))
 
 

@@ -110,7 +110,9 @@ def test_what_can_be_read_once_only_ends_and_goes_on_only_as_a_new_one():
     again.load_state_dict(first.state_dict())
     assert take(again, 1) == [[f"{n}+1=" for n in range(4, 8)]]
     again.load_state_dict(first.state_dict())
-    with pytest.raises(DataError, match=r"dataset: an iterator can be read once only, and this one was\. Give a new one"):
+    with pytest.raises(
+        DataError, match=r"dataset: an iterator can be read only once, and this iterator was read before\. Give a new"
+    ):
         take(again, 1)
 
 
@@ -127,11 +129,11 @@ def test_rows_that_differ_when_they_are_read_again_are_noticed(caplog):
         same, other = loader(rows(40), buffer=5), loader(lambda: map(made, range(1, 41)), buffer=5)
         same.load_state_dict(first.state_dict())
         take(same, 1)
-        assert "reading it from the start again, to pass over the 8 rows" in caplog.text
+        assert "reading it from the start again, to skip the 8 rows" in caplog.text
         assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
         other.load_state_dict(first.state_dict())
         take(other, 1)
-    assert "the first 8 rows are not those of the run that is resumed" in caplog.text
+    assert "the first 8 rows differ from those of the run that is resumed" in caplog.text
 
 
 def test_the_place_in_rows_read_whole_is_no_place_in_a_stream():
@@ -168,7 +170,7 @@ def raising():
         (raising, r"^dataset: row 2 raised KeyError: 'gone' in .*test_streaming\.py:\d+\. Correct it\.$"),
         (lambda: 1 / 0, r"^dataset raised ZeroDivisionError"),
         (lambda: 3, r"^dataset raised TypeError: 'int' object is not iterable"),
-        (lambda: iter(["text"]), r"^dataset: row 1 is 'text', no dict"),
+        (lambda: iter(["text"]), r"^dataset: row 1 is 'text', which is not a dict"),
         (lambda: iter([{"prompt": object()}]), r"^dataset: row 1: the column 'prompt' cannot be kept"),
         (lambda: iter([]), r"^data\.train_batch_size=4: dataset has only 0 rows"),
     ],
@@ -227,7 +229,7 @@ def test_a_stream_of_which_every_row_is_dropped_does_not_run_for_ever(tokenizer)
     data = Data(train_files="", val_files=None, seed=0, max_prompt_length=4, filter_overlong_prompts=True)
     read = stream_reader(data, tokenizer, supervised=False, by_rules=False)
     endless = PythonRows(lambda: itertools.repeat({"prompt": "1+1=1+1="}), "dataset")
-    with pytest.raises(DataError, match=r"dataset: 10,\d+ rows in a row were dropped, .*Raise data\.max_prompt_length"):
+    with pytest.raises(DataError, match=r"dataset: 10,\d+ consecutive rows were dropped, .*Raise data\.max_prompt_length"):
         StreamLoader(endless, read, 512, 0, 0).next_indices()
 
 
@@ -313,10 +315,10 @@ def test_rows_without_a_length_are_a_stream_unless_a_buffer_holds_them_all():
 def test_rows_that_are_read_whole_have_an_end(tmp_path, monkeypatch):
     monkeypatch.setattr("verl_memopt.data.python_rows.MOST_WITHOUT_LENGTH", 50)
     for endless in (map(made, itertools.count()), lambda: map(made, itertools.count())):
-        with pytest.raises(DataError, match=r"eval_dataset: it has no length, and more than 50 rows.*val_max_samples"):
+        with pytest.raises(DataError, match=r"eval_dataset: it has no length and more than 50 rows.*val_max_samples"):
             with_length(endless, "eval_dataset")
         assert with_length(lambda: map(made, itertools.count()), "eval_dataset", 3) == [made(n) for n in range(3)]
-    with pytest.raises(DataError, match=r"dataset: __len__ of this Claims is 5, but its iterator goes on.*streaming=True"):
+    with pytest.raises(DataError, match=r"dataset: __len__ of this Claims is 5, but it yields more rows.*streaming=True"):
         write_rows(Claims(5, map(made, itertools.count())), tmp_path / "rows.jsonl", "dataset")
 
 

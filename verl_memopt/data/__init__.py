@@ -1,1 +1,1 @@
-"""Data: prompts from files, their order, their token ids, and batches without padding."""
+"""Data: prompts from files, the order of prompts, their token ids, and batches without padding."""

@@ -1,4 +1,4 @@
-"""The batch of one step: prompts, responses and what each pass adds to them, as ragged tensors in prompt-major order."""
+"""The batch of one step: prompts, responses and the results of each pass, as ragged tensors in prompt-major order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKEN_FIELDS = (
     "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "selected", "old_values", "returns", "weights", "kept",
     "sampled_log_probs",
 )  # fmt: skip
-"""Fields that are flat over response tokens, in the order of ``responses.flat``."""
+"""Fields with one value per response token, in the order of ``responses.flat``."""
 
 
 class RolloutBatch(TensorClass):
@@ -29,12 +29,12 @@ class RolloutBatch(TensorClass):
 
     Attributes:
         prompts: The prompt of each row; or each prompt once, with an index from row to prompt (``algorithm.expansion=lazy``).
-        group: int64 [B], the prompt that each row answers.
-        prompt_group: int64 [B]: rows with the same number compute their prompt once, together. None = each row computes its own.
+        group: int64 [B], the number of the prompt that each row answers.
+        prompt_group: int64 [B]. Rows with the same number compute their common prompt once. None = each row computes its prompt.
         selected: bool [R], the tokens that the losses ``clip_cov`` and ``kl_cov`` act on.
         kept: bool [R], False for tokens that the rollout correction rejects.
         old_values: fp32 [R], the critic's values when the advantages were computed.
-        returns: fp32 [R], what the critic learns.
+        returns: fp32 [R], the targets of the critic.
         weights: fp32 [R], importance weights of the rollout correction.
         sampled_log_probs: fp32 [R], the engine's log-probs, if ``actor.off_policy_mask_threshold`` reads them in the update.
 
@@ -61,7 +61,7 @@ class RolloutBatch(TensorClass):
         return int(self.group.shape[0])
 
     def prompt_groups(self) -> Sequence[int]:
-        """Return a number for each row. Rows with the same number compute their prompt once, together."""
+        """Return a number for each row. Rows with the same number compute their common prompt once."""
         return range(self.num_rows) if self.prompt_group is None else self.prompt_group.tolist()
 
     def row_tokens(self) -> RowTokens:
@@ -83,7 +83,7 @@ class RolloutBatch(TensorClass):
         return torch.zeros_like(self.responses.lengths).index_add(0, self.response_row(), self.kept.long()).tolist()
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:  # type: ignore[override]
-        # Nothing to choose, so nothing is copied: the usual case on one rank with one mini-batch.
+        # If all rows are chosen in order, copy nothing. This is the usual case on one rank with one mini-batch.
         if list(rows) == list(range(self.num_rows)):
             return self
         tokens = token_index(self.responses.sizes(), rows)
@@ -102,12 +102,12 @@ class RolloutBatch(TensorClass):
 def rollout_batch(
     prompts: Ragged | SharedRows, responses: Ragged, group: Tensor, actor: Actor, rollout_log_probs: Tensor | None = None
 ) -> RolloutBatch:
-    """Build the batch of a step. The settings decide which rows compute their prompt together.
+    """Build the batch of a step. The settings decide which rows compute their common prompt once.
 
     Args:
         prompts: Prompt ids of each row.
         responses: Response ids of each row.
-        group: int64 [B], the prompt that each row answers.
+        group: int64 [B], the number of the prompt that each row answers.
         actor: The ``actor`` section of the settings.
         rollout_log_probs: The engine's log-probs, fp32 [R].
     """
@@ -122,21 +122,21 @@ def rollout_batch(
 
 
 def shares_prompts(actor: Actor) -> bool:
-    # Two rows of one group show it.
+    # Try it with two rows of one group.
     return len(set(prompt_groups((0, 0), actor))) == 1
 
 
 def scatter_tokens(parts: Sequence[tuple[Sequence[int], Tensor]], lengths: Sequence[int]) -> Tensor:
-    """Put parts that hold the tokens of some rows into batch order: fp32 [R] on the host.
+    """Join parts that have the values of some rows into one tensor in batch order, fp32 [R] on the host.
 
     Args:
-        parts: (rows, values [tokens of those rows]), all on one device. Together they hold every row once.
+        parts: Pairs (rows, values [tokens of these rows]), all on one device. Each row of the batch is in exactly one part.
         lengths: Response lengths of all rows.
     """
     if not parts:
         return torch.empty(0, dtype=torch.float32)
     index = torch.cat([token_index(lengths, rows) for rows, _ in parts])
-    # Concatenated on the device first, so that all values reach the host in one copy.
+    # Concatenate on the device first, so that all values reach the host in one copy.
     values = torch.cat([values.detach() for _, values in parts]).cpu()
     out = torch.empty(sum(lengths), dtype=torch.float32)
     out[index] = values
@@ -178,22 +178,25 @@ class Ragged(TensorClass):
 
 
 def token_index(lengths: Sequence[int], rows: Sequence[int]) -> Tensor:
-    """int64 [sum of the chosen lengths]: the positions of the tokens of ``rows`` in the flat tensor of all rows."""
+    """Return the positions of the tokens of ``rows`` in the flat tensor of all rows, int64 [sum of the chosen lengths]."""
     sizes = np.asarray(lengths, dtype=np.int64)
     chosen = np.asarray(rows, dtype=np.int64)
     starts = np.cumsum(sizes) - sizes
     return torch.from_numpy(ranges(starts[chosen], sizes[chosen]))
 
 
-# Rows of which several are the same: each different row is stored once, with an index from row to stored row.
+# Rows with duplicates: each different row is stored once, with an index from row to stored row.
 
 
 class SharedRows(TensorClass):
     """Rows that share their storage. The interface is that of :class:`Ragged`, but ``flat`` is computed each time it is read.
 
-    ``stored`` holds the different rows, and ``index``, int64 [rows], the stored row of each row. If each of b rows of P tokens
-    appears k times, this saves b * ((k - 1) * P * 8 - 8) bytes compared with :class:`Ragged`: the ids are stored once instead of
-    k times, and b lengths plus an index of b * k replace b * k lengths.
+    ``stored`` has the different rows, and ``index``, int64 [rows], the number of the stored row of each row. If each of b rows of
+    P tokens appears k times, the bytes saved compared with :class:`Ragged` are::
+
+        b * ((k - 1) * P * 8 - 8)
+
+    The ids are stored once instead of k times, and b lengths plus an index of b * k replace b * k lengths.
     """
 
     stored: Ragged
@@ -216,8 +219,7 @@ class SharedRows(TensorClass):
         return self.lengths.tolist()
 
     def select(self, indices: Sequence[int]) -> SharedRows:  # type: ignore[override]
-        # The chosen rows in the given order. Stored rows that none of them uses are dropped.
-        # The index is renumbered, because the rows that stay move together.
+        # Stored rows that no chosen row uses are dropped, so the others get new numbers in the index.
         kept, index = torch.unique(self.index[torch.as_tensor(indices, dtype=torch.int64)], return_inverse=True)
         return SharedRows(stored=self.stored.select(kept.tolist()), index=index, batch_size=[])
 
@@ -225,8 +227,8 @@ class SharedRows(TensorClass):
 def prompt_rows(rows: Sequence[list[int]]) -> Ragged | SharedRows:
     """Store prompt ids as tensors. Rows that are the same list object are stored once.
 
-    The expansion ``lazy`` gives all rows of a prompt one list, the others give each row its own. If no list appears twice, the
-    result is a plain :class:`Ragged`.
+    The expansion ``lazy`` gives all rows of a prompt the same list, and other expansions give each row its own list. If no list
+    appears twice, the result is a plain :class:`Ragged`.
     """
     stored = {id(row): row for row in rows}
     different = Ragged.from_rows(list(stored.values()), torch.int64)

@@ -1,4 +1,4 @@
-"""Prompts and the data their reward needs, from rows in verl's schema, rendered and checked before a run starts."""
+"""Prompts and the data for their rewards, from rows in verl's schema. They are rendered and checked before a run starts."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Row = TypeVar("Row")
 Prepare = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 VERL_COLUMNS = ("reward_model", "extra_info")
-"""Columns of verl's schema whose contents reach a reward function as they are."""
+"""Columns of verl's schema whose contents reach a reward function by themselves: the ground truth, and the extra info."""
 VALIDATION_SET = "validation_set"
-"""Entry of a held-out row's ``extra_info`` that names its set. The metrics of a validation are by set, else by data source."""
+"""Entry of a held-out row's ``extra_info`` that names its set. Validation metrics are grouped by set, else by data source."""
 MANY_COLUMNS = 8
 MOST_ROWS = 10_000_000
-"""Most rows of a class of the user's own, all of which are read at the start."""
+"""Most rows of a user's dataset class whose rows are all read at the start."""
 DEFAULT_SOURCE = "dataset"
-"""``data_source`` of a row without one, if the user's own function scores."""
+"""``data_source`` of a row that has none, if no built-in rule scores it."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class PromptRow:
     index: int
     """Position in the dataset."""
     text: str
-    """The prompt: rendered by the chat template, the text of the file, or that of its ids. Special tokens appear as written."""
+    """The prompt as text: rendered by the chat template, taken from the file, or decoded from ids. Special tokens are spelled
+    out."""
     data_source: str
     """Selects the default reward and groups validation metrics."""
     ground_truth: Any
@@ -51,20 +52,20 @@ class PromptRow:
     address: str
     """File and row, counted from 1."""
     plain: Spans = ()
-    """Spans of ``text`` whose special tokens are encoded as plain text. Elsewhere they become tokens."""
+    """Spans of ``text`` in which special tokens are encoded as plain text. Elsewhere they become tokens."""
     is_text: bool = False
-    """The prompt is a text rather than a conversation: the tokenizer adds what it adds to any text, such as BOS."""
+    """The prompt is a string and not a conversation. The tokenizer then adds its usual special tokens, such as BOS."""
     messages: Messages | None = None
-    """The messages of the prompt, where it is a conversation, as :func:`read_messages` gives them. A reward model renders them
-    with its own template."""
+    """The messages from :func:`read_messages`, if the prompt is a conversation. A reward model renders them with its own
+    template."""
     ids: tuple[int, ...] | None = None
-    """The prompt's token ids, if the file has ids instead of text. They are used as they are."""
+    """The prompt's token ids, if the file has ids instead of text. They are used unchanged."""
     response: tuple[int, ...] = ()
-    """Token ids of the response that a supervised run learns, with the end of the turn."""
+    """Token ids of the response that a supervised run learns, including the end of the turn."""
 
 
 class PromptRows(Protocol):
-    """A dataset as the trainer reads it: this file's, that of a recipe, or a class of the user's own."""
+    """What the trainer needs of a dataset: of the dataset in this file, of a recipe's dataset, and of a user's class."""
 
     def __len__(self) -> int: ...
 
@@ -79,9 +80,9 @@ class PromptReader:
         tokenizer: Renders the chat template and finds special tokens.
         split: ``train`` or ``val``, for the log.
         prepare: Returns the columns that a row needs, given its address and the file's columns; None = the file has them.
-        by_rules: Rules score the answers, so each row needs a data source and a ground truth. Otherwise both may be missing, and
-            all columns of the row reach the reward function in ``extra_info``.
-        streams: Each call reads a few rows of a stream. Each kind of log message then appears once.
+        by_rules: Built-in rules score the answers, so each row needs a data source and a ground truth. Otherwise both may be
+            missing, and all columns of the row reach the reward function in ``extra_info``.
+        streams: Each call reads a few rows of a stream. Each kind of log message then appears only once.
     """
 
     def __init__(
@@ -112,7 +113,9 @@ class PromptReader:
 
     def log(self, level: int, kind: str, text: str, *values: Any) -> None:
         if kind not in self._said:
-            logger.log(level, text + (" (so far; the rows that follow are treated alike)" if self._streams else ""), *values)
+            logger.log(
+                level, text + (" (so far; the following rows are treated in the same way)" if self._streams else ""), *values
+            )
         if self._streams:
             self._said.add(kind)
 
@@ -207,7 +210,7 @@ class PromptReader:
         self._special_counts.clear()
 
     def _checked(self, rows: list[PromptRow]) -> list[PromptRow]:
-        # Prompts that are too long are dropped or refused here. Truncation cuts them when they are encoded.
+        # Drop or refuse prompts that are too long. With truncation they stay, and are cut when they are encoded.
         data = self._data
         if data.truncation != "error" and not data.filter_overlong_prompts:
             return rows
@@ -223,9 +226,9 @@ class PromptDataset(list[PromptRow]):
     """The rows of the dataset files, rendered and checked.
 
     Args:
-        files: As :func:`verl_memopt.data.sources.read_source` takes them.
+        files: As in :func:`verl_memopt.data.sources.read_source`.
         data: The ``data`` section of the settings.
-        tokenizer: As in :class:`PromptReader`, with ``prepare`` and ``by_rules``.
+        tokenizer: As in :class:`PromptReader`. So are ``prepare`` and ``by_rules``.
         split: ``train`` or ``val``. It selects ``{split}_max_samples`` and the keys that errors name.
 
     Raises:
@@ -238,7 +241,7 @@ class PromptDataset(list[PromptRow]):
         self._split = split
         chosen = chosen_rows(read_source(files, split, f"data.{split}_files"), data, split)
         rows = PromptReader(data, tokenizer, split, prepare, by_rules).read(chosen)
-        # Numbered after long prompts were dropped, because the number seeds the samples and counts the rows that are left.
+        # Number the rows only after long prompts were dropped, because the number seeds the samples and counts the rows left.
         super().__init__(replace(row, index=index) for index, row in enumerate(rows))
 
 
@@ -260,13 +263,13 @@ def build_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str, by_
 
 
 def custom_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str) -> tuple[Any, str]:
-    """Return an instance of the class that ``data.custom_cls`` names, and the setting with the class, for errors.
+    """Return an instance of the class that ``data.custom_cls`` names, and the address of the class for errors.
 
     Raises:
         DataError: The class cannot be loaded, was written for verl, or raised an error.
     """
     custom = data.custom_cls
-    assert custom.path is not None, "whoever calls has looked"
+    assert custom.path is not None, "callers check this"
     dataset_class = load_from_file(custom.path, custom.name, key="data.custom_cls.path", error=DataError)
     address = f"data.custom_cls.name={custom.name}"
     refuse_verls_arguments(dataset_class, ("data_files", "config"), "files, data, tokenizer, split", address)
@@ -275,7 +278,7 @@ def custom_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str) ->
 
 
 class CustomRows:
-    """The rows of a class of the user's own. Every row is read once at the start, so that its mistakes show before the run.
+    """The rows of a user's dataset class. Every row is read once at the start, so that mistakes are reported before the run.
 
     ``address``: setting and class, for errors. ``path``: the user's file, for errors.
 
@@ -289,7 +292,7 @@ class CustomRows:
         places: dict[int, int] = {}
         if (number := len(self)) > MOST_ROWS:
             raise DataError(
-                f"{address}: __len__ of {path} is {number:,}, and every row is read at the start: at most {MOST_ROWS:,}. Correct "
+                f"{address}: __len__ of {path} is {number:,}, but at most {MOST_ROWS:,} rows can be read at the start. Correct "
                 "it, or set data.streaming=true, with which the class needs only an __iter__."
             )
         with still_reading(address, lambda: len(places), "With data.streaming=true rows are read as steps need them"):
@@ -302,7 +305,7 @@ class CustomRows:
                 raise DataError(
                     f"{self._address}: rows {places[row.index]} and {place} have the same PromptRow.index={row.index} "
                     f"({row.address}), and would be sampled with the same seeds. Give each row an index of its own, such as its "
-                    "place."
+                    "position."
                 )
             places[row.index] = place
         if not places:
@@ -357,7 +360,7 @@ def _had(name: str, columns: Iterable[str]) -> str:
     if len(names) <= MANY_COLUMNS:
         return f"The row has {', '.join(names)}"
     nearest = sorted(names, key=lambda other: -SequenceMatcher(None, name, other).ratio())[:3]
-    return f"Of the {len(names)} columns of the row {', '.join(nearest)} are the nearest"
+    return f"The row has {len(names)} columns, and the most similar names are {', '.join(nearest)}"
 
 
 def _token_ids(address: str, prompt: Any) -> tuple[int, ...] | None:

@@ -1,4 +1,4 @@
-"""Texts to token ids: one function says what is added, what is a special token, and nothing is cut without being counted."""
+"""From texts to token ids: the tokens that are added, special tokens inside a text, and a count of what truncation cuts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 RENDER_ERRORS = (TemplateError, ValueError, TypeError, ArithmeticError, RecursionError, LookupError, AttributeError)
-"""What a chat template raises if it cannot render a conversation."""
+"""The exceptions that a chat template may raise if it cannot render a conversation."""
 
 TRUNCATIONS: dict[str, Callable[[list[int], int], list[int]] | None] = {
     "error": None,
@@ -41,9 +41,9 @@ def tokenize(
     Args:
         tokenizer: A tokenizer of transformers.
         texts: The texts.
-        plain: For each text, the spans whose special tokens are encoded as plain text. Elsewhere they become tokens.
-        whole: Whether each text is a whole text of the user's own. To those the tokenizer adds what it adds to any text, such as
-            BOS. Nothing is added to a conversation, or a part of one, because the chat template wrote it.
+        plain: For each text, the spans in which special tokens are encoded as plain text. Elsewhere they become tokens.
+        whole: Whether each text is a complete text of the user. The tokenizer adds its usual special tokens, such as BOS, to such
+            a text. It adds nothing to a conversation or a part of one, because the chat template has written all special tokens.
     """
     if not texts:
         return []
@@ -63,7 +63,7 @@ def tokenize(
 
 
 def _one_start(tokenizer: Any, encoded: list[list[int]]) -> list[list[int]]:
-    # Remove a BOS that the tokenizer added in front of the one that the text already has.
+    # If a text already begins with BOS, remove the second BOS that the tokenizer added.
     begin = tokenizer("", verbose=False)["input_ids"][:1]
     if not begin or begin[0] != tokenizer.bos_token_id:
         return encoded
@@ -71,7 +71,7 @@ def _one_start(tokenizer: Any, encoded: list[list[int]]) -> list[list[int]]:
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    # The text of token ids with special tokens, and without cleaning up spaces.
+    # Keep special tokens in the text, and do not clean up spaces.
     text: str = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text
 
@@ -84,7 +84,8 @@ class PromptEncoder:
         truncation: A key of ``TRUNCATIONS``.
         embedding_rows: Rows of the model's embedding. A prompt with a larger token id is refused; None = unknown.
 
-    ``rows_truncated`` and ``tokens_dropped`` grow over the encoder's life. A prompt that is repeated n times counts once.
+    ``rows_truncated`` and ``tokens_dropped`` count over the whole life of the encoder. A prompt that is repeated n times counts
+    once.
     """
 
     tokenizer: Any
@@ -102,12 +103,12 @@ class PromptEncoder:
         plain: Sequence[Spans] = (),
         whole: Sequence[bool] | bool = False,
     ) -> list[list[int]]:
-        """Return the token ids of each text, at most ``max_prompt_length`` of them.
+        """Return the token ids of each text, at most ``max_prompt_length`` per text.
 
         Args:
             texts: The prompts.
             addresses: File and row of each text, for errors.
-            copies: How many times in a row each prompt appears.
+            copies: Number of times that each prompt is repeated in ``texts``, one copy after another.
             plain: See :func:`tokenize`.
             whole: See :func:`tokenize`.
 
@@ -140,8 +141,8 @@ class PromptEncoder:
         if counted:
             if not self.rows_truncated:
                 logger.warning(
-                    "data.truncation=%s: %s has %d tokens and keeps %d (data.max_prompt_length). data/tokens_dropped counts what "
-                    "each step loses.", self.truncation, address, len(ids), self.max_prompt_length,
+                    "data.truncation=%s: %s has %d tokens and keeps %d (data.max_prompt_length). data/tokens_dropped counts the "
+                    "tokens that each step loses.", self.truncation, address, len(ids), self.max_prompt_length,
                 )  # fmt: skip
             self.rows_truncated += 1
             self.tokens_dropped += len(ids) - self.max_prompt_length
@@ -158,7 +159,7 @@ def overlong(address: str, length: int, limit: int, others: int = 0) -> DataErro
 
 
 TOKENIZER_PARTS = ("vocabulary", "merges", "added tokens", "normalizer", "pre-tokenizer")
-"""What decides the ids of a text."""
+"""The parts of a tokenizer that decide the ids of a text."""
 
 
 def tokenizer_digests(tokenizer: Any) -> dict[str, str]:
@@ -178,10 +179,10 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-# Special tokens inside a user's text: found, hidden from the chat template, and encoded as plain text.
+# Special tokens inside a user's text are found, hidden from the chat template, and encoded as plain text.
 #
 # A tokenizer turns the text ``<|im_end|>`` into the token that ends a turn, wherever the text comes from. A chat template needs
-# that. In the content of a message it is a fault: the row would end its own turn and start another.
+# that. In the content of a message it is harmful, because the message could end its own turn and start another.
 
 
 Spans = tuple[tuple[int, int], ...]
@@ -189,7 +190,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 def moved(spans: Spans, by: int) -> Spans:
-    # The spans move when `by` characters are put in front of their text.
+    # The spans after `by` characters were put in front of their text.
     return tuple((start + by, end + by) for start, end in spans)
 
 
@@ -198,9 +199,9 @@ _OPEN, _BETWEEN, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer. Tokens that it does not mark as special, such as ``<think>``, are not among them.
+    """The special tokens of a tokenizer, without tokens that it does not mark as special, such as ``<think>``.
 
-    Each special token has a stand-in with a random number in it, so that no text can contain one by chance or on purpose.
+    Each special token has a stand-in, a string with a random number. No text can contain a stand-in by chance or on purpose.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -208,7 +209,7 @@ class SpecialTokens:
         self._single_words = {token.content for token in added if token.single_word}
         names = {token.content for token in added if token.special} | set(getattr(tokenizer, "all_special_tokens", ()))
         self.names = sorted(names - {""}, key=lambda name: (-len(name), name))
-        # Of names that begin at one place the longest matches, as in tokenizers.
+        # If several names match at the same position, the longest one is taken, as in tokenizers.
         self._pattern = re.compile("|".join(map(re.escape, self.names)) or r"(?!)")
         self._number = secrets.randbelow(10**18)
         self._hidden = re.compile(f"{_OPEN}{self._number}{_BETWEEN}(\\d+){_CLOSE}")
@@ -217,7 +218,7 @@ class SpecialTokens:
         self._kind = type(tokenizer).__name__
         self._blind: Any = None
         self._ids: dict[int, int] = {}
-        """Id of a stand-in -> id of its special token, if the copy of the tokenizer gave it another id."""
+        """Id of a stand-in -> id of its special token, for the stand-ins whose id differs in the copy of the tokenizer."""
         self._merges = False
 
     def find(self, text: str) -> Spans:
@@ -233,7 +234,7 @@ class SpecialTokens:
         return _map_texts(value, lambda text: self._pattern.sub(lambda match: self._stand_ins[match[0]], text))
 
     def reveal(self, text: str) -> tuple[str, Spans]:
-        """Replace stand-ins by their special tokens in a rendered text; return it with the spans of these tokens."""
+        """Replace stand-ins by their special tokens in a rendered text. Return the text and the spans of these tokens."""
         parts, spans, length, end = [], [], 0, 0
         for match in self._hidden.finditer(text):
             name = self.names[int(match[1])]
@@ -242,16 +243,16 @@ class SpecialTokens:
             spans.append((length, length + len(name)))
             length, end = length + len(name), match.end()
         whole = "".join([*parts, text[end:]])
-        # A stand-in that the template has cut or changed is no longer found by the pattern, but its number is still there.
+        # The pattern does not find a stand-in that the template has cut or changed, but the random number is still there.
         if f"{_OPEN}{self._number}" in whole:
             raise ValueError("it changes the text of a message that contains a special token")
         return whole, tuple(spans)
 
     def render(self, tokenizer: Any, messages: Any, hides: bool, /, **arguments: Any) -> tuple[str, Spans]:
-        """Render messages with the chat template; return the text with the spans of special tokens that are plain text.
+        """Render messages with the chat template. Return the text and the spans in which special tokens are plain text.
 
-        ``hides``: special tokens in messages and tools are plain text. False = they become tokens. ``arguments`` are the
-        template's. It raises one of ``RENDER_ERRORS`` if it cannot render the messages.
+        ``hides``: special tokens in messages and tools are plain text. False = they become tokens. ``arguments``: further
+        arguments of the template. One of ``RENDER_ERRORS`` is raised if the messages cannot be rendered.
         """
         shown = self.hide(messages) if hides else messages
         if hides and "tools" in arguments:
@@ -260,10 +261,10 @@ class SpecialTokens:
         return self.reveal(text) if hides else (text, ())
 
     def encode(self, texts: Sequence[str], plain: Sequence[Spans], adds: bool = False) -> list[list[int]]:
-        """Return the ids of all texts in one call. Special tokens inside the spans ``plain`` are text, all others are tokens.
+        """Return the ids of each text. Special tokens are plain text inside the spans ``plain``, and tokens elsewhere.
 
-        Plain text gets the ids that a tokenizer without the special token would give it. ``adds``: with what the tokenizer adds
-        to a text.
+        Plain text gets the ids that a tokenizer without the special token would give it. ``adds``: the tokenizer adds its usual
+        special tokens, such as BOS.
 
         Raises:
             DataError: The tokenizer has no fast backend.
@@ -274,7 +275,7 @@ class SpecialTokens:
         return [self._numbered(encoding) for encoding in encoded]
 
     def _numbered(self, encoded: Any) -> list[int]:
-        # What the tokenizer added already has its own ids, so only stand-ins are mapped.
+        # Tokens that the tokenizer added already have the right ids, so map only the stand-ins.
         pairs = zip(encoded.ids, encoded.special_tokens_mask, strict=True)
         return [number if added else self._ids.get(number, number) for number, added in pairs] if self._ids else encoded.ids
 
@@ -300,7 +301,8 @@ class SpecialTokens:
         return stands_alone or not self._merges
 
     def _blinded(self) -> Any:
-        # The copy spells each special token as its stand-in, and reads the usual spelling as text.
+        # Make a copy of the tokenizer in which each special token is spelled as its stand-in. The copy reads the usual spelling
+        # as plain text.
         if self._backend is None:
             raise DataError(
                 f"data.allow_special_tokens=false: the tokenizer ({self._kind}) has no fast version, so special tokens in a "
@@ -317,21 +319,21 @@ class SpecialTokens:
         blind: Any = Tokenizer.from_str(json.dumps(serialized))
         blind.no_truncation()
         blind.no_padding()
-        # A name that stays in the vocabulary, as plain text needs it, leaves its stand-in an id of its own.
+        # If plain text needs the name of a special token, the name keeps its id, and the stand-in gets another id.
         names = {blind.token_to_id(stand_in): name for name, stand_in in self._stand_ins.items()}
         self._ids = {own: number for own, name in names.items() if (number := self._backend.token_to_id(name)) != own}
         return blind
 
 
 def _in_word(character: str) -> bool:
-    # Whether ``\w`` of the tokenizers library matches a character, which differs from Python's.
+    # Whether ``\w`` of the tokenizers library matches a character. Python's ``\w`` is different.
     kind = unicodedata.category(character)
     return kind[0] in "LM" or kind in ("Nd", "Nl", "Pc") or character in "\u200c\u200d" or "\u24b6" <= character <= "\u24e9"
 
 
 def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
-    # Results of merges keep their names, because plain text produces them anyway, and so do single characters that have no
-    # other spelling, because plain text would lose them.
+    # Names that merges produce stay, because plain text produces them too. Single characters without another spelling stay as
+    # well, because plain text would lose them.
     merged = {merge.replace(" ", "") if isinstance(merge, str) else "".join(merge) for merge in model.get("merges", ())}
     kept = merged if model.get("byte_fallback") else merged | {name for name in names if len(name) == 1}
     new = {name: stand_in for name, stand_in in names.items() if name not in kept}
@@ -363,7 +365,7 @@ def special_tokens_of(tokenizer: Any) -> SpecialTokens:
 
 
 _MARK = "\ufdd3"
-"""A noncharacter in place of an answer, to see what a chat template writes after it."""
+"""A noncharacter in place of an answer. It shows what a chat template writes after the answer."""
 
 
 def end_of_turn(tokenizer: Any, chat_kwargs: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Conversations as the rows of a dataset have them: read, checked, and rendered with the columns that change the prompt."""
+"""Conversations in the rows of a dataset. They are read, checked, and rendered with the columns that change the prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Messages = list[dict[str, Any]]
 MEDIA_COLUMNS = ("images", "image", "videos", "audios")
 MEDIA_PARTS = ("image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
 KWARGS_COLUMN = "chat_template_kwargs"
-"""Column with further arguments of the chat template for its row, as TRL has it."""
+"""Column with further arguments of the chat template for a row, as in TRL."""
 SINGLE_TURN = "single_turn_agent"
 """verl's name for what this project does: one prompt, one answer."""
 
@@ -25,13 +25,13 @@ _READS_NULL = re.compile(r"content['\"\]]*\s*(==|!=|is not|is)\s+none")
 
 
 def read_messages(value: Any, address: str) -> Messages | None:
-    """Return a conversation in the form that chat templates of text models read; None if ``value`` is not a conversation.
+    """Return a conversation in the form that chat templates of text models read. None = ``value`` is not a conversation.
 
-    Text parts are joined. Keys that are null are dropped, because a dataset whose rows differ fills them in. A message with tool
-    calls may have no content.
+    Text parts are joined. Keys with the value null are dropped, because datasets add them where other rows have the key. A
+    message with tool calls may have no content.
 
     Raises:
-        DataError: A message has media.
+        DataError: A message contains media.
     """
     if not isinstance(value, list | tuple) or not value or not all(isinstance(turn, Mapping) for turn in value):
         return None
@@ -73,7 +73,7 @@ def is_chat(prompt: Any) -> bool:
         return False
 
 
-# The columns that change what a conversation is rendered to, and those that ask for what is not done here.
+# Columns that change how a conversation is rendered, and columns that ask for something unsupported.
 
 
 def template_arguments(address: str, columns: Mapping[str, Any], data: schema.Data, tokenizer: Any) -> dict[str, Any]:
@@ -155,16 +155,17 @@ def _holds_something(value: Any) -> bool:
 def render(
     special: SpecialTokens, tokenizer: Any, messages: Messages, hides: bool, arguments: Mapping[str, Any]
 ) -> tuple[str, Spans]:
-    """Render messages with the chat template; return the text with the spans of special tokens that are plain text.
+    """Render messages with the chat template. Return the text and the spans in which special tokens are plain text.
 
-    ``hides``: special tokens in messages and tools are plain text. Raises one of ``RENDER_ERRORS`` if they cannot be rendered.
+    ``hides``: special tokens in messages and tools are plain text. One of ``RENDER_ERRORS`` is raised if the messages cannot be
+    rendered.
     """
     reads_null = _READS_NULL.search(str(arguments.get("chat_template") or tokenizer.chat_template)) is not None
     shown = messages if reads_null else [turn | ({"content": ""} if turn["content"] is None else {}) for turn in messages]
     try:
         return special.render(tokenizer, shown, hides, **arguments)
     except RENDER_ERRORS:
-        # Some templates read the arguments of a call as an object and others as JSON, and datasets have either.
+        # Some templates expect the arguments of a tool call as an object, others as JSON text, and datasets have both forms.
         changes: tuple[Callable[[Any], Any], ...] = (
             _parsed,
             lambda value: value if isinstance(value, str) else json.dumps(value),

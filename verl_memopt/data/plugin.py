@@ -1,4 +1,4 @@
-"""The user's own classes and functions, loaded from a Python file by name."""
+"""Load classes and functions of the user from a Python file by name, and contain what their code does to the process."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ logger = logging.getLogger(__name__)
 
 _MODULES = "verl_memopt_plugin_"
 _NOT_THEIRS = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))
-"""Folders without code of the user's: this package and Python's own library."""
+"""Folders that contain no code of the user: this package and Python's standard library."""
 
 _INSTALLED = {"site-packages", "dist-packages"}
-"""Names of the folders of installed packages, wherever they lie: in Python's own folder, the user's, a system's."""
+"""Names of the folders of installed packages, wherever they are: in Python's, the user's or the system's folders."""
 
 
 def load_from_file(path: str, name: str | None, *, key: str, error: type[UserError]) -> Any:
     """Return the object called ``name`` in the Python file ``path``. A file runs once per run, even if it is loaded again.
 
-    ``key``: the setting that named the file, for errors. ``error``: their class. It is raised if the file is missing, does not
-    run, or lacks the name.
+    ``key``: the setting that named the file, for errors. ``error``: class of the error. It is raised if the file is missing, does
+    not run, or lacks the name.
     """
     file = Path(path).expanduser()
     try:
@@ -54,7 +54,7 @@ def load_from_file(path: str, name: str | None, *, key: str, error: type[UserErr
 
 
 def forget_files() -> None:
-    # Make every file run again when it is next loaded. Its owner may edit it between two runs of one process.
+    # Make every file run again when it is next loaded. The user may edit it between two runs of one process.
     for name in [name for name in sys.modules if name.startswith(_MODULES)]:
         del sys.modules[name]
 
@@ -70,12 +70,12 @@ def refuse_verls_arguments(made: Any, verl_arguments: Sequence[str], our_argumen
     """
     try:
         names = inspect.signature(made).parameters
-    except (TypeError, ValueError):  # no class, or one without a signature: calling it shows what is wrong
+    except (TypeError, ValueError):  # not a class, or a class without a signature; the later call reports what is wrong
         return
     if set(verl_arguments) <= names.keys():
         raise DataError(
             f"{address}: the class takes verl's arguments ({', '.join(names)}); here it is called with ({our_arguments}). "
-            "Write one for these arguments: docs/extend.md has an example."
+            "Write a class for these arguments: docs/extend.md has an example."
         )
 
 
@@ -92,19 +92,19 @@ def raised(problem: BaseException) -> str:
     return f"{' '.join(text.split())} in {place.filename}:{place.lineno}"
 
 
-# What a user's code may do besides: end the process, fork it, and change what the whole process shares.
+# Containment of a user's code: it may try to end the process, fork it, or change state of the whole process.
 
 
 class EndsProcessError(Exception):
-    """A user's code tried to end the process. The cause is what it raised."""
+    """A user's code tried to end the process. ``__cause__`` is the exception that the code raised."""
 
 
 @contextmanager
 def contained(what: str, environment: bool = True) -> Iterator[None]:
-    """Run a user's code so that it can neither end nor fork this process, and undo what it changes for the whole process.
+    """Run a user's code in the ``with`` block. It can neither end nor fork this process, and changes to the process are undone.
 
-    ``what``: names the code in warnings. What a handler of a signal raises still ends the body: Ctrl-C is no fault of the code.
-    ``environment``: warn of a changed environment too.
+    ``what``: names the code in warnings. ``environment``: also warn about changed environment variables. An exception of a signal
+    handler passes unchanged, because Ctrl-C is not a fault of the code.
 
     Raises:
         EndsProcessError: The code tried to end the process.
@@ -122,8 +122,8 @@ def contained(what: str, environment: bool = True) -> Iterator[None]:
             raise EndsProcessError(text) from problem
         finally:
             _inside.pid = outer
-            if os.getpid() != pid:  # a child that the code has forked must not go on as a second run
-                os.write(2, f"{what} has forked this process, and the child came back from it: the child ends here.\n".encode())
+            if os.getpid() != pid:  # a child that the code has forked must not continue as a second run
+                os.write(2, f"{what} has forked this process, and the child returned to the run: the child ends here.\n".encode())
                 _EXIT(0)
             _put_back(shared, _shared(environment), what.partition("(")[0])
 
@@ -145,9 +145,10 @@ def _exit(status: int) -> NoReturn:
 
 @contextmanager
 def _noted_signals() -> Iterator[list[BaseException]]:
-    """Yield what handlers of signals raise in the body. A KeyboardInterrupt does not say by itself who raised it.
+    """Yield a list, to which each exception is added that a signal handler raises in the ``with`` block.
 
-    Python's own handler of Ctrl-C, which is there in a notebook and in Ray's workers, leaves no frame in the traceback.
+    A KeyboardInterrupt alone does not show who raised it: Python's own handler of Ctrl-C, which notebooks and Ray's workers have,
+    leaves no frame in the traceback.
     """
     raised_by_handlers: list[BaseException] = []
     before: dict[int, Callable[[int, FrameType | None], Any]] = {}
@@ -180,11 +181,11 @@ Shared = dict[str, tuple[Any, Callable[[Any], object] | None]]
 
 
 def _shared(environment: bool) -> Shared:
-    # In another thread nothing is restored: what has changed may be the main thread's doing.
+    # Restore nothing in another thread, because the main thread may have made the change.
     if threading.current_thread() is not threading.main_thread():
         return {}
     found: Shared = {"the environment": (dict(os.environ), None)} if environment else {}
-    with suppress(OSError):  # it may have been removed
+    with suppress(OSError):  # the folder may have been removed
         found["the working directory"] = (os.getcwd(), os.chdir)
     for number in SIGNALS:
         found[f"the handler of {number.name}"] = (signal.getsignal(number), partial(signal.signal, number))
@@ -192,7 +193,7 @@ def _shared(environment: bool) -> Shared:
         found["whether gradients are computed"] = (torch.is_grad_enabled(), torch.set_grad_enabled)
         found["torch's default dtype"] = (torch.get_default_dtype(), torch.set_default_dtype)
         found["torch's number of threads"] = (torch.get_num_threads(), torch.set_num_threads)
-        state = torch.get_rng_state()  # restored only where the seed is another: draws of the code may go on
+        state = torch.get_rng_state()  # restored only if the seed changed, because the code may draw numbers
         found["torch's seed"] = (torch.initial_seed(), lambda seed: torch.set_rng_state(state))
     return found
 
@@ -205,7 +206,7 @@ def _put_back(before: Shared, now: Shared, what: str) -> None:
             set_back(value)
         if (what, name) not in _told:
             _told.add((what, name))
-            did = "which stays as it is now" if set_back is None else "which is put back after each call"
+            did = "and the change stays" if set_back is None else "and it is restored after each call"
             logger.warning("%s changed %s for the whole process, %s", what, name, did)
 
 
@@ -214,7 +215,7 @@ _told: set[tuple[str, str]] = set()
 
 @contextmanager
 def users_code(what: str, error: type[UserError]) -> Iterator[None]:
-    """Turn any exception of a user's code into one ``error`` with one line."""
+    """Turn any exception of a user's code into an ``error`` whose message is one line."""
     try:
         with contained(what):
             yield
@@ -231,7 +232,7 @@ def _run_module(module_name: str, file: Path, key: str, error: type[UserError]) 
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
-        with contained(f"{key}={file}", environment=False):  # imports set variables of their own
+        with contained(f"{key}={file}", environment=False):  # imports may set environment variables
             spec.loader.exec_module(module)
     except Exception as problem:  # a user's file may raise anything
         del sys.modules[module_name]

@@ -1,4 +1,4 @@
-"""The prompts of each step, in an order that a seed gives and a checkpoint continues, and the ids of their rows."""
+"""The prompts of each step and their token ids. A seed decides the order of prompts, and a checkpoint continues it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from verl_memopt.errors import DataError
 END: Any = object()
 """Marks the end of a sampler's indices."""
 Sampler = Callable[[int, int, int], Iterable[int]]
-"""(num_rows, seed, epoch) -> row indices of that epoch."""
+"""(num_rows, seed, epoch) -> row indices of the epoch."""
 LOOKAHEAD = 1_000_000
-"""Most indices of a sampler that are read ahead, unless there are more rows. A longer epoch counts as endless."""
+"""Most indices of a sampler that are read ahead, unless the dataset has more rows. A longer epoch counts as endless."""
 
 
 def load_sampler(settings: schema.CustomSampler) -> Sampler | None:
@@ -31,7 +31,7 @@ def load_sampler(settings: schema.CustomSampler) -> Sampler | None:
         return None
     sampler = load_from_file(settings.class_path, settings.class_name, key="data.sampler.class_path", error=DataError)
     address = f"data.sampler.class_name={settings.class_name}"
-    # Called in another order, verl's samplers would read the seed as their config.
+    # verl's samplers take other arguments in another order, and would read the seed as their config.
     refuse_verls_arguments(sampler, ("data_source", "data_config"), "num_rows, seed, epoch", address)
 
     def order(num_rows: int, seed: int, epoch: int) -> Iterator[int]:
@@ -52,7 +52,7 @@ def load_sampler(settings: schema.CustomSampler) -> Sampler | None:
 
 @dataclass(eq=False)
 class StepLoader:
-    """Returns ``batch_size`` prompts per step, without end. Rows left over at the end of an epoch are dropped.
+    """Returns ``batch_size`` prompts per step, epoch after epoch. Rows left over at the end of an epoch are dropped.
 
     Its state is a few integers, so a resumed run sees exactly the rows that an uninterrupted run sees.
 
@@ -81,7 +81,7 @@ class StepLoader:
             self.steps_per_epoch = length // self.batch_size
 
     def next_indices(self) -> list[int]:
-        """Return the indices of the next ``batch_size`` rows. A new epoch begins when the present one has no full batch."""
+        """Return the indices of the next ``batch_size`` rows. A new epoch begins when the current one has no full batch left."""
         chosen = list(islice(self._order, self.batch_size))
         if len(chosen) < self.batch_size:
             self.epoch, self._position = self.epoch + 1, 0
@@ -104,7 +104,7 @@ class StepLoader:
         self._order = islice(order, self._position, None)
 
     def _order_of(self, epoch: int) -> tuple[Iterator[int], int | None]:
-        """Return the indices of an epoch and their number, which is None if more follow than were read ahead."""
+        """Return the indices of an epoch and their number. None = there are more indices than were read ahead."""
         indices, read_ahead = self._drawn(epoch), list[int]()
         with still_reading("data.sampler", lambda: len(read_ahead), f"{LOOKAHEAD:,} of its indices are read ahead at most"):
             for index in islice(indices, max(LOOKAHEAD, len(self.dataset))):
@@ -122,7 +122,7 @@ class StepLoader:
     def _drawn(self, epoch: int) -> Iterator[int]:
         num_rows = len(self.dataset)
         if self.sampler is None:
-            # Seeded by both numbers, so that a resumed run draws its epoch without drawing those before it.
+            # Seed with both numbers, so that a resumed run can draw its epoch without the epochs before it.
             random = np.random.default_rng([self.seed, epoch])
             yield from random.permutation(num_rows).tolist() if self.shuffle else range(num_rows)
             return
@@ -139,10 +139,10 @@ class StepLoader:
 
 @dataclass(frozen=True)
 class StepPrompts:
-    """Some prompts, the ids of all their samples, and what truncation removed.
+    """Some prompts, the prompt ids of all their samples, and counts of what truncation removed.
 
-    ``prompt_ids`` has the token ids of each row; row = prompt * n + sample. With ``lazy`` all rows of a prompt are one list
-    object.
+    ``prompt_ids`` has the prompt's token ids for each row; row = prompt * n + sample. With the expansion ``lazy`` all rows of a
+    prompt share one list object.
     """
 
     prompts: list[PromptRow]
@@ -152,12 +152,12 @@ class StepPrompts:
 
 
 class PromptPrefetcher:
-    """Prepares the prompts one step ahead of the caller.
+    """Prepares the prompts one step ahead of the caller, in a thread.
 
     Prompts of a stream are not prepared ahead, but in the caller's thread when they are requested.
 
     :meth:`state_dict` is the loader's state after the last step that was returned, so a resumed run loses and repeats nothing.
-    ``encoder`` belongs to the prefetcher alone, because it works in its own thread.
+    No one else may use ``encoder``, because the prefetcher uses it in its thread.
     """
 
     def __init__(self, loader: StepLoader | StreamLoader, n: int, expansion: str, encoder: PromptEncoder) -> None:
@@ -175,7 +175,7 @@ class PromptPrefetcher:
         return self.more()
 
     def more(self) -> StepPrompts:
-        """Return further prompts for the same step. :meth:`give_back` undoes them with the :meth:`next` before them."""
+        """Return further prompts for the same step. :meth:`give_back` undoes them together with the :meth:`next` before them."""
         if isinstance(self._loader, StreamLoader):
             step, self._state, self.epoch = self._prepare()
             return step
@@ -185,7 +185,7 @@ class PromptPrefetcher:
         return step
 
     def give_back(self) -> None:
-        """Undo the last :meth:`next`, and every :meth:`more` after it, in :meth:`state_dict`, because that step was abandoned.
+        """Set :meth:`state_dict` back to the state before the last :meth:`next`, because that step was abandoned.
 
         No further step may be requested after this.
         """
@@ -214,32 +214,33 @@ class PromptPrefetcher:
 
 # How each prompt becomes the n rows that are answered: ``algorithm.expansion``.
 #
-# Every method gives the same token ids in the same prompt-major order, row = prompt * n + sample. None cuts or strips a prompt:
-# ``data.max_prompt_length`` and ``data.truncation`` do that, alike for all.
+# Every method gives the same token ids in the same prompt-major order, row = prompt * n + sample. No method cuts or strips a
+# prompt. Only ``data.max_prompt_length`` and ``data.truncation`` do that, in the same way for all methods.
 #
-# Saves: nothing on the device. ``lazy`` holds (n - 1) * P * 8 bytes of ids fewer for each prompt of P tokens: KiB, where logits
-# cost GiB. See ``docs/decisions/prompts.md``.
+# Saves: nothing on the device. On the host, ``lazy`` saves (n - 1) * P * 8 bytes for each prompt of P tokens. These are KiB,
+# while logits take GiB. See ``docs/decisions/prompts.md``.
 # Costs: ``string`` and ``repeat_sampler`` tokenize each prompt n times, ``token`` and ``lazy`` once.
 
 
 def _token(rows: Sequence[PromptRow], n: int, encoder: PromptEncoder) -> list[list[int]]:
-    # Each row has its own list, so the batch stores the ids of each row.
+    # Each row gets its own list, so the batch stores the ids of every row.
     return [list(ids) for ids in _lazy(rows, n, encoder)]
 
 
 def _lazy(rows: Sequence[PromptRow], n: int, encoder: PromptEncoder) -> list[list[int]]:
-    # Tokenize each prompt once and keep its ids once. A batch stores one list object once; a micro-batch repeats its ids.
+    # Tokenize each prompt once, and give all its rows the same list. A batch stores this list once; a micro-batch repeats the
+    # ids.
     return [ids for ids in _encoded(rows[::n], encoder) for _ in range(n)]
 
 
 def _repeat_sampler(rows: Sequence[PromptRow], n: int, encoder: PromptEncoder) -> list[list[int]]:
-    # Tokenize each row's own record: with this expansion the dataset was read once per row.
+    # Tokenize each row separately, because with this expansion the dataset was read once per row.
     for place, record in enumerate(rows):
         first = rows[place - place % n]
         if (record.text, record.plain, record.ids) != (first.text, first.plain, first.ids):
             raise DataError(
-                f"{record.address}: the data set returned another prompt when this row was read again. The samples of a group "
-                "must have one prompt: return the same one each time, or set algorithm.expansion=token."
+                f"{record.address}: the dataset returned another prompt when this row was read again. The samples of a group "
+                "must have the same prompt. Return the same prompt each time, or set algorithm.expansion=token."
             )
     return _encoded(rows, encoder, n)
 
@@ -263,27 +264,27 @@ def expand(dataset: PromptRows, indices: Sequence[int], n: int, method: str, enc
 
     Args:
         dataset: The rows.
-        indices: Their indices.
-        n: Samples of each prompt.
+        indices: Indices of the rows.
+        n: Samples per prompt.
         method: A key of ``EXPANSIONS``.
         encoder: Encodes the prompts.
 
     Raises:
-        DataError: See :meth:`PromptEncoder.fit`; or ``string`` cannot reproduce the ids of a row whose prompt is ids; or
-            ``repeat_sampler`` reads different prompts at one index.
+        DataError: As in :meth:`PromptEncoder.fit`. Or ``string`` cannot reproduce a prompt that is given as token ids, or
+            ``repeat_sampler`` reads different prompts at the same index.
     """
     if method == "repeat_sampler":
         rows = [dataset[index] for index in indices for _ in range(n)]
     else:
         rows = [row for row in map(dataset.__getitem__, indices) for _ in range(n)]
-    # The encoder counts over its whole life, so the numbers of this call are differences.
+    # The encoder counts over its whole life, so the counts of this call are differences.
     rows_truncated, tokens_dropped = encoder.rows_truncated, encoder.tokens_dropped
     ids = EXPANSIONS[method](rows, n, encoder)
     return StepPrompts(rows[::n], ids, encoder.rows_truncated - rows_truncated, encoder.tokens_dropped - tokens_dropped)
 
 
 def check_prompts(rows: Iterable[PromptRow], method: str, tokenizer: Any) -> None:
-    # Check before a run that the expansion ``method`` can give the ids of all rows whose prompt is ids.
+    # Check before a run that the expansion ``method`` can reproduce all prompts that are given as token ids.
     if method == "string":
         _ids_of_texts([row for row in rows if row.ids is not None], tokenizer)
 
@@ -299,7 +300,7 @@ def _encoded(records: Sequence[PromptRow], encoder: PromptEncoder, copies: int =
 
 
 def _ids_of_texts(rows: Sequence[PromptRow], tokenizer: Any) -> list[list[int]]:
-    # A prompt of ids must survive being decoded and encoded.
+    # A prompt that is given as token ids must be the same after decoding and encoding.
     texts = [row.text if row.ids is None else decode(tokenizer, row.ids) for row in rows]
     encoded = tokenize(tokenizer, texts, [row.plain for row in rows], [row.is_text for row in rows])
     for row, ids in zip(rows, encoded, strict=True):
@@ -309,7 +310,7 @@ def _ids_of_texts(rows: Sequence[PromptRow], tokenizer: Any) -> list[list[int]]:
             expected, got = ("its end" if token is None else f"the token id {token}" for token in (own, other))
             difference = f"the prompt has {expected}, and its text gives {got}"
             raise DataError(
-                f"{row.address}: position {position}: {difference}. With algorithm.expansion=string a prompt of ids must come "
-                "back from its text. Set algorithm.expansion=token, or give the prompt as text."
+                f"{row.address}: position {position}: {difference}. With algorithm.expansion=string a prompt of ids must be the "
+                "same after decoding and encoding. Set algorithm.expansion=token, or give the prompt as text."
             )
     return encoded

@@ -1,4 +1,4 @@
-"""Rows that a Python program gives: a list, a dataset, a DataFrame, files, or objects that yield rows and may have no end."""
+"""Rows from a Python program: a list, a dataset, a DataFrame, files, or an object that yields rows, perhaps without an end."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def stream_of(dataset: Any, streams: Any) -> tuple[Any, PythonRows | None]:
     """Decide how training rows are read.
 
     Args:
-        dataset: What the user gave.
-        streams: ``data.streaming`` as the user gave it. None: rows without a length are a stream if a shuffle buffer cannot hold
+        dataset: The argument of the user.
+        streams: ``data.streaming`` as the user gave it. None = rows without a length are a stream if a shuffle buffer cannot hold
             them all.
 
     Returns:
-        The rows to read whole and None, or None and the rows to read as steps need them.
+        (rows, None) if the rows are read whole; (None, rows) if they are read as steps need them.
     """
     if not _yields_rows(dataset) or streams is False or (streams is None and length_of(dataset, "dataset") is not None):
         return dataset, None
@@ -63,20 +63,20 @@ def length_of(dataset: Any, name: str) -> int | None:
     with users_code(f"{name}: __len__", DataError):
         try:
             return len(dataset)
-        except TypeError:  # it has no __len__, or one that is refused, as in loaders of what has none
+        except TypeError:  # it has no __len__, or a __len__ that raises, as in a DataLoader of an iterable
             return None
 
 
 def with_length(dataset: Any, name: str, limit: int | None = None) -> Any:
-    """Return a dataset that has a length: one without a length is read into a list.
+    """Return a dataset that has a length. A dataset without a length is read into a list.
 
     Args:
-        dataset: What the user gave.
-        name: The argument that gave it, for errors.
-        limit: How many rows are wanted at most; None = all.
+        dataset: The argument of the user.
+        name: Name of the argument, for errors.
+        limit: Most rows to read; None or negative = all.
 
     Raises:
-        DataError: It has more than :data:`MOST_WITHOUT_LENGTH` rows.
+        DataError: The dataset has no length and more than :data:`MOST_WITHOUT_LENGTH` rows.
     """
     if not _yields_rows(dataset) or length_of(dataset, name) is not None:
         return dataset
@@ -86,20 +86,20 @@ def with_length(dataset: Any, name: str, limit: int | None = None) -> Any:
         held = rows.hold(num_wanted)
     if len(held) > MOST_WITHOUT_LENGTH:
         raise DataError(
-            f"{name}: it has no length, and more than {MOST_WITHOUT_LENGTH:,} rows, which are read whole. If it has an end, give "
-            "list(...) of it. If it has none: streaming=True reads training rows as steps need them, and val_max_samples=... "
-            "says how many held-out rows there are."
+            f"{name}: it has no length and more than {MOST_WITHOUT_LENGTH:,} rows, too many to read whole. If it has an end, "
+            "give list(...) of it. If it has no end, set streaming=True for training rows, or val_max_samples=... for held-out "
+            "rows."
         )
     return [columns for _, columns in held]
 
 
 def write_rows(dataset: Any, path: Path, name: str) -> tuple[int | None, Any]:
-    """Return the number of rows of a dataset (None if files hold them) and its files. Rows of Python are written to ``path``.
+    """Return the number of rows of a dataset (None = the user gave files) and its files. Other rows are written to ``path``.
 
-    ``name``: the argument that gave the dataset, for errors.
+    ``name``: name of the user's argument, for errors.
 
     Raises:
-        DataError: It is no dataset, has no rows or more than it reports, or a row cannot be written.
+        DataError: The object is not a dataset, has no rows or more rows than its length, or a row cannot be written.
     """
     if isinstance(dataset, str | Path):
         text = str(dataset)
@@ -120,14 +120,14 @@ def write_rows(dataset: Any, path: Path, name: str) -> tuple[int | None, Any]:
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     length, number = length_of(dataset, name), 0
-    assert length is not None, "what has none was read into a list"
+    assert length is not None, "with_length gives it a length"
     with path.open("w", encoding="utf-8") as file, still_reading(name, lambda: number, "They are written to a file"):
         try:
-            with contained(name):  # once around all rows: around each it would take ten times as long as the writing
+            with contained(name):  # one context for all rows: one per row would take ten times as long as the writing
                 for number, row in enumerate(_named_faults(dataset, name), start=1):
                     if number > length:
                         raise DataError(
-                            f"{name}: __len__ of this {type(dataset).__name__} is {length}, but its iterator goes on. Correct "
+                            f"{name}: __len__ of this {type(dataset).__name__} is {length}, but it yields more rows. Correct "
                             "it, or set streaming=True for training rows without an end."
                         )
                     file.write(json_row(f"{name}: row {number}", row) + "\n")
@@ -139,7 +139,7 @@ def write_rows(dataset: Any, path: Path, name: str) -> tuple[int | None, Any]:
 
 
 def _named_faults(dataset: Any, name: str) -> Iterator[Any]:
-    """Yield the rows of an object. Its exceptions become one line, but errors of the disk that rows are written to pass."""
+    """Yield the rows of an object. Its exceptions become one-line errors. Errors of the caller, who writes the rows, pass."""
     number = 0
     try:
         for number, row in enumerate(dataset, start=1):  # noqa: B007 - the error says it
@@ -170,9 +170,10 @@ class PythonRows:
     """The rows of a Python object: an iterable, an iterator, or a callable without arguments that returns one.
 
     Args:
-        given: The object. If it has ``set_epoch``, as iterables of transformers and datasets do, it is called for each pass.
-        name: The argument or the key that gave it, for errors.
-        take: Returns the item of a row, given its address and what the object yielded.
+        given: The object. If it has a method ``set_epoch``, as some iterables of transformers and datasets have, this method is
+            called before each pass.
+        name: The argument or key that gave the object, for errors.
+        take: Called with an address and a value that the object yielded, returns the item of the row.
     """
 
     def __init__(self, given: Any, name: str, take: Callable[[str, Any], Any] | None = None) -> None:
@@ -180,7 +181,7 @@ class PythonRows:
         self._given, self._take = given, take or plain_columns
         self._held: list[Item] = []
         self._ahead: Iterator[Item] | None = None
-        """The first pass, if :meth:`hold` began it. It continues after the rows that are held."""
+        """The first pass, if :meth:`hold` began it. It continues after the held rows."""
         self._is_spent = False
 
     def hold(self, count: int) -> list[Item]:
@@ -205,7 +206,7 @@ class PythonRows:
         """Return the rows of a pass. An object that can be read only once has no second pass.
 
         Raises:
-            DataError: The rows of such an object are requested again.
+            DataError: The first pass of such an object is requested again.
         """
         ahead, held = self._ahead, self._held
         self._ahead, self._held = None, []
@@ -215,8 +216,8 @@ class PythonRows:
             return iter(())
         if self.once and self._is_spent:
             raise DataError(
-                f"{self.name}: an iterator can be read once only, and this one was. Give a new one, or a function that returns "
-                "one."
+                f"{self.name}: an iterator can be read only once, and this iterator was read before. Give a new iterator, or a "
+                "function that returns one."
             )
         self._is_spent = True
         return self._pass(epoch)
@@ -239,18 +240,18 @@ class PythonRows:
 
 
 def plain_columns(address: str, row: Any) -> Any:
-    # A row of Python must look as if it came from a file, so it goes through JSON.
+    # A row from Python must look like a row from a file, so it goes through JSON.
     return json.loads(json_row(address, row))
 
 
 def json_row(address: str, row: Any) -> str:
-    """Write a row of Python as a line of a JSON Lines file.
+    """Return a row from Python as a line of a JSON Lines file.
 
     Raises:
-        DataError: It is no dict, or a value cannot be written.
+        DataError: The row is not a dict, or a value cannot be written.
     """
     if not isinstance(row, Mapping):
-        raise DataError(f"{address} is {row!r:.100}, no dict. Give a dict with a prompt for each row.")
+        raise DataError(f"{address} is {row!r:.100}, which is not a dict. Give a dict with a prompt for each row.")
     columns = {str(key): value for key, value in row.items()}
     try:
         return json.dumps(columns, default=_plain)
@@ -267,4 +268,4 @@ def _plain(value: Any) -> Any:
     for method in ("tolist", "isoformat"):
         if hasattr(value, method):
             return getattr(value, method)()
-    raise TypeError(f"a {type(value).__name__} is neither text nor number")
+    raise TypeError(f"a {type(value).__name__} is neither a string nor a number")

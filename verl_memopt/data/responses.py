@@ -1,4 +1,4 @@
-"""The responses of a supervised dataset: found in its rows, and encoded as a model would write them, with the end of the turn."""
+"""The responses of a supervised dataset. They are encoded as a model would write them, including the end of the turn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOURCE = "sft"
 
 
 def build_supervised_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str) -> list[PromptRow] | CustomRows:
-    """Return the rows of a split with their responses. A class of the user's own (``data.custom_cls``) provides its own.
+    """Return the rows of a split with their responses. A user's class (``data.custom_cls``) gives its own responses.
 
     Arguments are those of :class:`verl_memopt.data.dataset.PromptDataset`.
 
@@ -54,14 +54,14 @@ class SupervisedReader:
         """Return the rows in order, without those that ``data.filter_overlong_prompts`` drops.
 
         Raises:
-            DataError: A row is wrong; or all rows are dropped, and they are not part of a stream.
+            DataError: A row is wrong, or all rows are dropped and are not part of a stream.
         """
         data, tokenizer, answered = self._data, self._tokenizer, self._answered
         answered.clear()
         prompts = [replace(row, index=index) for index, row in enumerate(self._prompts.read(raw))]
         end = chat_end = tokenizer.eos_token or ""
         if any(row.messages for row in prompts):
-            # Up to its first end token, after which an engine stops. A text without one gets it.
+            # Cut the end of a turn after its first end token, where an engine stops. If it has no end token, add one.
             text = end_of_turn(tokenizer, data.apply_chat_template_kwargs)
             chat_end = text.partition(end)[0] + end if end else text
         ends = [(row.ground_truth, chat_end if row.messages else _missing_end(row, end)) for row in prompts]
@@ -77,9 +77,9 @@ class SupervisedReader:
 def stream_reader(
     data: schema.Data, tokenizer: Any, supervised: bool, by_rules: bool
 ) -> Callable[[Sequence[Any]], list[PromptRow]]:
-    """Return the function that reads items of a stream of training rows, which are pairs of an address and a row.
+    """Return the function that reads items of a stream of training rows. An item is a pair (address, row).
 
-    A class of the user's own yields finished rows.
+    The rows of a user's class are PromptRows already.
     """
     if data.custom_cls.path is not None:
         return partial(_own_rows, supervised)
@@ -105,16 +105,16 @@ def _check_responses(rows: Iterable[PromptRow]) -> None:
 
 @dataclass(frozen=True)
 class Answered:
-    """A conversation whose last turn has more than its content: tool calls, or a field for its reasoning."""
+    """A conversation whose last turn has more than its content: tool calls, or a field with its reasoning."""
 
     messages: Messages
     columns: dict[str, Any]
 
     def rendered(self, row: PromptRow, data: schema.Data, tokenizer: Any, special: SpecialTokens) -> tuple[str, Spans]:
-        """Return what the chat template writes for the last turn, with the spans of special tokens that are plain text.
+        """Return the text of the last turn from the chat template, and the spans in which special tokens are plain text.
 
         Raises:
-            DataError: The template renders the turns before it differently than it renders the prompt.
+            DataError: The template renders the earlier turns in another way than it renders the prompt.
         """
         arguments = template_arguments(row.address, self.columns, data, tokenizer)
         hides = not data.allow_special_tokens and special.count(self.messages) > 0
@@ -125,7 +125,7 @@ class Answered:
         if not whole.startswith(row.text):
             raise DataError(
                 f"{row.address}: the chat template renders the turns before the last one in another way than a prompt, so that "
-                "the last turn cannot be learned from it. Remove the row, or give the turn as a text in its content."
+                "the last turn cannot be learned from it. Remove the row, or give the whole turn as text in its content."
             )
         return whole[len(row.text) :], moved(tuple(span for span in plain if span[0] >= len(row.text)), -len(row.text))
 
@@ -133,7 +133,7 @@ class Answered:
 def as_prompt_row(address: str, columns: dict[str, Any], data: schema.Data, answered: dict[str, Answered]) -> dict[str, Any]:
     """Return the columns of a row in the form that reinforcement learning reads. The response becomes the ground truth.
 
-    A conversation whose last turn has more than its content is put into ``answered``, under the row's address.
+    A conversation whose last turn has more than its content is added to ``answered``, under the row's address.
     """
     found, prompt = _at(columns, data.response_key), columns.get(data.prompt_key)
     key, turns = f"data.response_key={data.response_key}", columns.get(data.messages_key)
@@ -142,13 +142,13 @@ def as_prompt_row(address: str, columns: dict[str, Any], data: schema.Data, answ
         messages = read_messages(turns, address) or []
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
             raise DataError(
-                f"{address}: {key}: a conversation is a list of {{role, content}} with at least one turn before the last, which "
-                f"is the assistant's, but it is {turns!r:.200}. Correct the row, or set data.response_key."
+                f"{address}: {key}: a conversation is a list of {{role, content}} with at least two turns, the last by the "
+                f"assistant, but it is {turns!r:.200}. Correct the row, or set data.response_key."
             )
         prompt, found = messages[:-1], messages[-1]["content"]
         if messages[-1].keys() - {"role", "content"}:
             answered[address] = Answered(messages, columns)
-            found = found or "-"  # the turn is rendered, whatever its content is
+            found = found or "-"  # the content may be empty, because the whole turn is rendered
     elif data.prompt_key not in columns:
         raise DataError(
             f"{address}: there is no column {data.prompt_key!r}. The row has {', '.join(sorted(columns))}. Set "
@@ -179,16 +179,16 @@ def with_responses(
 
     Args:
         rows: The prompts.
-        responses: For each row the text of the response, and what ends the turn. Special tokens in the text are plain text,
-            unless ``data.allow_special_tokens`` is true or the prompt is a text too.
+        responses: For each row the text of the response, and the text that ends the turn. Special tokens in the response are
+            plain text, unless ``data.allow_special_tokens`` is true or the prompt is a string too.
         data: The ``data`` section of the settings.
         tokenizer: Encodes the texts.
         split: ``train`` or ``val``, for the log.
-        rendered: Position of a row -> spans of the turn's end whose special tokens are plain text.
+        rendered: Position of a row -> spans in the end of its turn in which special tokens are plain text.
         stream: The reader of the prompts, if the rows are part of a stream.
 
     Raises:
-        DataError: A response is too long; or no row is left, and they are not part of a stream.
+        DataError: A response is too long, or no row is left and the rows are not part of a stream.
     """
     encoded = _encoded(rows, responses, data, tokenizer, rendered)
     limit, kept, overlong = data.max_response_length, [], 0
@@ -210,13 +210,13 @@ def with_responses(
         log(text, split, done, overlong, len(rows), limit)
     if not kept and stream is None:
         raise DataError(
-            f"data.{split}_files: no row is left, as every response is over data.max_response_length={limit} tokens. Raise it."
+            f"data.{split}_files: no row is left, because all responses exceed data.max_response_length={limit} tokens. Raise it."
         )
     return kept
 
 
 def _missing_end(row: PromptRow, end: str) -> str:
-    # A response to a text may end with the end token already.
+    # If the prompt is a string, the response may already end with the end token.
     return "" if end and row.is_text and row.ground_truth.endswith(end) else end
 
 
@@ -229,9 +229,9 @@ def _encoded(
 ) -> list[tuple[PromptRow, list[int]]]:
     """Return each row with the ids of its response.
 
-    A response is encoded together with its prompt, as a model reads both, and begins where the ids of the prompt end. If a token
-    spans the border, a response to a text begins with that token, as in TRL. A turn of a conversation is then encoded alone,
-    because generation begins where the template ends.
+    A response is encoded together with its prompt, because a model reads both. It begins where the ids of the prompt end. But a
+    token may span the border. If the prompt is a string, the response then begins with that token, as in TRL. A turn of a
+    conversation is then encoded alone, because generation begins where the template ends.
     """
     special = special_tokens_of(tokenizer)
     found = [() if data.allow_special_tokens or row.is_text else special.find(responses[i][0]) for i, row in enumerate(rows)]

@@ -1,4 +1,4 @@
-"""Where rows come from: parquet, JSON and JSON Lines files, and datasets of the Hugging Face hub. Each row has an address."""
+"""Read rows from parquet, JSON and JSON Lines files, and from datasets of the Hugging Face hub. Each row gets an address."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _checked_file(path: Path, key: str) -> Path:
 
 
 def rows_of(paths: Iterable[Path], key: str) -> Iterator[RawRow]:
-    """Yield the rows of files, one file after the other. Only .json files are read whole; others as rows are requested."""
+    """Yield the rows of files, one file after the other. Only a .json file is read whole; others as rows are requested."""
     for path in paths:
         is_empty = True
         try:
@@ -66,12 +66,12 @@ def rows_of(paths: Iterable[Path], key: str) -> Iterator[RawRow]:
 
 @contextmanager
 def still_reading(what: str, number: Callable[[], int], way_out: str) -> Iterator[None]:
-    """Warn at intervals while the body reads rows, because it may never end.
+    """Warn at intervals while the ``with`` block reads rows, because the reading may never end.
 
     Args:
-        what: What is read.
-        number: Returns how many rows were read so far.
-        way_out: What the user can do if that takes too long.
+        what: Name of the source that is read.
+        number: Returns the number of rows that were read so far.
+        way_out: What the user can do if the reading takes too long.
     """
     done, began = Event(), time.monotonic()
 
@@ -125,7 +125,7 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(path) and not _is_own_parquet(path):
-        raise DataError(f"{path} is there, and it was not made here. Give another folder, or move it away.")
+        raise DataError(f"{path} is there, and this program did not write it. Give another folder, or move it away.")
     table = pyarrow.Table.from_pylist(rows)
     with written_aside(path) as aside:
         parquet.write_table(table.replace_schema_metadata({**(table.schema.metadata or {}), _MADE_HERE: b"1"}), aside)
@@ -133,7 +133,7 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 _MADE_HERE = b"verl_memopt"
-"""Entry of the metadata of a Parquet file that was written here, and may be written anew."""
+"""Entry in the metadata of a Parquet file that :func:`write_parquet` has written and may replace."""
 
 
 def _is_own_parquet(path: Path) -> bool:
@@ -168,7 +168,7 @@ def _json(path: Path) -> Iterator[RawRow]:
 
 def _parse(address: str, text: bytes) -> Any:
     try:
-        # From bytes, the parser would guess an encoding and accept halves of surrogate pairs.
+        # Decode first, because from bytes the parser would guess an encoding, and accept halves of surrogate pairs.
         return json.loads(text.decode("utf-8"), object_pairs_hook=_once)
     except json.JSONDecodeError as problem:
         line = f"line {problem.lineno}, " if problem.lineno > 1 else ""
@@ -193,7 +193,7 @@ def _checked_object(address: str, row: Any, text: bytes) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise DataError(f"{address}: a row must be a JSON object, but this is a {type(row).__name__}. Correct it or remove it.")
     try:
-        # JSON can spell half of a pair, but no file and no tokenizer accepts it.
+        # JSON can spell half of a surrogate pair, but no file and no tokenizer accepts it.
         if rb"\u" in text:
             json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as problem:
@@ -214,7 +214,7 @@ READERS: dict[str, Callable[[Path], Iterable[RawRow]]] = {".parquet": _parquet, 
 HUB = "hub:"
 """Start of a source on the hub: ``hub:bespokelabs/Bespoke-Stratos-17k``, ``hub:openai/gsm8k:main``, ``hub:owner/name@test``."""
 NAMES_OF_SPLITS = {"train": ("train",), "val": ("validation", "val", "test")}
-"""How the files of a split may begin, the best first."""
+"""Split -> how the names of its files may begin, the best match first."""
 
 
 def read_source(files: Any, split: str, key: str) -> list[RawRow]:
@@ -223,7 +223,7 @@ def read_source(files: Any, split: str, key: str) -> list[RawRow]:
     Args:
         files: One path, a list of paths, or ``hub:`` and the id of a dataset, with ``:config`` and ``@split`` if it has several.
         split: ``train`` or ``val``. It selects the files of a hub dataset whose source names no split.
-        key: The setting that named them, for errors.
+        key: The setting that named the files, for errors.
 
     Raises:
         DataError: A file is missing or malformed, or the hub cannot deliver the dataset.
@@ -268,10 +268,10 @@ def files_of_split(folder: Path, names: Sequence[str], source: str, starts: Sequ
     """Return the files of a split in a folder and its subfolders, sorted.
 
     Args:
-        folder: The dataset.
-        names: How their names may begin, the best match first.
-        source: For errors.
-        starts: Where they may be.
+        folder: Folder of the dataset.
+        names: How the names of the files may begin, the best match first.
+        source: Name of the dataset, for errors.
+        starts: Subfolders in which the files may be, as glob patterns.
     """
     for name in names:
         files = sorted(path for start in starts for path in folder.glob(f"{start}{name}*") if path.suffix in READERS)

@@ -1,11 +1,11 @@
-"""Rows that are read as steps need them (``data.streaming``): of files, of a Python object, or of a class of the user's own.
+"""Rows that are read as steps need them (``data.streaming``), from files, from a Python object, or from a user's class.
 
-A stream has no known number of rows. They are shuffled in a buffer, as :meth:`datasets.IterableDataset.shuffle` does it. A
-resumed run reads the stream from its start again and passes over what was drawn before the checkpoint. So it goes on with the
-rows that an uninterrupted run sees. A checksum of those rows shows whether they were the same.
+A stream has no known number of rows. Rows are shuffled in a buffer, as in :meth:`datasets.IterableDataset.shuffle`. A resumed
+run reads the stream from its start again, and skips the rows that were drawn before the checkpoint. So it continues with the
+rows that an uninterrupted run would see. A checksum shows whether the skipped rows are the same as before.
 
-Rows are drawn in the thread that runs the steps, and never ahead of them but for the buffer: what a user's object yields may
-belong to that thread, may be slow, and may block for ever after its last row.
+Rows are drawn in the thread that runs the steps. Only the shuffle buffer is filled ahead of the steps. The reason is that a
+user's object may belong to this thread, may be slow, and may block for ever after its last row.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from verl_memopt.errors import ConfigError, DataError, StreamEndedError
 logger = logging.getLogger(__name__)
 
 MOST_DROPPED = 10_000
-"""How many consecutive rows may be dropped, such as those over ``data.max_prompt_length``."""
+"""Most consecutive rows that may be dropped, for example because they are over ``data.max_prompt_length``."""
 
 
 @dataclass(frozen=True)
 class FileRows:
-    """The rows of files, in their order. ``name``: key and files, for errors."""
+    """The rows of files, in the order of the files. ``name``: the key, for errors."""
 
     paths: Sequence[Path]
     name: str
@@ -48,7 +48,7 @@ class FileRows:
 
 
 Source = FileRows | PythonRows
-"""Gives the passes over a stream, and its first row."""
+"""Reads the rows of a stream, pass by pass, or only its first row."""
 
 
 def own_row(address: str, row: Any) -> PromptRow:
@@ -58,10 +58,10 @@ def own_row(address: str, row: Any) -> PromptRow:
 
 
 def open_stream(data: schema.Data, tokenizer: Any, rows: PythonRows | None, trains: bool) -> Source:
-    """Return the source of the training rows: ``rows`` of this process, or what the settings name.
+    """Return the source of the training rows: ``rows`` if this process streams them, else the source in the settings.
 
     Raises:
-        ConfigError: The rows came from another process and are not available. If nothing ``trains``, none are needed.
+        ConfigError: The rows came from another process and are not available, but are needed, because the run ``trains``.
         DataError: A file or a class is wrong.
     """
     key = "data.train_files"
@@ -70,8 +70,8 @@ def open_stream(data: schema.Data, tokenizer: Any, rows: PythonRows | None, trai
     if data.train_files == IN_PYTHON:
         if trains:
             raise ConfigError(
-                f"{key}={IN_PYTHON}: the rows of this run come from an object of the Python program that started it. Start it "
-                "there again, with resume=True to go on."
+                f"{key}={IN_PYTHON}: the rows of this run come from an object of the Python program that started it. Start the "
+                "run there again, with resume=True to continue it."
             )
         return FileRows([], key)
     if data.custom_cls.path is None:
@@ -87,13 +87,13 @@ class StreamLoader:
     """Returns ``batch_size`` rows of a stream per step, like :class:`verl_memopt.data.prompts.StepLoader` for a dataset.
 
     Attributes:
-        source: Gives the rows.
-        read: Turns items into rows. It may drop some.
+        source: Reads the items of the rows.
+        read: Turns items into rows. It may drop some rows.
         seed: Seed of the shuffle.
-        buffer_size: Rows among which the next one is drawn; 0 or 1 = they keep their order.
-        most: Rows of a pass that are read; -1 = all.
+        buffer_size: Size of the shuffle buffer in rows; 0 or 1 = rows keep their order.
+        most: Most rows to read per pass; -1 = all.
         key: The setting of ``batch_size``, for errors.
-        dataset: The rows of the present step, by index. The index counts the rows drawn in this pass.
+        dataset: Index -> row, for the rows of the current step. The index counts the rows drawn in this pass.
     """
 
     source: Source
@@ -111,14 +111,14 @@ class StreamLoader:
         self._rows: Iterator[Item] | None = None
 
     def check_first(self) -> None:
-        """Read the first row, so that a mistake that all rows have raises a DataError before the run."""
+        """Read the first row, so that a mistake in all rows raises a DataError before the run."""
         self.read([self.source.first()])
 
     def next_indices(self) -> list[int]:
         """Return the indices of the next ``batch_size`` rows of ``dataset``. Rows left over at the end of a pass are dropped.
 
         Raises:
-            DataError: A row is wrong, a pass has fewer rows than a batch, or too many rows in a row are dropped.
+            DataError: A row is wrong, a pass has fewer rows than a batch, or too many consecutive rows are dropped.
             StreamEndedError: The rows can be read only once, and there is no further batch.
         """
         began, dropped = self._position, 0
@@ -139,7 +139,7 @@ class StreamLoader:
                 dropped = 0 if rows else dropped + len(items)
                 if dropped > MOST_DROPPED:
                     raise DataError(
-                        f"{self.source.name}: {dropped:,} rows in a row were dropped, because they are too long. Raise "
+                        f"{self.source.name}: {dropped:,} consecutive rows were dropped, because they are too long. Raise "
                         "data.max_prompt_length (supervised: data.max_response_length)."
                     )
         return list(self.dataset)
@@ -151,11 +151,11 @@ class StreamLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "digest" not in state:
             raise DataError(
-                "data.streaming=true: the checkpoint is of a run whose rows were read whole. Set data.streaming=false to go on "
-                "with it, or start again with trainer.resume_mode=disable."
+                "data.streaming=true: the checkpoint is of a run whose rows were read whole. Set data.streaming=false to "
+                "continue that run, or start again with trainer.resume_mode=disable."
             )
         if state != self.state_dict():
-            # The rows drawn before are skipped when the next ones are requested.
+            # The rows that were drawn before are skipped at the next request.
             self._rows = None
         self.seed, self.epoch, self._position = state["seed"], state["epoch"], state["position"]
         self._expected = state["digest"]
@@ -170,14 +170,14 @@ class StreamLoader:
             rows = shuffled(rows, self.buffer_size, np.random.default_rng([self.seed, self.epoch]))
         self._digest.reset()
         if self._position:
-            logger.info("%s: reading it from the start again, to pass over the %d rows drawn before", self.source.name,
+            logger.info("%s: reading it from the start again, to skip the %d rows drawn before", self.source.name,
                         self._position)  # fmt: skip
             for item in islice(rows, self._position):
                 self._note([item])
             if self._digest.hexdigest() != self._expected:
                 logger.warning(
-                    "%s: the first %d rows are not those of the run that is resumed. It goes on with the rows after them, but an "
-                    "uninterrupted run would have seen others. Rows that are the same each time need a fixed order and seed",
+                    "%s: the first %d rows differ from those of the run that is resumed. The run continues with the rows after "
+                    "them, but an uninterrupted run would have seen other rows. Yield rows in a fixed order, with a fixed seed",
                     self.source.name, self._position,
                 )  # fmt: skip
         self._rows = rows
@@ -200,7 +200,7 @@ class StreamLoader:
             )
         if self.source.once:
             raise StreamEndedError(
-                f"{self.source.name}: its {self._position} rows are used up, and it can be read once only. Give a function that "
+                f"{self.source.name}: its {self._position} rows are used up, and it can be read only once. Give a function that "
                 "returns a new iterator for further passes."
             )
         self.dataset.clear()
@@ -208,14 +208,14 @@ class StreamLoader:
 
 
 def shuffled(rows: Iterator[Item], buffer_size: int, random: np.random.Generator) -> Iterator[Item]:
-    """Yield rows in another order: each one is drawn from a buffer, and the next row takes its place there."""
+    """Yield rows in random order: each row is drawn from a buffer, and the next row of the stream takes its place there."""
     buffer = list(islice(rows, buffer_size))
     while True:
         if not buffer:
             return
         place = int(random.integers(len(buffer)))
         yield buffer[place]
-        # Read only now: whoever needs no further row waits for none.
+        # Read the next row only now, so that a caller who needs no further row does not wait for one.
         follower = next(rows, None)
         if follower is None:
             buffer.pop(place)

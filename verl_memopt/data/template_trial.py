@@ -1,9 +1,10 @@
-"""A chat template is a program that comes with a model: it is tried once, in a process that may be ended, before it runs here.
+"""Try a chat template in a child process before it runs here, because a template is a program that comes with a model.
 
-Jinja's sandbox bounds neither time nor memory. Loops in loops, or ``'x' * 10**12``, take all there is, and some of it happens
-in one instruction, which no signal and no thread can end. So each template is first rendered in a child with limits.
+Jinja's sandbox limits neither time nor memory. Nested loops, or ``'x' * 10**12``, can use all of both. Some of this happens in a
+single instruction, which neither a signal nor a thread can stop. So each template is first rendered in a child process with
+limits.
 
-The child imports the standard library and Jinja alone, so the trial takes about a tenth of a second.
+The child imports only the standard library and Jinja, so the trial takes about a tenth of a second.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 CPU_SECONDS = 2
-"""Most processor time of the trial."""
+"""Limit of the trial's processor time."""
 WALL_SECONDS = 120
-"""Most time of the trial, also where the processor is busy with something else."""
+"""Limit of the trial's total time, even if the processor is busy with other work."""
 MEMORY_BYTES = 2**30
-"""Most address space of the trial."""
+"""Limit of the trial's address space."""
 LARGEST_TEXT = 2**22
-"""Most characters that a template makes of a few words. Real ones make some thousands, with a long system prompt."""
+"""Most characters that a template may write for a few words. Real templates write some thousands, with a long system prompt."""
 LARGEST_PROMPT = 2**26
 """Most characters of a rendered conversation."""
 
@@ -35,7 +36,7 @@ REASONS = {
     TOO_MUCH: f"needs more than {MEMORY_BYTES // 2**20} MiB of memory",
     TOO_LONG: f"writes more than {LARGEST_TEXT:,} characters",
 }
-"""Exit code of the child -> what a template does."""
+"""Exit code of the child -> what the template does wrong."""
 
 
 class TemplateLimitError(ValueError):
@@ -43,13 +44,14 @@ class TemplateLimitError(ValueError):
 
 
 def render_bounded(tokenizer: Any, messages: Any, **arguments: Any) -> str:
-    """Render messages with the tokenizer's chat template, or that of the arguments, after a trial of it.
+    """Render messages with a chat template, after a trial of the template.
 
-    The trial renders a few words without the other arguments. What a template makes of a certain row or argument is not tried:
-    of that only the length of the result is checked.
+    The template is the argument ``chat_template``, or else the tokenizer's. The trial renders a few words without the other
+    arguments. A row or an argument that makes the template run long is not found by the trial. For the real messages only the
+    length of the result is checked.
 
     Raises:
-        TemplateLimitError: The template takes too much. The text can stand in another error's sentence.
+        TemplateLimitError: The template exceeds a limit. The message is a clause that fits into another error's sentence.
     """
     given = arguments.get("chat_template") or getattr(tokenizer, "chat_template", None) or ""
     for template in given.values() if isinstance(given, dict) else (given,):
@@ -63,8 +65,8 @@ def render_bounded(tokenizer: Any, messages: Any, **arguments: Any) -> str:
 
 @cache
 def fault_of(template: str) -> str | None:
-    """Return in words what a template takes too much of; None if it renders a few words within the limits, or fails at once."""
-    # With -I the child sees neither PYTHONPATH nor the packages of the user, among which Jinja may be.
+    """Return in words which limit a template exceeds. None = it renders a few words within the limits, or fails at once."""
+    # With -I the child sees neither PYTHONPATH nor the user's packages. Jinja may be one of them, so pass its path.
     found = [spec.origin for name in JINJA if (spec := find_spec(name)) is not None and spec.origin is not None]
     asked = {"template": template, "path": [str(Path(origin).parents[1]) for origin in found]}
     try:
@@ -78,7 +80,7 @@ def fault_of(template: str) -> str | None:
         return f"takes more than {CPU_SECONDS} s of processor time"
     if trial.returncode not in (TRIED, *REASONS):
         last = trial.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        return f"could not be tried in a process of its own ({last:.200})"
+        return f"could not be tried in a child process ({last:.200})"
     return REASONS.get(trial.returncode)
 
 
@@ -91,7 +93,7 @@ WORDS = (
 
 
 def _parts(template: str) -> Iterator[str]:
-    """Yield what a template writes, with the names that transformers gives it as far as they matter for size and time."""
+    """Yield the text that a template writes, in parts. It gets only those names of transformers that matter for size and time."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
@@ -112,7 +114,7 @@ def main() -> int:
     """Render the template on standard input within the limits, and return one of :data:`REASONS`, or :data:`TRIED`."""
     asked = json.load(sys.stdin)
     sys.path += asked["path"]
-    import jinja2.sandbox  # noqa: F401 - fails here, where the caller tells it, and not as a fault of the template
+    import jinja2.sandbox  # noqa: F401 - import it here, so that a failed import does not count as a fault of the template
 
     for limit, most in ((resource.RLIMIT_CPU, CPU_SECONDS), (resource.RLIMIT_AS, MEMORY_BYTES)):
         hard = resource.getrlimit(limit)[1]
@@ -125,7 +127,7 @@ def main() -> int:
                 return TOO_LONG
     except MemoryError:
         return TOO_MUCH
-    except Exception:  # noqa: BLE001 - the rendering of a conversation tells it, with its row
+    except Exception:  # noqa: BLE001 - rendering a real conversation reports the same error, with its row
         return TRIED
     return TRIED
 

@@ -1,8 +1,8 @@
 """A toy task that a laptop can train: sums of a two-digit and a one-digit number, with a tiny model that adds carelessly.
 
-The model is warmed up on a teacher that usually forgets the carry. It can add, but its most likely answer is wrong wherever
-there is a carry, so greedy accuracy starts near the share of sums without one. Reinforcement learning only has to prefer the
-answer that earns the reward. The held-out sums show that it does.
+The model is warmed up (trained for a short time) on the answers of a teacher that usually forgets the carry. After that it can
+add, but its most likely answer is wrong whenever there is a carry. So greedy accuracy starts near the share of sums without a
+carry. Reinforcement learning only has to prefer the answer that earns the reward. The held-out sums show that it does.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Descent:
 @dataclass(frozen=True)
 class WarmUp(Descent):
     carelessness: float = 0.65
-    """How often the teacher gives the careless answer. Above one half it becomes the model's greedy answer."""
+    """Probability that the teacher gives the careless answer. Above one half it becomes the model's greedy answer."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class ToyRecipe:
 def make_toy(folder: str | Path, seed: int = 0, recipe: ToyRecipe | None = None) -> Path:
     """Create the toy task in a folder and return the folder.
 
-    It holds ``model/`` (warmed up), ``train.parquet``, ``val.parquet`` and ``toy.json`` (recipe and accuracy). It is built in a
-    temporary folder that is then renamed, so the result is always complete. A folder with the same seed and recipe is kept.
+    The folder has ``model/`` (warmed up), ``train.parquet``, ``val.parquet`` and ``toy.json`` (recipe and accuracy). It is built
+    under a temporary name and then renamed, so the result is always complete. A folder with the same seed and recipe is kept.
 
     Args:
         folder: Where to put the task.
@@ -74,7 +74,7 @@ def make_toy(folder: str | Path, seed: int = 0, recipe: ToyRecipe | None = None)
         recipe: Settings of the task. None = the defaults.
 
     Raises:
-        DataError: The folder exists and holds something else.
+        DataError: The folder exists and has other contents.
     """
     recipe = ToyRecipe() if recipe is None else recipe
     occupied = "it exists and is not a toy task, so it is not replaced. Choose another folder, or remove it."
@@ -85,17 +85,17 @@ def make_toy(folder: str | Path, seed: int = 0, recipe: ToyRecipe | None = None)
 def made_whole(
     record: Path, identity: Mapping[str, Any], build: Callable[[Path], Mapping[str, float]], title: str, occupied: str
 ) -> Path:
-    """Return the folder of a record. If it is not there yet, build it in a temporary folder and rename that.
+    """Return the folder of a record. If it does not exist yet, build it under a temporary name, and then rename it.
 
     Args:
-        record: The file that says what the folder holds. It is written last, so a folder with a record is complete.
-        identity: What the record of an equal folder says.
-        build: Fills a new folder, and returns what else the record says.
-        title: What logs call the folder.
-        occupied: What the error says about a folder with other contents.
+        record: The file that describes the folder. It is written last, so a folder with a record is complete.
+        identity: The folder is kept if its record has these entries.
+        build: Fills a new folder, and returns further entries for the record.
+        title: Name of the folder in logs.
+        occupied: Text of the error if the folder has other contents.
 
     Raises:
-        DataError: The folder holds something else, or a file that its record does not list.
+        DataError: The folder has other contents, or a file that its record does not list.
     """
     folder, made = record.parent, _record_of(record)
     if made is not None and identity.items() <= made.items():
@@ -115,7 +115,7 @@ def made_whole(
 
 
 _FILES = "files"
-"""Entry of a record: the files of the folder, which are replaced when it is made again."""
+"""Entry of a record that lists the files of the folder. They are replaced when the folder is built again."""
 
 
 def _record_of(record: Path) -> dict[str, Any] | None:
@@ -163,7 +163,7 @@ def as_row(problem: Problem, split: str, index: int) -> dict[str, Any]:
 
 def _build(folder: Path, seed: int, recipe: ToyRecipe) -> dict[str, float]:
     from verl_memopt.data.sources import write_parquet
-    from verl_memopt.data.warm_up import greedy_accuracy, warm_up  # PyTorch, which a task that is there already does not need
+    from verl_memopt.data.warm_up import greedy_accuracy, warm_up  # imports PyTorch, which an existing task does not need
 
     train, validation = split_problems(recipe, seed)
     logger.info("toy task: %d training and %d held-out sums, warming up a tiny model", len(train), len(validation))

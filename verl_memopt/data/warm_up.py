@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def warm_up(folder: Path, lessons: Sequence[tuple[str, str, str]], recipe: WarmUp, seed: int) -> float:
     """Train the model in ``folder``, save it in place, and return the loss of the last step in nats per answer token.
 
-    ``lessons`` are (question, careless answer, right answer). The labels are how often each of the two answers should come,
-    and not answers drawn so often, which would be noisy. The same seed gives the same weights.
+    ``lessons`` are triples (question, careless answer, right answer). The loss compares the model with the teacher's probability
+    of each answer, because labels that are sampled from the teacher would be noisy. The same seed gives the same weights.
     """
     model, tokenizer = load_model(folder)
     prompts = _ids(tokenizer, [_prompt(tokenizer, lesson[0]) for lesson in lessons])
@@ -58,10 +58,10 @@ def descend(model: Any, loss_of: Callable[[torch.Generator], Tensor], recipe: De
 
 
 def _teacher_loss(model: Any, prompts: Tensor, careless: Tensor, right: Tensor, is_careless: Tensor, share: float) -> Tensor:
-    """Return the cross entropy against both answers, weighted by how often the teacher gives each.
+    """Return the cross entropy against both answers, weighted by the teacher's probability of each answer.
 
-    ids [B, P] and [B, R], scalar out. The two answers differ in at most one token, the first. Later tokens follow the answer that
-    was drawn.
+    ``prompts`` are ids [B, P], the answers are ids [B, R], and the result is a scalar. The two answers differ at most in their
+    first token. The model predicts the later tokens after the drawn answer.
     """
     drawn = torch.where(is_careless, careless, right)  # [B, R]
     logits = model(torch.cat([prompts, drawn], dim=1)[:, :-1], logits_to_keep=drawn.shape[1]).logits  # [B, R, V]
@@ -100,7 +100,7 @@ def _ids(tokenizer: Any, texts: list[str]) -> Tensor:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    # One thread is fastest for such small tensors, and sums do not depend on the number of cores.
+    # One thread is fastest for such small tensors, and makes the sums independent of the number of cores.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
