@@ -1,12 +1,13 @@
-"""Recomputed norms, rotations and activations: a block keeps their inputs, and backward computes their outputs again.
+"""Recomputed norms, rotary embeddings and activations: a block keeps their inputs, and backward computes them again.
 
-Bytes saved: let A be the bytes that a block of Qwen3 keeps without the knob, and A' those that it keeps with it: less than half
-in bfloat16. Without activation checkpointing the peak falls by (L - 1) x (A - A'). The last block's backward walks over tiles of
-tokens, so it holds less too. ``plan/formulas.py`` has A, A' and what the last block holds at each moment.
+Bytes saved: let A be the bytes that a block of Qwen3 keeps without the knob, A' the bytes that it keeps with the knob (less than
+half in bfloat16), and L the number of blocks. Without activation checkpointing the peak falls by (L - 1) x (A - A'). The backward
+of the last block runs over tiles of tokens, so it holds less too. ``plan/formulas.py`` has A, A' and what the last block holds at
+each moment.
 
-Exact, except for the order of sums. A norm's gradient is computed in fp32 throughout. Rotations round once. A weight's gradient
-is summed over tiles of 2,048 tokens (8,192 on a GPU) in fp32, which in half precision rounds it once more. Source: arXiv
-2205.05198.
+Results are exact, except for the order of sums. The gradient of a norm is computed in fp32 throughout. Rotary embeddings round
+once. The gradient of a weight is summed over tiles of at most 2,048 tokens (8,192 on a GPU) in fp32. In half precision this
+rounds it once more. Source: arXiv 2205.05198.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 
 def can_recompute(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) -> bool:
-    """Return whether all blocks, as transformers made them, can recompute their cheap values; if not, warn and name ``key``.
+    """Return whether all blocks (transformers modules) can recompute their cheap values. If not, warn and name ``key``.
 
-    A model that is not ``trained`` only runs without gradients; its layers may then be of any kind (quantised).
+    A model that is not ``trained`` only runs without gradients, so its layers may be of any kind (such as quantised).
     """
     unknown = why_kept(blocks, trained)
     if unknown is not None:
@@ -68,24 +69,24 @@ def recomputed_outputs(
     row_layers: Sequence[Any] = (),
     passed: bool = False,
 ) -> list[Tensor]:
-    """Apply linear layers to one value [T, n], which backward computes again, and return their outputs [T, m].
+    """Apply linear layers to one value [T, n] that backward computes again, and return their outputs [T, m].
 
     Args:
         recomputable: How the value is computed from its sources.
-        sources: Tensors [T, n], kept in place of the value.
+        sources: Tensors [T, n] from which the value is computed. They are kept instead of the value.
         parameters: Tensors [n], such as a norm's weight.
-        layers: Linear layers, with or without adapters; without gradients of any kind.
+        layers: Linear layers, with or without adapters. Without gradients they may be of any kind.
         rows: Rows for ``row_layers``; None = all.
-        row_layers: Those of ``layers`` whose output has only ``rows``, [R, m].
-        passed: Also return the first source, last. The gradient of whatever uses that output is added where the source's own
-            gradient is made, so that autograd needs no sum of its own.
+        row_layers: Those of ``layers`` that compute only ``rows``, with outputs [R, m].
+        passed: Also return the first source, as the last output. The gradient of this output is added while the source's gradient
+            is computed, so that autograd needs no separate sum.
     """
 
     def on_rows(some: Sequence[Any]) -> list[bool]:
         return [any(layer is row_layer for row_layer in row_layers) for layer in some]
 
     if not torch.is_grad_enabled():
-        # Without gradients nothing reads the sources again, so the value may be written over the first of them.
+        # Without gradients nothing reads the sources again, so the value may overwrite the first source.
         value = recomputable.compute(sources, parameters, sources[0] if recomputable.overwrites else None)
         part = value if rows is None else value[rows.index]
         are_plain = rows is None and all(type(layer) is nn.Linear for layer in layers)
@@ -95,7 +96,7 @@ def recomputed_outputs(
         else:
             outs = [layer(part if marked else value) for layer, marked in zip(layers, on_rows(layers), strict=True)]
         return [*outs, sources[0]] if passed else outs
-    # A is one more product over the value; B is applied to its thin output below.
+    # A of an adapter is one more matrix product with the value. B is applied to its thin output below.
     adapted = [layer for layer in layers if isinstance(layer, LoraLinear) and layer.active]
     factors = {id(layer): layer.factors for layer in adapted}
     stored = [*map(stored_weight, layers), *((down, None) for down, _ in factors.values())]
@@ -103,7 +104,7 @@ def recomputed_outputs(
     biases = [layer.bias for layer in layers] + [None] * len(factors)
     marked = on_rows([*layers, *adapted])
     outs = list(recomputed_products(recomputable, sources, parameters, weights, rows, marked, packings, biases, passed))
-    # An adapter's A reads the same value, so its thin product is one more product over the recomputed value.
+    # Outputs of A, which were computed together with the layers from the recomputed value.
     thin = dict(zip(map(id, adapted), outs[len(layers) :], strict=False))
     for place, layer in enumerate(layers):
         if id(layer) in thin:
@@ -111,11 +112,12 @@ def recomputed_outputs(
     return [*outs[: len(layers)], *outs[len(weights) :]]
 
 
-# Recomputation of cheap values: products keep what a value is computed from, and compute it again in backward.
+# Recomputation of cheap values: a matrix product keeps the tensors from which its input is computed, not the input.
 #
-# The output of a norm and a gated activation are as wide as their inputs and cost no product. Autograd would keep them, and what
-# lies between, until backward. Here the product that reads such a value keeps the inputs instead. Megatron-Core calls this
-# output-discarding recomputation (``recompute_modules=[layernorm, mlp_act]``; selective recomputation is arXiv 2205.05198).
+# Outputs of norms and gated activations are as wide as their inputs, and computing them takes no matrix product. Autograd would
+# keep them and all intermediate tensors until backward. Here the product that reads such a value keeps the value's inputs
+# instead. Megatron-Core calls this output-discarding recomputation (``recompute_modules=[layernorm, mlp_act]``; selective
+# recomputation is arXiv 2205.05198).
 
 
 def recomputed_products(
@@ -129,17 +131,16 @@ def recomputed_products(
     biases: Sequence[Tensor | None] = (),
     passed: bool = False,
 ) -> Tensors:
-    """Multiply a value by some weights; backward computes the value again.
+    """Multiply a value by some weights. Backward computes the value again.
 
-    Sources [T, n], parameters [n] and weights [m, n] are kept for backward, the value [T, n] is not. Nothing else may use sources
-    that the recomputable overwrites. A weight's gradient is summed over tiles of rows, in fp32 where its dtype is narrower.
-    Weights that lie one after another in memory are one product.
+    Sources [T, n], parameters [n] and weights [m, n] are kept for backward, but not the value [T, n]. Nothing else may use
+    sources that the recomputable overwrites. The gradient of a weight is summed over tiles of rows, in fp32 or wider. Weights
+    that are neighbours in memory are multiplied in one product.
 
     Returns:
-        One product for each weight: [T, m], or [R, m] for a weight marked in ``only_rows``, which is multiplied only with the
-        ``rows``
-        of the value. At least one weight is not marked. A weight with a packing is decoded for each of its products. Then the
-        first source, if ``passed``.
+        One product per weight: [T, m], or [R, m] if the weight is marked in ``only_rows``, because it is multiplied only with the
+        ``rows`` of the value. At least one weight must not be marked. A weight with a packing is decoded for each product. If
+        ``passed``, the last output is the first source.
     """
     packings = (None,) * len(weights) if packings is None else packings
     tensors, marked = (*sources, *parameters, *weights), tuple(only_rows) if rows is not None else (False,) * len(weights)
@@ -164,14 +165,14 @@ class _RecomputedProducts(torch.autograd.Function):
         node: Any,
         *tensors: Any,
     ) -> Tensors:
-        # Not saved here: `node` saved the tensors before the products were computed.
+        # Nothing is saved here: `node` saved the tensors before the products were computed.
         ctx.recomputable, ctx.parameters, ctx.rows, ctx.marked, ctx.kept = recomputable, parameters, rows, marked, node
         ctx.packings = packings
         first, second, third = (recomputable.sources, recomputable.sources + parameters, len(tensors) - len(marked))
         value = recomputable.compute(tensors[:first], tensors[first:second])
         part = value if rows is None else value[rows.index]
         weights, biases = tensors[second:third], tensors[third:]
-        # A packed weight is a product of its own.
+        # A packed weight is never joined with others.
         kinds = [
             (is_marked, None if packing is None else at)
             for at, (is_marked, packing) in enumerate(zip(marked, packings, strict=True))
@@ -190,7 +191,7 @@ class _RecomputedProducts(torch.autograd.Function):
         sources, parameters, weights = tensors[:first], tensors[first:second], tensors[second:]
         passed_grad = grads[len(weights)] if len(grads) > len(weights) else None
         further = any(needed[:second])
-        # A gate's sources are not read again, so their memory takes their gradients.
+        # The sources of a gate are not read again, so their gradients overwrite them.
         into = sources if recomputable.overwrites else tuple(torch.empty_like(source) for source in sources if further)
         needs_weight, needs_bias = needed[second : second + len(weights)], needed[second + len(weights) :]
         products = [
@@ -203,7 +204,7 @@ class _RecomputedProducts(torch.autograd.Function):
         sums = [sum_of(weight, cuts, sources[0]) if wanted else None for weight, wanted in norms]
         for rows in cuts:
             cut = tuple(source[rows] for source in sources)
-            # The recomputation: a tile of the value exists only until its gradients are added.
+            # This is the recomputation. A tile of the value exists only until its gradients are added.
             value = recomputable.compute(cut, parameters)
             marked_rows, places = (rows, None) if ctx.rows is None else ctx.rows.within(rows)
             above = [product.grad[marked_rows if product.marked else rows] for product in products]
@@ -211,11 +212,11 @@ class _RecomputedProducts(torch.autograd.Function):
                 if product.total is not None:
                     product.total.add(grad, value[places] if product.marked else value, alone=len(cuts) == 1)
             if further:
-                # The value is not read any more, so its memory takes its own gradient from here on.
+                # The value is not read any more, so its gradient overwrites it.
                 _through(above, products, places, value)
                 plus = None if passed_grad is None else passed_grad[rows]
                 recomputable.differentiate(value, cut, parameters, tuple(source[rows] for source in into), sums, plus)
-            del value, above  # freed before those of the next tile are allocated
+            del value, above  # freed before the tensors of the next tile are allocated
         source_grads = into if further else (None,) * first
         parameter_grads = (None if total is None else total.to(like.dtype) for total, like in zip(sums, parameters, strict=True))
         totals = [(product.run, None if product.total is None else product.total.gradient()) for product in products]
@@ -225,7 +226,7 @@ class _RecomputedProducts(torch.autograd.Function):
 
 
 class _Product:
-    """A product in backward: its gradient [T, m], with one weight [m, n] or with a run of weights joined."""
+    """A product in backward: its gradient [T, m], and its weight [m, n], which may be several weights joined."""
 
     def __init__(
         self, run: slice, grad: Tensor, stored: tuple[Tensor, Packing | None], marked: bool, needs_weight: bool, needs_bias: bool
@@ -242,7 +243,7 @@ def _parted(whole: Tensor | None, weights: Sequence[Tensor]) -> Sequence[Tensor 
 def _together(
     runs: Sequence[slice], grads: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    # Yield each run with its gradient and weight joined, or its members one by one where they do not lie together.
+    # Yield each run with its gradients and weights joined, or its members one by one if they cannot be joined.
     for run in runs:
         grad, weight = joined(grads[run], 1), joined(weights[run], 0)
         if grad is not None and weight is not None:
@@ -252,7 +253,7 @@ def _together(
 
 
 def in_runs(weights: Sequence[Tensor], biases: Sequence[Tensor | None], marked: Sequence[Any] = ()) -> list[slice]:
-    # The ranges of weights that can be one product: they lie one after another, and so do their biases.
+    # Return the ranges of weights that can be one product: the weights are neighbours in memory, and so are their biases.
     marked, runs, start = marked or (False,) * len(weights), [], 0
     apart = not JOINS.get(weights[0].device.type, True)
     for stop in range(1, len(weights) + 1):
@@ -270,7 +271,7 @@ def in_runs(weights: Sequence[Tensor], biases: Sequence[Tensor | None], marked: 
 
 
 def _bias(biases: Sequence[Tensor | None]) -> tuple[Tensor, ...] | None:
-    # The biases of a run as one: () if it has none, None if they cannot be joined.
+    # Return the biases of a run joined: () if there are none, None if they cannot be joined.
     given = [bias for bias in biases if bias is not None]
     whole = joined(given, 0) if given and len(given) == len(biases) else None
     return () if not given else None if whole is None else (whole,)
@@ -279,7 +280,7 @@ def _bias(biases: Sequence[Tensor | None]) -> tuple[Tensor, ...] | None:
 def products_of(
     value: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], packing: Packing | None = None
 ) -> Sequence[Tensor]:
-    # Multiply a value [T, n] by a run of weights and add their biases; the products are columns of one tensor.
+    # Multiply a value [T, n] by a run of weights and add their biases. The outputs are columns of one tensor.
     weight, bias = joined(weights, 0), _bias(biases)
     assert weight is not None
     weight = whole_weight(weight, packing, value.dtype)
@@ -288,11 +289,11 @@ def products_of(
 
 
 def _through(grads: Sequence[Tensor], products: Sequence[_Product], places: Tensor | None, out: Tensor) -> None:
-    # Write the sum of all gradient-weight products into `out`; marked ones only touch the rows at `places`.
+    # Write the sum of gradient @ weight over all products into `out`. Marked products only add to the rows at `places`.
     pairs = list(zip(grads, products, strict=True))
     whole, part = ([(grad, product.stored) for grad, product in pairs if product.marked is wanted] for wanted in (False, True))
     first, weight = whole[0]
-    # Unmarked products are first, so that the first can fill ``out`` without zeros.
+    # Unmarked products come first, so that the first of them fills ``out``, which then needs no zeros.
     torch.mm(first, whole_weight(*weight, out.dtype), out=out)
     for grad, weight in whole[1:]:
         torch.addmm(out, grad, whole_weight(*weight, out.dtype), out=out)
@@ -323,18 +324,18 @@ class _RecomputedNorm(torch.autograd.Function):
         return into, None if sums is None else sums.to(weight.dtype), None
 
 
-# What functions share whose backward computes cheap values again: norms and gates, the tiles of their products, and sums. An MLP
-# over tiles uses it too, and attention that rotates queries and keys.
+# Shared by all functions whose backward computes cheap values again: norms, gates, tiles of products, and sums. The tiled MLP and
+# the attention that rotates queries and keys use it too.
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class RMSNorm:
-    """RMS norm of x under a weight, with the same statements as transformers. Source: arXiv 1910.07467.
+    """RMS norm of x with a weight, computed in the same steps as in transformers. Source: arXiv 1910.07467.
 
-    As :class:`SwiGLU`, it says how a value [T, n] is computed from ``sources`` tensors [T, n] and parameters [n], and how its
-    gradient becomes theirs. ``overwrites``: the gradients of the sources overwrite the sources.
+    Like :class:`SwiGLU`, it computes a value [T, n] from ``sources`` many tensors [T, n] and from parameters [n], and it turns
+    the value's gradient into theirs. ``overwrites``: the gradients of the sources overwrite the sources.
     """
 
     eps: float
@@ -349,7 +350,7 @@ class RMSNorm:
         return out
 
     def compute_sum(self, residual: Tensor, x: Tensor, total: Tensor, weight: Tensor) -> Tensor:
-        """Norm of residual + x. The sum is written into ``total``, which may be ``x``."""
+        """Return the norm of residual + x. The sum is written into ``total``, which may be ``x``."""
         over_rows(_norm_of_sum, (residual, x, total, out := torch.empty_like(x)), weight, self.eps)
         return out
 
@@ -362,15 +363,14 @@ class RMSNorm:
         sums: Sequence[Tensor | None],
         plus: Tensor | None = None,
     ) -> None:
-        """Write the gradients of the sources into ``into``, and add those of the parameters to ``sums`` where it is not None.
+        """Write the gradients of the sources into ``into``, and add those of the parameters to ``sums`` (None = not needed).
 
-        ``sums`` are in fp32 or wider, or as :func:`sum_of` returns them. ``plus`` is added to the gradient of the source.
+        ``sums`` are in fp32 or wider, or come from :func:`sum_of`. ``plus`` is added to the gradient of the source.
         """
         (x,), (weight,) = sources, parameters
         total = sums[0]
         if total is not None and runs_compiled(grad):
-            # Compiled, the sum over rows has to be a statement of its own. It could otherwise run after `grad` was
-            # overwritten.
+            # When compiled, the sum over rows must be a separate statement. Otherwise it could run after `grad` was overwritten.
             if total.dtype == _wide(total.dtype):
                 over_rows(norm_weight_gradient, (grad, x), self.eps, total)
             else:
@@ -415,7 +415,7 @@ class SwiGLU:
         over_rows(_gate_gradient, (grad, *sources, *into), narrow=True)
 
     def differentiate_to_value(self, grad: Tensor, sources: Tensors) -> None:
-        """Write the sources' gradients over them, and the value over ``grad``, its gradient."""
+        """Overwrite the sources with their gradients, and ``grad``, the gradient of the value, with the value."""
         over_rows(_gate_gradient_and_value, (grad, *sources), narrow=True)
 
 
@@ -423,7 +423,7 @@ Recomputable: TypeAlias = RMSNorm | SwiGLU
 
 
 def product_tiles(tensor: Tensor, least: int = 1) -> list[slice]:
-    # As equal as possible, so that the last tile is no small product.
+    # The tiles are nearly equal, so that the last one is not a small product.
     rows = tensor.shape[0]
     count = max(-(-rows // PRODUCT_ROWS.get(tensor.device.type, 8192)), least)
     size = max(-(-rows // count), 1)
@@ -439,7 +439,7 @@ def normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def norm_gradient(grad: Tensor, x: Tensor, into: Tensor, weight: Tensor, eps: float, sums: Tensor | None) -> None:
-    """Write the gradient of the norm's input x [..., n] into ``into``, and add that of its weight [n] to ``sums``.
+    """Write the gradient of the norm's input x [..., n] into ``into``, and add the gradient of its weight [n] to ``sums``.
 
     ``grad`` [..., n] is the gradient of the norm's output; ``into`` may be the same tensor. ``sums`` is [n] in fp32 or wider;
     None = the weight's gradient is not needed.
@@ -450,8 +450,8 @@ def norm_gradient(grad: Tensor, x: Tensor, into: Tensor, weight: Tensor, eps: fl
     if sums is not None:
         sums.add_(product.flatten(0, -2).sum(0))
     shared = product.mul_(weight).mean(-1, keepdim=True).neg_()
-    del product  # before there is another tensor of its size
-    # Without a cast `above` is the caller's gradient, and only a copy of it may be overwritten.
+    del product  # freed before the next tensor of its size is allocated
+    # Without a cast `above` is the caller's tensor, which must not be overwritten.
     weighted = above * weight if above is grad else above.mul_(weight)
     into.copy_(weighted.addcmul_(normal, shared).mul_(inverse))
 
@@ -480,7 +480,7 @@ def _norm_of_sum(residual: Tensor, x: Tensor, total: Tensor, out: Tensor, weight
 
 def _norm(x: Tensor, out: Tensor, weight: Tensor, eps: float) -> None:
     normal, _ = normalized(x, eps)
-    # The weight multiplies what is rounded already, because transformers does so. The other order gives other last bits.
+    # Rounded before it is multiplied by the weight, as in transformers. The other order would give other last bits.
     torch.mul(normal.to(x.dtype), weight, out=out)
 
 
@@ -489,7 +489,7 @@ def _gate(gate: Tensor, up: Tensor, out: Tensor) -> None:
 
 
 def _gate_gradient(grad: Tensor, gate: Tensor, up: Tensor, into_gate: Tensor, into_up: Tensor) -> None:
-    # Both are computed before anything is written, because `into_gate` and `into_up` may be gate and up themselves.
+    # Both are computed before anything is written, because `into_gate` and `into_up` may be `gate` and `up`.
     active, above = silu(gate), grad * up
     torch.mul(grad, active, out=into_up)
     torch.ops.aten.silu_backward.grad_input(above, gate, grad_input=active)
@@ -518,14 +518,15 @@ class Rows:
 
 
 def keep(first: Tensor, *others: Tensor | None) -> tuple[Tensor] | None:
-    """Save tensors in the graph for the backward of another node, which reads them with :func:`kept`.
+    """Save tensors in the graph for the backward of another autograd node, which reads them with :func:`kept`.
 
-    An autograd function saves its tensors after its forward. A node of their own saves them before anything is computed from
-    them. So the second forward of a checkpointed block stops before the product, if nothing is saved after these.
+    An autograd function saves its tensors only after its forward. A separate node saves them before anything is computed from
+    them. So the second forward of a checkpointed block, which stops once all tensors are saved, can stop before the product.
 
     Returns:
-        An empty output of that node. It is in a tuple, so that the other node does not take it for an input. Before torch 2.13 a
-        node drops its tensors once no tensor refers to it. None if none of the tensors needs a gradient.
+        An empty output of the new node. It must be kept, because before torch 2.13 a node drops its tensors when no tensor refers
+        to it. It is in a tuple, so that autograd does not treat it as an input of the other node. None = no tensor needs a
+        gradient.
     """
     output = _Keep.apply(first, *others)
     return None if output.grad_fn is None else (output,)
@@ -549,7 +550,7 @@ def kept(ctx: Any) -> tuple[Tensor, ...]:
 
 
 class WeightSum:
-    """The gradient of a weight [m, n], summed over tiles of rows. The first tile allocates it."""
+    """The gradient of a weight [m, n], summed over tiles of rows. The first tile allocates the sum."""
 
     def __init__(self, weight: Tensor) -> None:
         self.dtype, self.total = weight.dtype, weight.new_empty(0)
@@ -559,7 +560,7 @@ class WeightSum:
         # grad [t, m], value [t, n]
         if not self.total.numel():
             product = torch.mm(grad.t(), value)
-            # One tile needs no sum, so it stays in the dtype of the product and is rounded once.
+            # A single tile needs no sum, so it stays in the dtype of the product and is rounded once.
             self.total = product if alone else product.to(self.wide)
         elif self.wide == self.dtype:
             torch.addmm(self.total, grad.t(), value, out=self.total)  # counted by torch's FLOP counter
@@ -572,9 +573,10 @@ class WeightSum:
 
 
 def sum_of(parameter: Tensor, cuts: Sequence[slice], source: Tensor) -> Tensor:
-    """Return where :meth:`RMSNorm.differentiate` sums the gradient of a norm's weight over tiles of a source's rows.
+    """Return the tensor in which :meth:`RMSNorm.differentiate` sums the gradient of a norm's weight over tiles of rows.
 
-    Zeros in fp32 or wider. Where one compiled call computes and rounds the whole sum: uninitialised memory in the narrower dtype.
+    It is zeros in fp32 or wider. If one compiled call computes and rounds the whole sum, it is uninitialised and in the
+    parameter's dtype.
     """
     in_one = parameter.dtype != _wide(parameter.dtype) and len(cuts) == 1 and runs_compiled(source)
     return torch.empty_like(parameter) if in_one else zeros_to_sum(parameter)

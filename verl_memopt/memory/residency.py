@@ -1,13 +1,13 @@
-"""Which parts must be on the device in which phase, in one table, and the moves that make it so.
+"""A table of the parts that must be on the device in each phase, and the code that moves them.
 
-A model's parameters rest on the host outside the phases that need them, in one host buffer that is used again at every move.
-Bytes saved: b_w x N / W bytes of device memory in every phase that does not need the model: rollout, the other model's
-log-probs, rewards, saving. b_w is 4 for fp32 masters and 2 for bfloat16, N counts the parameters and W the ranks in the shard
+Outside the phases that need them, the parameters of a model rest in a host buffer, which is reused at every move. Bytes saved:
+b_w x N / W bytes of device memory in each phase that does not need the model, such as rollout, log-probs of another model,
+rewards and saving. b_w is 4 for fp32 master weights and 2 for bfloat16, N counts the parameters and W the ranks in the shard
 group.
 
-Copies run beside the computation, and memory is taken and freed at the start of a phase as if they took no time. A model comes in
-the order of its forward: each unit computes once its own parameters are there. What an update has changed goes to the host while
-the new weights go to the engine, and what has not changed is not copied.
+Memory is allocated and freed at the start of a phase, but the copies run beside the computation. Units of a model arrive in the
+order of its forward, and each unit computes as soon as its own parameters are there. Parameters that an update has changed are
+copied to the host during the weight sync. Unchanged parameters are not copied.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class _OffloadedStorage:
     frozen: bool
     slot: Tensor | None = None  # uint8, on the host; None before the first move
     copied: bool = False
-    """The host has its values already."""
+    """Whether the host already has its present values."""
 
 
 class OffloadedParams:
-    """The parameters of one model and their place on the host.
+    """The parameters of one model, and their memory on the host.
 
-    Whole storages are moved. A storage that has left is resized to zero bytes. Tensors that share it (FSDP2's own views, an
-    earlier state dict) keep no byte alive, and all are valid again when the storage is back.
+    Whole storages are moved. A storage that has left is resized to zero bytes, so tensors that share it (views of FSDP2, an
+    earlier state dict) keep no memory alive. They are valid again when the storage is back.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class OffloadedParams:
         """Record the storages of a model's parameters, which are on the device.
 
         Args:
-            name: Part of the residency table.
+            name: Name of this part in the residency table.
             parameters: All parameters of the model.
-            device: Where they compute.
-            mapped: Values of each parameter in a mapped file, for a model that is frozen as a whole. They are never copied to the
-                host, and the parameters need not be filled.
-            units: The model and modules inside it, in forward order. Each waits before its forward only for parameters that are
-                in no other unit, and for those of ``ahead`` units after it. Without units, :meth:`to_device` waits for
-                everything.
+            device: Device on which they compute.
+            mapped: For a wholly frozen model: the values of each parameter in a memory-mapped file. They are used instead of a
+                host buffer, and the parameters may be uninitialised.
+            units: The model and modules inside it, in forward order. Before its forward, each waits only for its own parameters
+                (those in no unit inside it), and for those of the next ``ahead`` units. Without units, :meth:`to_device` waits
+                for all parameters.
             ahead: Number of following units to wait for as well.
         """
         self.name = name
@@ -78,9 +78,9 @@ class OffloadedParams:
         self._places = _places(self._parameters)
         self._leaving, self._arriving = CopyStream(device), CopyStream(device)
         self._units, self._has_hooks = self._by_unit(units), bool(units)
-        # Unit -> the end of its copies, of those that nobody has waited for.
+        # Number of a unit -> event at the end of its copies, for copies that nobody has waited for.
         self._left, self._coming = dict[int, Done](), dict[int, Done]()
-        # A model that is dropped is freed at once, so its hooks keep neither it nor this object, which has its parameters, alive.
+        # Weak references, so that the hooks keep neither the model nor this object alive, and a dropped model is freed at once.
         weak = weakref.ref(self)
         for number, module in enumerate(units):
             enter = partial(_enter, weak, weakref.ref(module), range(number, number + 1 + ahead))
@@ -101,14 +101,14 @@ class OffloadedParams:
         return _size(self._places.values())
 
     def to_host(self) -> int:
-        """Move the parameters to the host, and return the bytes freed. If the host limit refuses (HostMemoryError), they stay.
+        """Move the parameters to the host and return the bytes freed. On a HostMemoryError they stay on the device.
 
-        Work queued from here on waits for the copies, and may take the memory. The host waits in :meth:`readable`.
+        Work that is queued from here on waits for the copies, and may reuse the memory. The host waits only in :meth:`readable`.
         """
         return sum(self.to_host_by_unit())
 
     def to_host_by_unit(self) -> Iterator[int]:
-        """As :meth:`to_host`, unit by unit; yields the bytes of each unit once freed. Exhaust the iterator."""
+        """Like :meth:`to_host`, but unit by unit. Yield the bytes of each unit once freed. Exhaust the iterator."""
         if not self.on_device:
             return
         self.copy_to_host()
@@ -121,14 +121,14 @@ class OffloadedParams:
         self.on_device = False
 
     def to_device(self) -> int:
-        """Move the parameters to the device, and return the bytes moved. If this fails, none of them is there.
+        """Move the parameters to the device and return the bytes moved. If this fails, none of them is on the device.
 
-        A forward waits for them unit by unit. Code that reads or writes them earlier calls :meth:`arrive`.
+        A forward waits for them unit by unit. Code that reads or writes them earlier must call :meth:`arrive`.
         """
         return sum(self.to_device_by_unit())
 
     def to_device_by_unit(self) -> Iterator[int]:
-        """As :meth:`to_device`, unit by unit; yields the bytes of each unit before allocating them. Exhaust the iterator."""
+        """Like :meth:`to_device`, but unit by unit. Yield the bytes of each unit before allocating it. Exhaust the iterator."""
         if self.on_device:
             return
         try:
@@ -143,10 +143,10 @@ class OffloadedParams:
         self._is_back()
 
     def take_over(self, other: OffloadedParams) -> int:
-        """Copy these parameters over those of another model that uses the same storages, and return the bytes moved.
+        """Replace the parameters of another model that uses the same storages by these. Return the bytes moved.
 
-        ``other`` is on the device, and rests on the host afterwards. No device memory is freed or allocated. If it fails, neither
-        is on the device. Otherwise as :meth:`to_device`.
+        ``other`` must be on the device, and rests on the host afterwards. No device memory is freed or allocated. If this fails,
+        neither model is on the device. Otherwise it is like :meth:`to_device`.
         """
         assert other.on_device, other.name
         assert not self.on_device, self.name
@@ -169,9 +169,9 @@ class OffloadedParams:
             self._arriving.wait(self._coming.popitem()[1])
 
     def copy_to_host(self) -> None:
-        """Start copying values that the host lacks. They stay on the device, where nothing may change them meanwhile.
+        """Start copying values that the host lacks. They also stay on the device, and must not change before the copy ends.
 
-        If the host limit refuses (HostMemoryError), nothing is copied.
+        If the host limit is too small (HostMemoryError), nothing is copied.
         """
         if not self.has_changed:
             return
@@ -196,15 +196,15 @@ class OffloadedParams:
 
     @contextmanager
     def readable(self) -> Iterator[None]:
-        """Let the parameters be read where they rest: inside the body their shards are views of the host's copy.
+        """Inside the body, let the parameters be read where they rest: their shards are views of the copy on the host.
 
-        A collective on them runs on the host. While they are on the device, nothing changes.
+        A collective on them runs on the host. If they are on the device, this has no effect.
         """
         if self.on_device:
             self.arrive()
             yield
             return
-        # Copies may still be under way, in either direction. The queued work waits for them.
+        # Copies may still be under way, in either direction. Queued work waits for them, and the host waits for that work.
         wait_on_host(self._device)
         shards = [(parameter, _shard(parameter)) for parameter in self._parameters]
         try:
@@ -221,7 +221,7 @@ class OffloadedParams:
             return shard
         assert place.slot is not None
         typed = place.slot.view(shard.dtype)
-        # Offsets count from the start of the host's storage, which all places share.
+        # Offsets count from the start of the host buffer, which all parameters share.
         return typed.as_strided(shard.shape, shard.stride(), typed.storage_offset() + shard.storage_offset())
 
     def _have_left(self) -> None:
@@ -229,7 +229,8 @@ class OffloadedParams:
             self._leaving.wait(self._left.popitem()[1])
 
     def _bring(self, number: int) -> None:
-        # Start copying a unit to the device, after all work queued so far and the copies out that it waits for.
+        # Start copying a unit to the device. The copy begins after all work that is queued so far, and after copies to the host
+        # for which that work waits.
         places, slots = self._units[number], _slots(self._units[number])
         if places:
             targets = [place.flat[: slot.numel()] for place, slot in zip(places, slots, strict=True)]
@@ -258,7 +259,7 @@ class OffloadedParams:
         unit_of_storage: dict[int, int] = {}
         for number, module in enumerate(units):
             for parameter in _own_parameters(module, units):
-                # A storage that several units use comes with the first of them; one in no unit comes with the model.
+                # A storage that several units use is moved with the first of them. A storage in no unit is moved with the model.
                 unit_of_storage.setdefault(_storage_key(parameter), number)
         found: list[list[_OffloadedStorage]] = [[] for _ in range(max(len(units), 1))]
         for key, place in self._places.items():
@@ -275,7 +276,7 @@ def _slots(places: Iterable[_OffloadedStorage]) -> list[Tensor]:
 
 
 def _own_parameters(module: nn.Module, units: Collection[nn.Module]) -> Iterator[Tensor]:
-    # Yield the parameters of a module that are in no unit inside it.
+    # Yield the parameters of a module that belong to no unit inside it.
     yield from (parameter for parameter in module._parameters.values() if parameter is not None)
     for child in module.children():
         if child not in units:
@@ -283,7 +284,7 @@ def _own_parameters(module: nn.Module, units: Collection[nn.Module]) -> Iterator
 
 
 def _enter(weak: weakref.ref[OffloadedParams], unit: weakref.ref[nn.Module], numbers: Iterable[int]) -> None:
-    # Make work queued from here on, and FSDP2's gather of a unit, wait for units that are on their way.
+    # Make work that is queued from here on, and FSDP2's gather of the unit, wait for the units `numbers` that are on their way.
     home, module = weak(), unit()
     if home is not None and module is not None:
         for number in [number for number in numbers if number in home._coming]:
@@ -293,7 +294,7 @@ def _enter(weak: weakref.ref[OffloadedParams], unit: weakref.ref[nn.Module], num
 
 
 def _places(parameters: Iterable[Tensor]) -> dict[int, _OffloadedStorage]:
-    # Each storage once, whole; wide elements first, so that each starts at a multiple of its width.
+    # Each storage appears once, as a whole. Storages of wide elements come first, so that each starts at a multiple of its width.
     storages: dict[int, tuple[Tensor, bool]] = {}
     for parameter in parameters:
         for plain in _plain(parameter):
@@ -305,7 +306,7 @@ def _places(parameters: Iterable[Tensor]) -> dict[int, _OffloadedStorage]:
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    # Yield the tensors that hold a tensor's bytes: itself, or those inside a wrapper such as a DTensor.
+    # Yield the tensors that hold the bytes of a tensor: the tensor itself, or those inside a wrapper such as a DTensor.
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor.detach()
         return
@@ -337,7 +338,7 @@ POLICY = "policy params"
 REFERENCE = "reference params"
 CRITIC = "critic params"
 REWARD_MODEL = "reward model params"
-"""Of the model that scores: a reward model, or a recipe's frozen model."""
+"""Parameters of the model that scores: a reward model, or the frozen model of a recipe."""
 
 NEEDS: dict[str, frozenset[str]] = {
     "gen": frozenset(),
@@ -354,28 +355,28 @@ NEEDS: dict[str, frozenset[str]] = {
     "load_checkpoint": frozenset({POLICY}),
     "load_critic": frozenset({CRITIC}),
 }
-"""Phase -> the parts that must be on the device in it. Every other part that may rest on the host does.
+"""Phase -> the parts that must be on the device in this phase. All other parts that can be offloaded rest on the host.
 
-The engine's weights and its KV cache are not here: the engine sleeps and wakes through methods of its own. Optimizer state is not
-here either: it is needed inside an optimizer step only, never for a whole phase. A checkpoint is written from where parts rest,
-and the reference follows the policy where both rest. A part that streams is never there for a whole phase: its blocks come and
-go in its own pass.
+The table does not contain the engine's weights and KV cache, because the engine has its own methods to sleep and wake. It does
+not contain optimizer state, which is needed only inside an optimizer step, never for a whole phase. A checkpoint is read from
+where the parts rest, and a reference that follows the policy is updated where both rest. A streamed part is never on the device
+for a whole phase: its blocks come and go during its own pass.
 """
 
 PASSES = frozenset({"reward", "old_log_prob", "ref", "values", "update_critic", "update_actor"})
-"""Phases that read the parameters of what they need in a forward first, which waits for them unit by unit. What reads or writes
-them before calls :meth:`OffloadedParams.arrive`."""
+"""Phases in which a forward is the first to read the parameters of the needed parts. It waits for them unit by unit. Code that
+reads or writes them earlier must call :meth:`OffloadedParams.arrive`."""
 
 CHANGES = frozenset({"update_critic", "update_actor", "load_checkpoint", "load_critic"})
-"""Phases that give what they need, if it is trained, other values."""
+"""Phases that change the parameters of the needed parts, if these are trained."""
 
 
 class Residency:
     """Moves the parts of one worker between the phases of a step.
 
-    A part that the next phase also needs stays. Parts leave before others arrive, so the two are never on the device together.
-    While the leaving parts are copied, each arriving unit takes the room of those that have left. A move that fails leaves every
-    part wholly in one place.
+    A part that the next phase also needs stays. An arriving unit takes the memory of units that have left, so leaving and
+    arriving parts are never whole on the device together. If a move fails, each part is wholly on the device or wholly on the
+    host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -388,7 +389,7 @@ class Residency:
         self._parts.append((part, frozenset({part.name, *also})))
 
     def take_turns(self, one: OffloadedParams, other: OffloadedParams) -> None:
-        """Declare that two parts use the same storages. A phase that needs the absent one lets it take over from the other."""
+        """Declare that two parts use the same storages. A phase that needs the absent part lets it take over from the other."""
         self._turns += [(one, other), (other, one)]
 
     def find(self, name: str) -> OffloadedParams | StreamedParams | None:
@@ -399,13 +400,12 @@ class Residency:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Put exactly the parts that the phase needs on the device. Those that the next phase needs too stay afterwards.
+        """Move exactly the parts that the phase needs to the device. They stay there until a phase that does not need them.
 
-        The bytes moved are logged the first time a phase moves any.
+        The first time that a phase moves bytes, their number is logged.
         """
         needed = NEEDS[name]
-        # First, while the other part is still on the device: the two use the same storages, and one takes them over from the
-        # other.
+        # This comes first, because a part can take over storages only while the other part is still on the device.
         exchanged = sum(
             absent.take_over(present) for absent, present in self._turns if absent.name in needed and present.on_device
         )
@@ -419,11 +419,11 @@ class Residency:
                 part.changed(but_frozen=True)
         if (left or arrived) and name not in self._logged:
             self._logged.add(name)
-            logger.info("%s: %.1f MiB to the device, %.1f MiB off it, from now on once a step", name, arrived / MIB, left / MIB)
+            logger.info("%s: %.1f MiB to the device, %.1f MiB off it, from now on once per step", name, arrived / MIB, left / MIB)
         yield
 
     def copy_out(self) -> None:
-        """Start copying to the host what an update has changed, beside work that only reads it. The phase that frees it waits."""
+        """Start copying changed parameters to the host. Until the phase that frees them, work may only read them."""
         for part, _ in self._parts:
             if isinstance(part, OffloadedParams) and part.on_device:
                 part.copy_to_host()
@@ -434,10 +434,10 @@ class Residency:
         copied = [part for part in leaving if isinstance(part, OffloadedParams) and part.on_device and part.has_changed]
         left, arrived = sum(part.to_host() for part in leaving if part not in copied), 0
         if left:
-            # The freed memory must be available to the engine too, which allocates without this process's allocator.
+            # The freed memory must also be available to the engine, which does not allocate from this process's allocator.
             empty_cache(self._device)
         for part_leaving in copied:
-            part_leaving.copy_to_host()  # before anything moves: the host limit may refuse
+            part_leaving.copy_to_host()  # before anything is freed, because the host limit may be too small
         going, freed = (num_bytes for part_leaving in copied for num_bytes in part_leaving.to_host_by_unit()), 0
         try:
             for part in coming:
@@ -448,6 +448,6 @@ class Residency:
         finally:
             freed += sum(going)
         if freed and not arrived:
-            # Where something comes, this would wait for it, and it has taken the memory.
+            # Not if parts arrived: they took the memory, and emptying the cache would wait for their copies.
             empty_cache(self._device)
         return left + freed, arrived

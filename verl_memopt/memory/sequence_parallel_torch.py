@@ -1,8 +1,8 @@
 """Sequence parallelism: the ranks of a group share the tokens of each micro-batch, and exchange heads around attention.
 
-Each rank computes embedding, norms, projections, MLPs and head of its own tokens. Before attention the ranks exchange: each gets
-all tokens for a part of the heads, so attention sees whole sequences, and its kernels need not know of it. After attention they
-exchange back (DeepSpeed-Ulysses, arXiv 2309.14509). Each exchange is the other's gradient.
+Each rank computes embedding, norms, projections, MLPs and head for its own tokens. Before attention the ranks exchange data, and
+each gets all tokens for a part of the heads. So attention sees whole sequences, and its kernels do not change. After attention
+the ranks exchange back (DeepSpeed-Ulysses, arXiv 2309.14509). The gradient of each exchange is the other exchange.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SequenceGroup:
 
 
 _GROUPS: weakref.WeakKeyDictionary[Any, dict[int, SequenceGroup]] = weakref.WeakKeyDictionary()
-"""Default process group -> size -> its sequence group: models with one size share one, and with it its connections."""
+"""Default process group -> size -> sequence group. Models with the same size share a group and its connections."""
 
 
 def sequence_group(device_type: str, world_size: int, size: int) -> SequenceGroup | None:
@@ -50,7 +50,7 @@ def sequence_group(device_type: str, world_size: int, size: int) -> SequenceGrou
 
 @dataclass(frozen=True, eq=False)
 class TokenSplit:
-    """How the ranks of a group share a pack's tokens, and its queries; ranks have consecutive parts.
+    """How the ranks of a group share the tokens and queries of a micro-batch. Each rank has one consecutive part.
 
     ``rows``: this rank's queries among its own tokens; None = every token is a query.
     """
@@ -66,18 +66,18 @@ class TokenSplit:
         return slice(first, first + self.tokens[self.group.rank])
 
     def over_heads(self, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, args: Any) -> Tensor:
-        """Compute attention [1, q, heads, D] of this rank's q queries with a kernel that sees all queries for some of the heads.
+        """Compute attention [1, q, heads, D] for this rank's q queries, with a kernel that gets all queries for some heads.
 
-        Key heads are repeated if the group has more ranks than they divide into.
+        Key heads are repeated if they do not divide over the ranks.
 
         Args:
             attend: The kernel, a :data:`verl_memopt.model.attention.Attend`; it gets all Q queries and T tokens, and ``args``.
-            query: This rank's, [1, heads, q, D].
-            key: This rank's, [1, kv heads, t, D].
-            value: As ``key``.
+            query: Queries of this rank, [1, heads, q, D].
+            key: Keys of this rank, [1, kv heads, t, D].
+            value: Values of this rank, shaped like ``key``.
             args: Passed to ``attend``.
         """
-        # Key heads that do not divide over the ranks go to several of them.
+        # Key heads that do not divide over the ranks are repeated, so that several ranks get them.
         copies = key_copies(query.shape[1], key.shape[1], self.group.size)
         q = _over_heads(query, self, self.queries)
         k, v = (_over_heads(x if copies == 1 else x.repeat_interleave(copies, 1), self, self.tokens) for x in (key, value))
@@ -106,7 +106,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _to_heads(x: Tensor, group: SequenceGroup, sizes: tuple[int, ...]) -> Tensor:
-    # From [own size, S x n] of all heads to [sum of sizes, n] of this rank's heads; S is the size of the group.
+    # From [own tokens, S x n] with all heads to [all tokens, n] with this rank's heads. S is the size of the group.
     own, width = x.shape[0], x.shape[1] // group.size
     # Sorted by receiver, because all_to_all sends consecutive pieces.
     sent = x.reshape(own, group.size, width).transpose(0, 1).reshape(-1, width)
@@ -116,7 +116,7 @@ def _to_heads(x: Tensor, group: SequenceGroup, sizes: tuple[int, ...]) -> Tensor
 
 
 def _to_tokens(x: Tensor, group: SequenceGroup, sizes: tuple[int, ...]) -> Tensor:
-    # From [sum of sizes, n] of this rank's heads to [own size, S x n] of all heads.
+    # From [all tokens, n] with this rank's heads to [own tokens, S x n] with all heads.
     own, width = sizes[group.rank], x.shape[1]
     received = x.new_empty(own * group.size, width)
     dist.all_to_all_single(received, x.contiguous(), [own] * group.size, list(sizes), group=group.group)
@@ -124,10 +124,10 @@ def _to_tokens(x: Tensor, group: SequenceGroup, sizes: tuple[int, ...]) -> Tenso
 
 
 def combine_ranks(values: Tensor, places: Tensor, count: int, group: SequenceGroup) -> Tensor:
-    """Combine each rank's ``values``, fp32 [r], at its ``places``, int64 [r], into fp32 [count], the same on each rank.
+    """Combine the ``values`` of all ranks, fp32 [r], at their ``places``, int64 [r], into the same fp32 [count] on each rank.
 
-    Each place belongs to one rank of the group. A rank's gradient has only its own places: each rank computes the same loss of
-    the whole.
+    Each place belongs to one rank of the group. All ranks compute the same loss from the result, so backward needs no reduction:
+    each rank takes the gradient at its own places.
     """
     return _CombineRanks.apply(values, places, count, group)
 
@@ -136,7 +136,7 @@ class _CombineRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, places: Tensor, count: int, group: SequenceGroup) -> Tensor:
         ctx.save_for_backward(places)
-        # Zeros at the others' places, so that a sum over ranks puts all together.
+        # Places of other ranks are zero, so a sum over ranks combines all values.
         whole = values.new_zeros(count).index_copy_(0, places, values)
         if count:
             dist.all_reduce(whole, group=group.group)
@@ -146,7 +146,7 @@ class _CombineRanks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (places,) = ctx.saved_tensors
-        # No reduction: each rank's loss already has the gradient of every place.
+        # No reduction, because each rank computes the loss of all places.
         return grad.index_select(0, places), None, None, None
 
 

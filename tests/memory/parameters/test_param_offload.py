@@ -282,8 +282,8 @@ def test_the_log_says_what_an_update_moved_off_the_device(caplog):
             with residency.phase(phase):
                 pass
     assert [record.message for record in caplog.records] == [
-        "update_critic: 2.0 MiB to the device, 0.0 MiB off it, from now on once a step",
-        "update_actor: 3.0 MiB to the device, 2.0 MiB off it, from now on once a step",
+        "update_critic: 2.0 MiB to the device, 0.0 MiB off it, from now on once per step",
+        "update_actor: 3.0 MiB to the device, 2.0 MiB off it, from now on once per step",
     ]
 
 

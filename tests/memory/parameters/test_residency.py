@@ -168,8 +168,8 @@ def test_the_log_says_once_a_phase_how_much_came_and_how_much_left(caplog):
             with residency.phase(phase):
                 pass
     assert [record.message for record in caplog.records] == [
-        "ref: 0.0 MiB to the device, 3.0 MiB off it, from now on once a step",
-        "update_actor: 3.0 MiB to the device, 1.5 MiB off it, from now on once a step",
+        "ref: 0.0 MiB to the device, 3.0 MiB off it, from now on once per step",
+        "update_actor: 3.0 MiB to the device, 1.5 MiB off it, from now on once per step",
     ]
 
 
