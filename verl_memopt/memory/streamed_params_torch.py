@@ -1,14 +1,19 @@
-"""Models whose parameters live on the host, and come to the device to compute: block by block, or as FSDP2 gathers its units.
+"""Models whose parameters live on the host, and are copied to the device block by block, or unit by unit by FSDP2.
 
-A frozen model that streams (:class:`StreamedParams`): the next block comes while the present one computes. Bytes on the device
-inside a pass, and none outside of it: b x max(2 x N_l, V x h), where b is the width of compute (or of the codes of a quantised
-block), N_l counts the parameters of a block and V x h those of a matrix of the vocabulary. Two blocks have a buffer, and so has
-the embedding or the LM head while it computes; the two buffers never exist together. Parameters that are in none of these (the
-final norm, the head of a reward model) stay on the device. Bytes over the bus: those of the model once a micro-batch, or twice
-those of a matrix that is embedding and head where blocks come between, and those of the blocks once more for each prefix KV.
+A frozen model that streams (:class:`StreamedParams`): the next block arrives while the present one computes. Inside a pass it
+takes
 
-FSDP2's own CPU offload (:func:`native_offload`): shards, gradients and optimizer state live on the host, and the optimizer steps
-there. The device holds only the units that are gathered: it saves (b_w + b_o + b_g) x N / W bytes, 16 x N / W with fp32 AdamW.
+b x max(2 x N_l, V x h) bytes
+
+on the device, and none outside of a pass. b is the bytes per parameter in the compute dtype (or in a quantised block), N_l counts
+the parameters of a block, and V x h those of a vocabulary matrix. One buffer holds two blocks. Another holds the embedding or the
+LM head while it computes. The two buffers never exist together. Other parameters (the final norm, the head of a reward model)
+stay on the device. The whole model is copied once per micro-batch. A tied embedding and head is copied twice, because blocks come
+between. The blocks are copied once more for each prompt whose keys and values are computed separately.
+
+FSDP2's own CPU offload (:func:`native_offload`): shards, gradients and optimizer state live on the host, and the optimizer runs
+there. The device holds only gathered units. This saves (b_w + b_o + b_g) x N / W bytes of weights, optimizer state and gradients,
+which is 16 x N / W with fp32 AdamW.
 """
 
 from __future__ import annotations
@@ -34,16 +39,16 @@ KIND = "params"
 
 
 def native_offload(wanted: bool) -> OffloadPolicy:
-    # FSDP2 would page-lock copies of its own; allocate_on_host decides what is locked.
+    # False, because FSDP2 would page-lock its own copies. allocate_on_host decides what is page-locked.
     return CPUOffloadPolicy(False) if wanted else OffloadPolicy()
 
 
 def allocate_on_host(model: nn.Module, device: torch.device) -> None:
-    """Allocate one uninitialised host buffer for the shards of a model without storage. The model's buffers go to the device.
+    """Allocate one uninitialised host buffer for the shards of a model without storage, and its buffers on the device.
 
-    The buffer holds each shard in the padded size that FSDP2 gathers, so FSDP2 makes no copy. On a GPU the host memory of
-    gradients is counted too. Where the limits allow it is page-locked, so that neither gathers nor gradients wait for their
-    copies.
+    The host buffer holds each shard in the padded size that FSDP2 gathers, so FSDP2 makes no copy. On a GPU the host memory of
+    gradients is counted too. Host memory is page-locked if the limits allow it, so that copies of weights and gradients do not
+    block.
     """
     sharded = {id(param.sharded_param): param for unit in fsdp_units(model) for param in fsdp_params(unit)}
     sizes = {id(parameter): _shard(parameter).numel() * parameter.itemsize for parameter in model.parameters()}
@@ -54,9 +59,9 @@ def allocate_on_host(model: nn.Module, device: torch.device) -> None:
     slots = dict(zip(sizes, buffer.split(list(sizes.values())), strict=True))
     for key, param in sharded.items():
         typed = slots[key].view(param.sharded_param.dtype)
-        # Only the padding is cleared. FSDP2 gathers it with the shard, and the weights' files fill the rest.
+        # Only the padding is cleared, because FSDP2 gathers it with the shard. Loading the weights fills the rest.
         typed[_shard(param.sharded_param).numel() :].zero_()
-        # FSDP2 gathers from this tensor. It would copy and pad a shard that lies elsewhere.
+        # FSDP2 gathers from this tensor. It would copy and pad a shard in other memory.
         param._sharded_param_data = typed
 
     def place(tensor: Tensor) -> Tensor:
@@ -64,7 +69,7 @@ def allocate_on_host(model: nn.Module, device: torch.device) -> None:
             return torch.empty_like(tensor, device=device)
         shard = _shard(tensor)
         local = slots[id(tensor)].view(shard.dtype)[: shard.numel()].view(shard.shape)
-        # DTensor.from_local would copy the host tensor to the device of the mesh.
+        # Not DTensor.from_local, which would copy the host tensor to the device of the mesh.
         return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
 
     if is_gpu(device):
@@ -74,7 +79,7 @@ def allocate_on_host(model: nn.Module, device: torch.device) -> None:
 
 
 def _count_gradients(model: nn.Module, trained: list[FSDPParam], shards_are_locked: bool) -> None:
-    # Count the host memory of gradients while the model lives; let FSDP2 page-lock it where there is room.
+    # Count the host memory of gradients as long as the model lives. Let FSDP2 page-lock it if the limit allows it.
     sizes = [param.sharded_size.numel() * param.sharded_param.itemsize for param in trained]
     # torch's allocator of page-locked memory rounds each gradient up to a power of two.
     rounded = sum(1 << (size - 1).bit_length() for size in sizes if size)
@@ -92,8 +97,8 @@ def _shard(parameter: Tensor) -> Tensor:
 class _StreamedUnit:
     """Parameters that are copied together.
 
-    ``host`` holds their bytes, uint8. ``shown`` has for each (module, name, parameter on the host, first byte). On the device
-    they begin at byte ``first`` of a buffer of ``room`` bytes.
+    ``host`` holds their bytes, uint8. ``shown`` lists (module, name, parameter on the host, first byte in ``host``) for each. On
+    the device they start at byte ``first`` of a buffer of ``room`` bytes.
     """
 
     host: Tensor
@@ -107,10 +112,10 @@ class _StreamedUnit:
 
 
 class StreamedParams:
-    """A model's parameters that come to the device block by block, as a part of the residency table."""
+    """Parameters of a model that are copied to the device block by block. This is a part of the residency table."""
 
     name = ""
-    """Of the part; set by who adds it to the table."""
+    """Name of the part; set by the caller that adds it to the table."""
     on_device = False
 
     def __init__(
@@ -123,13 +128,13 @@ class StreamedParams:
         """Allocate the parameters on the host, uninitialised, and register the hooks.
 
         Args:
-            blocks: In the order in which they compute on the ``device``.
-            vocabulary: Embedding and LM head, in one item where they share a matrix.
-            device: Where the model computes.
+            blocks: Blocks in the order in which they compute.
+            vocabulary: Embedding and LM head, each in a list of its own, or both in one list if they share a matrix.
+            device: Device on which the model computes.
             inputs: Cast a block's floating point inputs to this dtype, as FSDP2 does; None = no cast.
         """
         self.resting: dict[Tensor, nn.Parameter] = {}
-        """Parameter of the model, which has no storage -> the one on the host that takes its place."""
+        """Parameter of the model (without storage) -> the parameter on the host that replaces it."""
         self._device, self._arriving = device, CopyStream(device)
         self._buffer: Tensor | None = None
         self._there: dict[_StreamedUnit, Done] = {}
@@ -137,7 +142,7 @@ class StreamedParams:
         self._matrices: list[_StreamedUnit] = []
         most = max(unit.host.numel() for unit in self._blocks)
         for place, (unit, block) in enumerate(zip(self._blocks, blocks, strict=True)):
-            # Two halves in turn: one computes while the next block is copied into the other.
+            # The two halves take turns: a block computes in one half while the next block is copied into the other.
             unit.first, unit.room = place % 2 * most, 2 * most
             self._hook(block, unit, self._blocks[place + 1 : place + 2])
             if inputs is not None:
@@ -191,7 +196,7 @@ class StreamedParams:
 
     def _hook(self, module: nn.Module, unit: _StreamedUnit, following: Sequence[_StreamedUnit]) -> None:
         module.register_forward_pre_hook(without_arguments(partial(self._enter, unit, following)))
-        # Also after an error, which would else leave the module with parameters in a buffer that others overwrite.
+        # Also after an error: otherwise the module would keep parameters in a buffer that other blocks overwrite.
         module.register_forward_hook(without_arguments(partial(_show, unit, None)), always_call=True)
 
     def _enter(self, unit: _StreamedUnit, following: Sequence[_StreamedUnit]) -> None:
@@ -202,7 +207,7 @@ class StreamedParams:
             self._bring(other)
 
     def _bring(self, unit: _StreamedUnit) -> None:
-        # Queue the copy of a unit to the device. No effect if it is there or on its way.
+        # Queue the copy of a unit to the device. No effect if the unit is there or on its way.
         if unit in self._there:
             return
         if self._buffer is None or self._buffer.numel() != unit.room:
@@ -210,12 +215,12 @@ class StreamedParams:
             with scope(kind=KIND):
                 self._buffer = torch.empty(unit.room, dtype=torch.uint8, device=self._device)
         self._there = {other: done for other, done in self._there.items() if other.stop <= unit.first or unit.stop <= other.first}
-        # What computed with the bytes that were there is queued already, and the copy waits for it.
+        # Work on the old bytes at this place is already queued, and the copy waits for it.
         self._there[unit] = self._arriving.copy([self._buffer[unit.first : unit.stop]], [unit.host])
 
 
 def _show(unit: _StreamedUnit, buffer: Tensor | None) -> None:
-    # Point a unit's modules to their parameters in a buffer; None = to those on the host.
+    # Set the parameters of a unit's modules to views of a buffer. None = to the parameters on the host.
     for module, name, resting, start in unit.shown:
         module._parameters[name] = resting if buffer is None else _view(buffer, unit.first + start, resting)
 

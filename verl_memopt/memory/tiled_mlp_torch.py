@@ -1,11 +1,12 @@
-"""Tiled MLP: each MLP runs over tiles of tokens, and again in backward, so its wide tensors exist for one tile at a time.
+"""Tiled MLP: each MLP runs over tiles of tokens, and again in backward, so wide tensors exist for one tile at a time.
 
-Bytes saved: let I be the width of the MLP and n ``tiled_mlp.num_shards``. At the MLP's backward six tensors of T x I x b bytes
-(gate, activation, up, their product and two gradients) shrink to one tile each, less the sums of the gradients of three weights
-and of the input. The peak can then move to the backward of attention. Passes without gradients save 3 x T x I x b x (1 - 1 / n),
-less T x h x b. ``plan/formulas.py`` has the whole formula.
+Bytes saved: let T count the tokens, I be the width of the MLP, h the hidden size, b the bytes per element, and n
+``tiled_mlp.num_shards``. In the MLP's backward six tensors of T x I x b bytes (gate, activation, up, their product and two
+gradients) shrink to one tile each. Sums of the gradients of the three weights and of the input are added. The peak can then move
+to the backward of attention. Passes without gradients save 3 x T x I x b x (1 - 1 / n) bytes, less T x h x b.
+``plan/formulas.py`` has the whole formula.
 
-Exact: outputs and gradients of inputs are those of the whole MLP. Gradients of weights differ by the order of one sum.
+Outputs and gradients of inputs are exactly those of the whole MLP. Gradients of weights differ in the order of one sum.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from verl_memopt.model.families import OWN_DECODER
 KEY = "actor_rollout_ref.model.tiled_mlp"
 
 KNOWN = tuple(f"{name}MLP" for name in OWN_DECODER)
-"""Classes that compute down(act(gate(x)) * up(x))."""
+"""Classes of MLPs that compute down(act(gate(x)) * up(x))."""
 
 LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
 def check_mlps(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) -> None:
-    """Refuse transformers blocks with an MLP, or a layer in it, whose mathematics this file does not know.
+    """Refuse transformers blocks whose MLP, or a layer in it, is of a class that this file does not know.
 
-    A model that is not ``trained`` only runs without gradients; its layers may then be of any kind (quantised).
+    A model that is not ``trained`` only runs without gradients, so its layers may be of any kind (such as quantised).
     """
     for block in blocks:
         mlp: Any = getattr(block, "mlp", None)
@@ -55,19 +56,19 @@ def check_mlps(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) -> No
             problem = f"{type(block).__name__} {actual}; tiles are known for {', '.join(KNOWN)}"
         elif unlike is not None:
             kind = layers[unlike].__name__
-            problem = f"{unlike} of {type(mlp).__name__} is {kind}, no linear layer whose gradient tiles can sum"
+            problem = f"{unlike} of {type(mlp).__name__} is {kind}, whose gradient cannot be summed over tiles"
         else:
             continue
         raise ConfigError(f"{key}.enabled=true: {problem}. Set {key}.enabled=false.")
 
 
 def tiled_mlp(mlp: Any, x: Tensor, num_shards: int) -> Tensor:
-    """Compute ``mlp.gated(x)`` [T, h] of a normed input x [T, h] over ``num_shards`` tiles; only x is kept for backward."""
+    """Compute ``mlp.gated(x)`` [T, h] for a normed input x [T, h] over ``num_shards`` tiles. Only x is kept for backward."""
     if torch.is_grad_enabled():
         names, parameters = zip(*mlp.named_parameters(), strict=True)
-        # Adapters may rest in more digits, and bytes stay bytes.
+        # Adapters may rest in a wider dtype and are cast. Quantised bytes are not.
         weights = [weight.to(x.dtype) if weight.is_floating_point() else weight for weight in parameters]
-        # In a checkpointed block nothing is saved after this, so the block's second forward stops here.
+        # In a checkpointed block no tensor is saved after these, so the block's second forward stops here.
         return _Tiles.apply(mlp, num_shards, keep(x, *weights), names, x, *weights)
     out = torch.empty_like(x)
     for rows in _tiles(x.shape[0], num_shards):
@@ -90,7 +91,7 @@ class _Tiles(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = kept(ctx)
-        # Detached, because each tile's backward adds to the sums itself. Autograd would make a new gradient for every tile.
+        # Detached, because the backward of each tile adds to the sums itself. Autograd would make a new gradient for each tile.
         held = {name: weight.detach() for name, weight in zip(ctx.names, weights, strict=True)}
         needed = dict(zip(ctx.names, ctx.needs_input_grad[5:], strict=True))
         # One sum per weight over all tiles.
@@ -101,7 +102,7 @@ class _Tiles(torch.autograd.Function):
             with torch.enable_grad():
                 tile = x[rows].requires_grad_()
                 out = _mlp(ctx.mlp, tile, held, sums)
-            # Only the input: weights have added theirs to the sums.
+            # Autograd returns only the gradient of the input. The gradients of weights are already in the sums.
             (grad_x[rows],) = torch.autograd.grad(out, tile, grad[rows])
         return None, None, None, None, grad_x, *(sums.get(name) for name in ctx.names)
 
@@ -131,7 +132,7 @@ def _linear(
 
 
 class _SummingLinear(torch.autograd.Function):
-    """A linear layer whose backward adds its weight's gradient to a tensor in place, without a temporary of its size."""
+    """A linear layer whose backward adds the gradient of its weight to a tensor in place, without a temporary tensor."""
 
     @staticmethod
     def forward(
@@ -146,7 +147,7 @@ class _SummingLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.sums, ctx.packing = (weight_sum, bias_sum), packing
         weight = whole_weight(weight, packing, x.dtype)
-        # Written into ``out``: selective checkpointing keeps the outputs of products, and these are to be recomputed.
+        # Written into ``out``, because selective checkpointing would keep the output of a plain product.
         out = x.new_empty(x.shape[0], weight.shape[0])
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
@@ -156,17 +157,17 @@ class _SummingLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         weight_sum, bias_sum = ctx.sums
         if weight_sum is not None:
-            # In place; torch's FLOP counter counts this form.
+            # In place, in a form that torch's FLOP counter counts.
             torch.addmm(weight_sum, grad.t(), x, out=weight_sum)
         if bias_sum is not None:
             bias_sum.add_(grad.sum(0))
         return grad @ whole_weight(weight, ctx.packing, grad.dtype), None, None, None, None, None
 
 
-# A norm and an MLP that keep only their input, and are recomputed in backward over tiles of rows.
+# A norm and an MLP that keep only their inputs, and are recomputed in backward over tiles of rows.
 #
-# In a block that is recomputed as a whole this costs no extra product: its second forward stops before the MLP, which is then
-# recomputed tile by tile, so gate and up of all rows never exist at once. Source of the tiles: arXiv 2506.13996.
+# In a checkpointed block this costs no extra matrix product: the second forward stops before the MLP, which is then recomputed
+# tile by tile. So gate and up of all rows never exist at once. Source of the tiles: arXiv 2506.13996.
 
 SWIGLU = SwiGLU()
 
@@ -174,9 +175,9 @@ SWIGLU = SwiGLU()
 def recomputed_mlp(residual: Tensor, x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Any], tiles: int = 1) -> Tensor:
     """Compute z + down(silu(gate(y)) * up(y)) [1, T, h], where z = residual + x [T, h], and y is its norm under a weight [h].
 
-    If anything needs a gradient, residual, x and the parameters are kept for backward, which overwrites x: nothing else may use
-    it. ``layers`` are gate, up and down, with or without adapters. There are at least ``tiles`` tiles, and more where one would
-    have more rows than fast products need. The result has three dimensions, so that FSDP2 gets no view.
+    If anything needs a gradient, residual, x and the parameters are kept for backward. Backward overwrites x, so nothing else may
+    use it. ``layers`` are gate, up and down, with or without adapters. There are at least ``tiles`` tiles, and more if a tile
+    would have more rows than fast products need. The result has three dimensions, so that FSDP2 does not get a view.
     """
     if not torch.is_grad_enabled():
         return _whole(residual, x, norm, weight, layers, tiles)
@@ -190,7 +191,7 @@ class Traits(NamedTuple):
 
 
 def tensors_and_traits(layers: Sequence[Any]) -> tuple[list[Tensor | None], list[Traits]]:
-    """Return for each layer its stored weight, bias, and its adapter's A and B, None for what it lacks; and its traits."""
+    """Return four tensors per layer (stored weight, bias, A and B of the adapter; None = there is none), and its traits."""
     tensors, traits = list[Tensor | None](), list[Traits]()
     for layer in layers:
         adapted = isinstance(layer, LoraLinear)
@@ -203,7 +204,7 @@ def tensors_and_traits(layers: Sequence[Any]) -> tuple[list[Tensor | None], list
 def _whole(
     residual: Tensor, x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Callable[[Tensor], Tensor]], tiles: int
 ) -> Tensor:
-    # As :func:`recomputed_mlp`, without a graph. Layers may be of any kind.
+    # Like :func:`recomputed_mlp`, but without gradients. Layers may be of any kind.
     gate, up, down = layers
     whole = torch.empty_like(x[None])
     for rows in product_tiles(x, tiles):
@@ -211,22 +212,22 @@ def _whole(
         normal = norm.compute_sum(residual[rows], x[rows], out, weight)
         value = gate(normal)
         out.add_(down(SWIGLU.compute((value, up(normal)), (), value)))
-        del normal, value  # freed before those of the next tile are allocated
+        del normal, value  # freed before the tensors of the next tile are allocated
     return whole
 
 
 class TiledLinear:
-    """A linear layer [m, n] inside an autograd function: its output over a tile, and its gradients summed over tiles.
+    """A linear layer [m, n] inside an autograd function. It computes outputs per tile, and sums gradients over tiles.
 
-    Of its tensors (weight, bias, an adapter's A and B; None for what it lacks) those that are ``needed`` get a gradient. A packed
-    weight is decoded for each product.
+    ``tensors`` are weight, bias, and A and B of an adapter (None = there is none). Those that are ``needed`` get a gradient. A
+    packed weight is decoded for each product.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None], traits: Traits, needed: Sequence[bool]) -> None:
         stored, self.bias, self.down, self.up = tensors
         assert stored is not None
         self._stored, (self.scale, self._packing) = stored, traits
-        # A sum exists only for what is trained.
+        # Only trained tensors have a sum.
         learning = [tensor if wanted else None for tensor, wanted in zip(tensors, needed, strict=True)]
         trained_weight, trained_bias, *trained_factors = learning
         self._bias_sum = None if trained_bias is None else zeros_to_sum(trained_bias)
@@ -234,7 +235,7 @@ class TiledLinear:
         self._weight_sum, self._down_sum, self._up_sum = (None if weight is None else WeightSum(weight) for weight in weights)
 
     def output(self, x: Tensor) -> Tensor:
-        # Written into ``out``: selective checkpointing keeps the outputs of products, and these are to be recomputed.
+        # Written into ``out``, because selective checkpointing would keep the output of a plain product.
         out = x.new_empty(x.shape[0], self._stored.shape[0])
         torch.mm(x, whole_weight(self._stored, self._packing, x.dtype).t(), out=out)
         return self._completed(x, out)
@@ -273,7 +274,7 @@ class TiledLinear:
             torch.addmm(out, self._product(grad, self.up), self.down, alpha=self.scale, out=out)
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        # Gradients of weight, bias, A and B in their dtypes; None for what needs none.
+        # Return the gradients of weight, bias, A and B in their dtypes. None = not needed.
         sums = (self._weight_sum, self._down_sum, self._up_sum)
         weight, *factors = (None if total is None else total.gradient() for total in sums)
         return weight, None if self._bias_sum is None else self._bias_sum.to(self._stored.dtype), *factors
@@ -292,10 +293,10 @@ def tiled_linears(
 
 
 class TiledMlp:
-    """down(silu(gate(y)) * up(y)) inside an autograd function, for one tile after another of normed rows y [t, h].
+    """Computes down(silu(gate(y)) * up(y)) inside an autograd function, for tiles of normed rows y [t, h].
 
-    ``tensors`` are those of gate, up and down, as :func:`tensors_and_traits` gives them. Gate and up are one product where their
-    weights lie one after another.
+    ``tensors`` are those of gate, up and down, from :func:`tensors_and_traits`. Gate and up are one product if their weights are
+    neighbours in memory.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None], traits: Sequence[Traits], needed: Sequence[bool] | None = None) -> None:
@@ -303,7 +304,7 @@ class TiledMlp:
         (self._down,) = tiled_linears(tensors[8:], traits[2:], needed[8:])
         gate, up = tensors[:4], tensors[4:8]
         both = [None if one is None or other is None else joined((one, other), 0) for one, other in zip(gate, up, strict=True)]
-        # An adapter's factors are of their own layer, and packed weights are decoded one by one.
+        # Gate and up stay apart on a CPU, if they have adapters or packed weights, or if only one of them is trained.
         apart = (
             not JOINS.get(next(tensor for tensor in tensors if tensor is not None).device.type, True)
             or any(trait.packing is not None for trait in traits[:2])
@@ -317,24 +318,25 @@ class TiledMlp:
             self._gate_and_up = [TiledLinear(both, Traits(0.0, None), needed[:4])]
 
     def _products(self, normal: Tensor) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
-        # The products, which backward overwrites with their gradients, and views of gate's and up's outputs in them.
+        # Return the products, which backward overwrites with their gradients, and views of the outputs of gate and up in them.
         outs = [layer.output(normal) for layer in self._gate_and_up]
         gate, up = outs if len(outs) > 1 else outs[0].chunk(2, 1)
         return outs, (gate, up)
 
     def add_output(self, normal: Tensor, out: Tensor) -> None:
         _, sources = self._products(normal)
-        # Written over the gate's output, so that a tile holds two wide tensors and not three.
+        # The value overwrites the output of gate, so that a tile holds two wide tensors and not three.
         self._down.add_output(SWIGLU.compute(sources, (), sources[0]), out)
 
     def backward(self, grad: Tensor, normal: Tensor, alone: bool, through: bool = True) -> None:
-        """Add the gradients of the parameters, given that of a tile's output, and turn ``normal`` into its own gradient.
+        """Add the gradients of the parameters, given the gradient of a tile's output. Overwrite ``normal`` with its gradient.
 
-        ``alone``: there is no other tile. ``through=False``: the input needs no gradient.
+        ``alone``: this is the only tile. ``through=False``: the input needs no gradient.
         """
         outs, sources = self._products(normal)
         if runs_compiled(sources[0]):
-            # The value's gradient is computed first, and becomes the value in the call that turns gate and up into theirs.
+            # The gradient of the value is computed first. One call then overwrites it with the value, and gate and up with their
+            # gradients.
             value = torch.empty(sources[0].shape, dtype=grad.dtype, device=grad.device)
             self._down.through(grad, value, add=False)
             SWIGLU.differentiate_to_value(value, sources)
@@ -342,18 +344,19 @@ class TiledMlp:
         else:
             value = SWIGLU.compute(sources, ())
             self._down.add(grad, value, alone)
-            # The value is not read any more, so its memory takes its gradient. The next line turns gate and up into theirs.
+            # The value is not read any more, so its gradient overwrites it. The next line overwrites gate and up with their
+            # gradients.
             self._down.through(grad, value, add=False)
             SWIGLU.differentiate(value, sources, (), sources, ())
         del value
         for layer, above in zip(self._gate_and_up, outs, strict=True):
             layer.add(above, normal, alone)
         for layer, above in zip(self._gate_and_up, outs, strict=True) if through else ():
-            # A loop of its own: it overwrites `normal`, which the sums of both weights have read above.
+            # A separate loop, because it overwrites `normal`, which the loop above still reads.
             layer.through(above, normal, add=layer is not self._gate_and_up[0])
 
     def gradients(self) -> list[Tensor | None]:
-        # Of all tensors, in their order.
+        # Return the gradients of all tensors, in their order.
         found = [layer.gradients() for layer in self._gate_and_up]
         if len(found) == 1:
             halves = [(None, None) if gradient is None else gradient.chunk(2) for gradient in found[0]]
@@ -394,6 +397,6 @@ class _RecomputedMlp(torch.autograd.Function):
             mlp.backward(grad[rows], normal, len(cuts) == 1, grad_x is not None)
             if grad_x is not None:
                 ctx.norm.differentiate(normal, (x[rows],), (weight,), (grad_x[rows],), (norm_sum,), grad[rows])
-            del normal  # freed before that of the next tile is allocated
+            del normal  # freed before the tensor of the next tile is allocated
         norm_grad = None if norm_sum is None else norm_sum.to(weight.dtype)
         return *(None,) * 4, grad_x, grad_x, norm_grad, *mlp.gradients()

@@ -1,13 +1,14 @@
-"""Go on after an out-of-memory error: cut the rows that are left into smaller micro-batches, and try again, on all ranks alike.
+"""Continue after an out-of-memory error: cut the remaining rows into smaller micro-batches and try again, on all ranks.
 
-A pass without gradients keeps what it has computed and repeats the micro-batch that failed. An accumulation of gradients is void
-after an error, since nobody knows which gradients were added: it starts again from the first micro-batch.
+A pass without gradients keeps its results and repeats the micro-batch that failed. A pass with gradients starts again from the
+first micro-batch, because after an error it is unknown which gradients were already added.
 
-On several ranks the others do not know of the error: they wait in the collectives of the micro-batch that failed, and have as
-many micro-batches before them. So the rank that failed frees its memory and runs the whole attempt again on micro-batches of one
-token. It leaves out the collectives that it has issued already, and takes part in the others. Parameters that it sends are right,
-so what the others compute is right too. At the end of the attempt the ranks ask whether one of them failed: one small collective
-of the hosts for each mini-batch or pass, for which no device waits. Why no other way: docs/decisions/micro_batches.md.
+On several ranks, the other ranks do not know of the error. They wait in the collectives of the micro-batch that failed, and still
+have all later micro-batches to run. So the rank that failed frees its memory and runs the whole attempt again on micro-batches of
+one token. It skips the collectives that it has already issued, and takes part in the others. The parameters that it sends are
+correct, so the results of the other ranks are correct too. At the end of the attempt the ranks ask whether one of them failed.
+This takes one small collective between hosts per mini-batch or pass, for which no device waits. docs/decisions/micro_batches.md
+says why other ways do not work.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _active: list[OomRetry] = []
 class OomRetry:
     """What happened to the micro-batches of one call.
 
-    ``cap`` is the lowest cap, the same on all ranks; None = no rank had an error. ``retries`` counts this rank's errors after
-    which the call went on.
+    ``cap`` is the lowest cap, the same on all ranks; None = no rank had an error. ``retries`` counts the errors of this rank
+    after which the call continued.
     """
 
     device: torch.device
@@ -51,15 +52,15 @@ class OomRetry:
 
 @contextmanager
 def oom_retry(device: torch.device, allowed: bool) -> Iterator[OomRetry]:
-    """Let passes in the body continue after out-of-memory errors, if ``allowed``, which must be the same on all ranks.
+    """Let passes in the body continue after out-of-memory errors, if ``allowed``. All ranks must pass the same ``allowed``.
 
-    It must not be allowed where ranks share the tokens of a micro-batch: the sizes of their exchanges depend on its tokens.
+    It must be false where ranks share the tokens of a micro-batch, because the sizes of their exchanges depend on the tokens.
     """
     record = OomRetry(device)
     if not allowed:
         yield record
         return
-    # A stack, because calls may nest: the innermost record counts.
+    # A stack, because calls may nest. The innermost record is used.
     _active.append(record)
     try:
         yield record
@@ -68,7 +69,7 @@ def oom_retry(device: torch.device, allowed: bool) -> Iterator[OomRetry]:
 
 
 class OtherRankError(RuntimeError):
-    """Another rank is out of memory, and cannot go on."""
+    """Another rank is out of memory and cannot continue."""
 
 
 MicroBatches: TypeAlias = Sequence[Sequence[int]]
@@ -95,30 +96,30 @@ def attempts(
     allowed: bool = True,
     kept: Callable[[], int] | None = None,
 ) -> Iterator[AbstractContextManager[MicroBatches]]:
-    """Yield attempts to run micro-batches, until one of them ends without an out-of-memory error on any rank.
+    """Yield attempts to run micro-batches, until an attempt ends without an out-of-memory error on any rank.
 
-    Each is the context of its body: ``for attempt in attempts(...): with attempt as rows: run(rows)``. The body must hold its
-    tensors in a function of its own, as here, because its own variables are not freed after an error.
+    Use each attempt as a context: ``for attempt in attempts(...): with attempt as rows: run(rows)``. The body must hold its
+    tensors inside a function, such as ``run``, because variables of the loop itself are not freed after an error.
 
-    The first attempt has the micro-batches as they are. After an out-of-memory error the next one has smaller micro-batches, of
-    the rows that are left; every rank gets the same number. The cap is half the tokens of the micro-batch that failed (or of the
-    fullest one), on the rank where that is most, but at least the longest row of any rank. Memory that the failed attempt held is
-    freed, and unused blocks of the allocator go back to the device. On several ranks one that failed gets an attempt of empty
-    micro-batches before, which only take part in the collectives.
+    The first attempt has the given micro-batches. After an out-of-memory error the next attempt has smaller micro-batches of the
+    remaining rows, equally many on each rank. Their cap is half the tokens of the micro-batch that failed (without ``kept``, of
+    the fullest one), on the rank where that is most, but at least the longest row of any rank. The memory of the failed attempt
+    is freed, and unused blocks of the allocator go back to the device. On several ranks, a rank that failed first gets an attempt
+    with empty micro-batches, which only takes part in the collectives.
 
-    All ranks call it in step, with equally many micro-batches. Without leave (:func:`oom_retry`) an error ends the only attempt.
-    A model sharded by FSDP2 can continue from torch 2.13 on.
+    All ranks call this function in step, with equally many micro-batches. Outside of :func:`oom_retry` there is only one attempt.
+    A model that FSDP2 shards can continue only with torch 2.13 or later.
 
     Args:
-        model: What runs.
+        model: The model that runs.
         tokens_of: Returns the tokens of all rows.
         micro_batches: The rows of each micro-batch.
         allowed: False = there may be no second attempt.
-        kept: Returns how many micro-batches so far have results that stay after an error. None = an error makes them all void.
+        kept: Returns how many micro-batches have results that stay valid after an error. None = an error makes all results void.
 
     Raises:
-        RuntimeError: The error itself, where nothing can be cut.
-        OtherRankError: The same on the ranks that had none.
+        RuntimeError: The out-of-memory error itself, if the micro-batches cannot be smaller.
+        OtherRankError: The same case, on ranks that had no error.
     """
     if not (allowed and _active and can_abandon(model)):
         yield nullcontext(micro_batches)
@@ -126,7 +127,7 @@ def attempts(
     record, ranks, tokens = _active[-1], dist.get_world_size() if dist.is_initialized() else 1, tokens_of()
     while True:
         if ranks > 1:
-            # Which parameters FSDP2 gathers ahead depends on earlier passes. From here on it is the same in each attempt.
+            # Which parameters FSDP2 gathers ahead depends on earlier passes. After this reset it is the same in each attempt.
             abandon_pass(model)
         before = 0 if kept is None else kept()
         with _counted_collectives() as calls:
@@ -135,17 +136,18 @@ def attempts(
             left = micro_batches[0 if kept is None else kept() - before :]
             if ranks > 1 and error is not None:
                 _free(error, model, record.device)
-                # The others have taken part in these already; this rank must join the remaining ones.
+                # The other ranks have already taken part in the collectives issued so far. This rank must join the remaining
+                # ones.
                 calls.leave_out, calls.issued = calls.issued, 0
                 spans = micro_batches.spans if isinstance(micro_batches, Cut) else ()
                 yield nullcontext(Cut(([] for _ in micro_batches), spans))
-                assert not calls.leave_out, f"{calls.leave_out} collectives less than before the error"
+                assert not calls.leave_out, f"{calls.leave_out} collectives fewer than before the error"
         if not _on_any_rank(error is not None, ranks):
             return
         failed = None
         if error is not None:
             failed = max(map(tokens.cost, left)) if kept is None else tokens.cost(left[0])
-        # All ranks exchange what they have left, so each computes the same cut for all.
+        # All ranks exchange their remaining rows, so that each computes the same cut for all ranks.
         again = _cut_again(failed, tokens, [row for rows in left for row in rows], record)
         if again is None:
             assert error is not None
@@ -157,8 +159,8 @@ def attempts(
 
 
 def _free(error: RuntimeError, model: nn.Module, device: torch.device) -> None:
-    # The traceback keeps the tensors of the failed pass alive, and empty_cache() could not give their memory back. A frame that
-    # is cleared still holds the closure of its function, such as the arguments of a module that failed: its lines alone stay.
+    # The traceback keeps the tensors of the failed pass alive, so empty_cache() could not free their memory. Even a cleared frame
+    # holds the closure of its function, such as the arguments of a module that failed. So only the text of the traceback is kept.
     error.add_note("".join(traceback.format_tb(error.__traceback__)))
     release_frames(error)
     cause: BaseException | None = error
@@ -170,15 +172,15 @@ def _free(error: RuntimeError, model: nn.Module, device: torch.device) -> None:
 
 
 def _cut_again(failed: int | None, tokens: RowTokens, rows: Sequence[int], record: OomRetry) -> list[list[int]] | None:
-    """Return smaller micro-batches of these rows; None on a rank that cannot continue.
+    """Return smaller micro-batches of these rows. None = the micro-batch of this rank that failed cannot be smaller.
 
     ``failed``: tokens of this rank's failed micro-batch; None = none failed.
     """
     every = _gathered((failed, tokens.select(rows)))
     own = dist.get_rank() if len(every) > 1 else 0
-    # The rank with the largest failed micro-batch is the one that is named.
+    # The rank with the largest failed micro-batch is named in the error.
     cost, worst = max((cost, rank) for rank, (cost, _) in enumerate(every) if cost is not None)
-    # Half, but no less than the longest row, which cannot be cut.
+    # Half the tokens, but at least those of the longest row, which cannot be cut.
     cap = max([cost // 2, *(length for _, share in every for length in share.row_lengths())])
     if cap >= cost:
         if failed is None:
@@ -197,7 +199,7 @@ def _cut_again(failed: int | None, tokens: RowTokens, rows: Sequence[int], recor
 
 
 def _on_any_rank(happened: bool, ranks: int) -> bool:
-    if ranks == 1 or active_fake_mode() is not None:  # fake tensors have no values, and never run out
+    if ranks == 1 or active_fake_mode() is not None:  # fake tensors have no values, and never run out of memory
         return happened
     with scope(tier=HOST):
         flag = torch.tensor(int(happened), dtype=torch.int32)
@@ -214,8 +216,8 @@ def _gathered(own: Any) -> list[Any]:
     return every
 
 
-# The collectives of a pass, by the names under which FSDP2 and this package look them up. They are the same in each attempt,
-# whatever its micro-batches hold.
+# The collectives of a pass, by the names that FSDP2 and this package call. Each attempt has the same collectives, whatever its
+# micro-batches hold.
 
 
 COLLECTIVES = (
@@ -231,8 +233,8 @@ COLLECTIVES = (
 
 @dataclass
 class _Calls:
-    issued: int = 0  # collectives of this process
-    leave_out: int = 0  # how many of the next collectives it skips
+    issued: int = 0  # number of collectives that this process has issued
+    leave_out: int = 0  # number of next collectives to skip
     inside: bool = False
 
 
@@ -252,11 +254,11 @@ def _counted_collectives() -> Iterator[_Calls]:
 def _counted(collective: Callable[..., Any], calls: _Calls) -> Callable[..., Any]:
     @wraps(collective)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        if calls.inside:  # one of them calls another
+        if calls.inside:  # one collective calls another
             return collective(*args, **kwargs)
         if calls.leave_out:
             calls.leave_out -= 1
-            # The output stays as it is, so that it costs nothing. It is all void; zeros are no denormal numbers.
+            # The results are void, so the output needs no values. Zeros keep later work from computing with denormal numbers.
             (args[0] if args else next(iter(kwargs.values()))).zero_()
             return None
         calls.inside = True
