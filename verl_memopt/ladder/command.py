@@ -1,4 +1,4 @@
-"""``verl-memopt knobs --measure``: measures the ladder, shows progress, and writes each row as soon as it is measured."""
+"""``verl-memopt knobs --measure``: measure the ladder, show progress, and write each row as soon as it is measured."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from verl_memopt.run.interrupts import Interrupts
 logger = logging.getLogger(__name__)
 
 WIDTH = 200
+"""Columns of the tables in the text file."""
 NAMES_WIDTH = 100
-"""Characters of a line below the chart."""
-"""Columns of the tables in a file, and the least on the screen."""
+"""Most characters per line below the chart."""
 
 
 @dataclass
 class LadderRecord:
-    """The rows measured so far, and the files that hold them; None = no file. Each new row rewrites the files."""
+    """The rows measured so far, and the files to which they are written (None = no file). Each row rewrites the files."""
 
     name: str
     work: UpdateSize
@@ -52,7 +52,7 @@ class LadderRecord:
     rows: list[Row] = field(default_factory=list)
 
     def add(self, row: Row) -> None:
-        """Add a measured row and write the files. A file that cannot be written is a UserError."""
+        """Add a measured row and write the files. Raises a UserError if a file cannot be written."""
         self.rows.append(row)
         if self.json_path is not None:
             replace_text(self.json_path, json.dumps(as_json(self.rows, self.work, self.name), indent=2) + "\n")
@@ -70,7 +70,7 @@ class LadderRecord:
 
 
 class LadderProgress:
-    """Shows on standard error which row is measured and how each ended: a bar on a terminal, plain lines elsewhere."""
+    """Shows on standard error which row is being measured and how each row ended: a bar on a terminal, otherwise lines."""
 
     def __init__(self, total: int, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, highlight=False)
@@ -123,11 +123,11 @@ def measure_ladder(
                 for row in run_ablation(str(model), work, extra, only, progress.begin):
                     record.add(row)
                     progress.end(row)
-                    # Python drops a KeyboardInterrupt that is raised inside a destructor, so look at the signal itself too.
+                    # Python drops a KeyboardInterrupt that is raised inside a destructor, so the signal itself is checked too.
                     if interrupts.requested:
                         break
         except KeyboardInterrupt:
-            # The signal decides the exit code below, after the rows so far are shown.
+            # The signal determines the exit code below, after the measured rows are shown.
             pass
         finally:
             if record.rows:
@@ -144,14 +144,14 @@ def measure_ladder(
     return 0
 
 
-# What ``verl-memopt knobs`` shows: the index of the knobs, and a measured ladder as tables and a chart.
+# A measured ladder as tables and as a chart.
 
 
 KINDS = ("params", "grads", "optimizer", "activations", "logits")
-"""Kinds with a column of their own; the rest is ``other``."""
+"""Kinds of bytes with a column of their own. All other kinds are summed as ``other``."""
 
 FAILED = "#b02a30"
-"""Colour of the words in the place of a bar."""
+"""Colour of the text that replaces the bar of a row that ran out of memory."""
 
 
 def ladder_tables(rows: Sequence[Row]) -> list[RenderableType]:
@@ -168,9 +168,9 @@ def ladder_tables(rows: Sequence[Row]) -> list[RenderableType]:
 
 
 def ladder_table(rows: Sequence[Row], all_off: Row | None = None) -> Table:
-    """Table of the given rows, in MiB: peak, share of all off, phases, kinds at the peak, host memory, seconds.
+    """Table of rows, in MiB: peak, peak / peak with all knobs off, phases, kinds at the peak, host memory, and seconds.
 
-    A row that ran out of memory has no peak, only the peaks of phases that ended before.
+    A row that ran out of memory has no overall peak, only the peaks of phases that ended before.
     """
     phases = list(dict.fromkeys(name for row in rows for name in row.phases))
     heads = ("peak\nMiB", "of\nall off", *(f"{name}\nMiB" for name in phases), *KINDS, "other", "host\nMiB", "s")
@@ -242,7 +242,7 @@ def _share(part: int | None, whole: int | None, digits: int) -> str:
 def draw_ladder(rows: Sequence[Row], path: Path, title: str) -> Path:
     """Draw each row's peak as a bar, stacked by kind. A row that ran out of memory gets a label instead of a bar.
 
-    Rows that save nothing, because their peak in MiB is that of the row before, have no bar: a line below the chart names them.
+    Rows whose peak in MiB equals that of the row before have no bar. A line below the chart names them.
     """
     unchanged = [row.knob for before, row in pairwise(rows) if _same_peak(before, row)]
     rows = [row for row in rows if row.knob not in unchanged]

@@ -1,4 +1,4 @@
-"""Measures the rows of the ladder: each is one real update of a model, with the bytes that it needed."""
+"""Measure the rows of the ladder: run one real update of a model per row, and record the bytes that it needs."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from verl_memopt.worker.trained_model import MiniBatch
 from verl_memopt.worker.worker import Worker
 
 ROUNDS = 2
-"""Optimizer steps of a row. The first, a short one, creates the optimizer state; the second is measured."""
+"""Optimizer steps per row. The first step is short and creates the optimizer state. The second is measured."""
 
 SHORT = 8
-"""Most tokens of a prompt, and of a response, in the first round."""
+"""Most tokens per prompt, and per response, in the first step."""
 
 
 def run_ablation(
@@ -49,17 +49,17 @@ def run_ablation(
     only: Sequence[str] = (),
     before: Callable[[str], None] = lambda knob: None,
 ) -> Iterator[Row]:
-    """Measure the rows in order, first the ablation and then the alternatives, and yield each as soon as it is measured.
+    """Measure the rows in order, first the ablation, then the alternatives. Yield each row as soon as it is measured.
 
     Args:
         model: Folder or hub id.
         work: The update that every row runs.
-        extra: Settings of every row, as ``key=value``.
-        only: Measure only the rows of these knobs and those they are compared with; empty = all.
-        before: Called with each row's knob before it is measured.
+        extra: Further settings of all rows, as ``key=value``.
+        only: Measure only the rows of these knobs, and the rows with which they are compared. Empty = all rows.
+        before: Called with the name of the row's knob before each measurement.
 
     Raises:
-        ConfigError: The model is not there, or a knob of ``only`` is not on the ladder.
+        ConfigError: The model does not exist, or a knob in ``only`` is not on the ladder.
     """
     folder = resolve_folder(model, "--model")
     measured: dict[str, tuple[Row, Shapes]] = {}
@@ -67,7 +67,7 @@ def run_ablation(
         before(plan.knob)
         row = measure_row(folder, work, plan.knob, plan.overrides, extra)
         row_shapes = shapes(folder, work, [*plan.overrides, *extra])
-        # The formulas are of a run without a critic.
+        # The formulas hold only for runs without a critic.
         if plan.base in measured and "update_critic" not in row.phases:
             base, base_shapes = measured[plan.base]
             row = with_savings(row, base, base_shapes, row_shapes)
@@ -76,21 +76,22 @@ def run_ablation(
 
 
 def measure_row(folder: Path, work: UpdateSize, knob: str, overrides: tuple[str, ...], extra: Sequence[str] = ()) -> Row:
-    """Warm up, run log-probs, update and weight sync with a row's settings, and return the bytes that they needed.
+    """Warm up, run log-probs, update and weight sync with the settings of a row, and return the bytes that they needed.
 
-    A row that runs out of device memory is a result too: its ``out_of_memory`` says where, and its memory is freed. Settings are
-    ``key=value``; those in ``extra`` win.
+    A row that runs out of device memory is a result too: ``out_of_memory`` says where, and its memory is freed. Settings are
+    ``key=value``; ``extra`` overrides ``overrides``.
     """
     settings = row_settings(str(folder), work, [*overrides, *extra])
     device = local_device(resolve_device(settings.trainer.device), 0)
     memories: list[PhaseMemory] = []
-    # The parts of a worker refer to each other, so the previous row is still in memory. It must not count towards this one.
+    # The parts of a worker refer to each other, so the worker of the previous row is still in memory. It must not count in this
+    # row.
     _free(device)
     host_bytes_before = host_allocator().held_bytes
     try:
         seconds, metrics = _update(settings, folder, work, device.type, memories)
     except DeviceMemoryError as error:
-        ran_out = error.figures  # not the error itself: its traceback holds the tensors of the row
+        ran_out = error.figures  # not the error itself, whose traceback keeps the tensors of the row alive
     else:
         highest = max(memories, key=lambda memory: memory.peak_allocated_bytes or 0)
         host_bytes = {memory.name: memory.host_buffer_bytes - host_bytes_before for memory in memories}
@@ -114,7 +115,7 @@ def measure_row(folder: Path, work: UpdateSize, knob: str, overrides: tuple[str,
 def _update(
     settings: Settings, folder: Path, work: UpdateSize, device: str, memories: list[PhaseMemory]
 ) -> tuple[float, dict[str, float]]:
-    # Run both rounds and return seconds and metrics of the second; its phases are appended to `memories`.
+    # Run both steps, and return the seconds and metrics of the second. Its phases are appended to `memories`.
     short = replace(work, prompt=min(SHORT, work.prompt), response=min(SHORT, work.response))
     group = LocalGroup(functools.partial(Worker, _plan(settings, folder)), device)
     try:
@@ -136,9 +137,9 @@ def _peaks(memories: Sequence[PhaseMemory]) -> dict[str, int]:
 
 
 def make_batch(work: UpdateSize, actor: Actor) -> RolloutBatch:
-    """Make rollouts of random tokens with random advantages, one prompt per group. Equal work gives equal rollouts.
+    """Make rollouts of random tokens with random advantages, one prompt per group. Equal ``work`` gives equal rollouts.
 
-    ``actor`` says how the passes compute prompts.
+    The settings of ``actor`` say whether a group computes its prompt once.
     """
     generator = torch.Generator().manual_seed(work.seed)
 
@@ -174,7 +175,7 @@ def _plan(settings: Settings, folder: Path) -> WorkerPlan:
 
 
 def _round(group: Any, settings: Settings, batch: RolloutBatch, memories: list[PhaseMemory]) -> dict[str, float]:
-    # Run the phases of one update and return its metrics; each phase is appended to `memories` as it ends.
+    # Run the phases of one update and return its metrics. Each phase is appended to `memories` when it ends.
     names = [f"row {index}" for index in range(batch.num_rows)]
     bins = (cut_ranks([batch.row_tokens()], [names], budget)[0] for budget in budgets(settings.actor_rollout_ref))
     update_bins, old_bins, ref_bins = bins
@@ -194,7 +195,7 @@ def _round(group: Any, settings: Settings, batch: RolloutBatch, memories: list[P
         batch.old_values = call("values", "values", batch, values_bins)
         assert batch.advantages is not None
         batch.returns = batch.old_values + batch.advantages
-    # Losses that act on some tokens only get them chosen here, as in a training step.
+    # For losses that act on only some tokens, the tokens are chosen here, as in a training step.
     batch = with_selection(batch, range(batch.num_rows), settings.actor_rollout_ref.actor, seed=0)
     counts = GlobalCounts(float(batch.responses.lengths.sum()), float(batch.num_rows))
     if batch.returns is not None:
@@ -205,7 +206,7 @@ def _round(group: Any, settings: Settings, batch: RolloutBatch, memories: list[P
 
 
 def shapes(folder: Path, work: UpdateSize, overrides: Sequence[str]) -> Shapes:
-    """Return the sizes that the knobs' formulas read, for a model and a row's settings. No weights are loaded."""
+    """Return the sizes that the formulas of knobs use, for a model and the settings of a row. No weights are loaded."""
     settings = row_settings(str(folder), work, overrides)
     roles = settings.actor_rollout_ref
     tokens = make_batch(work, roles.actor).row_tokens()
@@ -216,7 +217,7 @@ def shapes(folder: Path, work: UpdateSize, overrides: Sequence[str]) -> Shapes:
     return replace(found, suffix_tokens=tokens.suffixes(largest), skipped=tokens.skipped(largest))
 
 
-# The rows of the ladder: their order, the settings of each, and the work that all of them do.
+# The rows of the ladder: their order, the settings of each row, and the update that all rows run.
 
 
 ALL_OFF = "all off"
@@ -225,15 +226,16 @@ ALL_OFF = "all off"
 ROWS = sorted((knob.row.place, knob.name, knob.row) for knob in knobs() if knob.row is not None)
 
 ABLATION = tuple(name for _, name, row in ROWS if not row.on_top_of)
-"""Knobs in the order in which the rows switch them on. Those that change no number come first, precision last."""
+"""Knobs in the order in which the rows turn them on. Knobs that do not change results come first, precision comes last."""
 
 ALTERNATIVES = {name: row.on_top_of for _, name, row in ROWS if row.on_top_of}
-"""Knob -> the row to which it is added. Each has a row beside the ablation, as it conflicts with a knob of a later row there."""
+"""Knob -> the row to which it is added. These knobs have rows beside the ablation, because they conflict with knobs of later
+rows."""
 
 
 @dataclass(frozen=True)
 class UpdateSize:
-    """The update that every row runs: rollouts, tokens of each prompt and response, rollouts per prompt (``group``), seed."""
+    """The update that each row runs: rollouts, tokens per prompt and per response, rollouts per prompt (``group``), seed."""
 
     rows: int = 8
     prompt: int = 1024
@@ -248,7 +250,7 @@ class UpdateSize:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """A row to measure: its knob, its settings as ``key=value``, and the knob of the row it is compared with; "" = none."""
+    """A row to measure: its knob, its settings (``key=value``), and the knob of the row to compare it with ("" = none)."""
 
     knob: str
     overrides: tuple[str, ...]
@@ -256,10 +258,10 @@ class RowPlan:
 
 
 def row_settings(folder: str, work: UpdateSize, overrides: Sequence[str]) -> Settings:
-    """Return the settings of a row: one optimizer step over all rollouts, in this process, with transformers' generation.
+    """Return the settings of a row: one optimizer step over all rollouts, in this process, with the hf engine.
 
-    With ``algorithm.adv_estimator=gae`` the row has a critic, whose own knobs are set like the policy's. ``overrides`` win over
-    the settings that all rows share. An unknown or invalid one is a ConfigError.
+    With ``algorithm.adv_estimator=gae`` the row has a critic, whose knobs are set like those of the policy. ``overrides`` replace
+    settings that all rows share. Raises a ConfigError if one of them is unknown or invalid.
     """
     shared = {
         "data.train_files": "none", "data.val_files": None, "data.seed": work.seed,
@@ -283,7 +285,7 @@ def row_settings(folder: str, work: UpdateSize, overrides: Sequence[str]) -> Set
 
 
 def plan_rows(work: UpdateSize) -> list[RowPlan]:
-    """Plan every row: all knobs off, then one more on in each row until all are on, then the alternatives."""
+    """Plan all rows: first all knobs off, then one more knob on per row until all are on, then the alternatives."""
     rows = {name: row for _, name, row in ROWS}
     state = {key: text for row in rows.values() for key, text in _pairs(row.off, work)}
     plans = [RowPlan(ALL_OFF, _overrides(state))]
@@ -298,7 +300,7 @@ def plan_rows(work: UpdateSize) -> list[RowPlan]:
 
 
 def choose_rows(work: UpdateSize, only: Sequence[str] = ()) -> list[RowPlan]:
-    """Return the rows to measure, in order: all, or those of the knobs in ``only`` and the rows they are compared with.
+    """Return the rows to measure, in order: all rows, or the rows of ``only`` and the rows with which they are compared.
 
     Raises:
         ConfigError: A knob is not on the ladder.
@@ -323,11 +325,11 @@ def _overrides(state: dict[str, str]) -> tuple[str, ...]:
     return tuple(f"{key}={text}" for key, text in state.items())
 
 
-# What the ladder records of one row, and the whole ladder as plain values for JSON.
+# The record of one row, and the whole ladder as plain values for JSON.
 
 
 HOST = "host buffers"
-"""Stands for the bytes in host buffers where a claim names a kind."""
+"""Kind that a claim uses for bytes in host buffers."""
 
 OK = "ok"
 OUT_OF_MEMORY = "out of memory"
@@ -335,9 +337,9 @@ OUT_OF_MEMORY = "out of memory"
 
 @dataclass(frozen=True)
 class Saving:
-    """One saving that a row's knob promises, and the measured one.
+    """One saving that the knob of a row promises, and the measured saving.
 
-    ``measured_bytes``: None if the row or the one it is compared with ran out of memory.
+    ``measured_bytes`` is None if this row, or the row with which it is compared, ran out of memory.
     """
 
     phase: str
@@ -348,24 +350,24 @@ class Saving:
 
 @dataclass(frozen=True)
 class Row:
-    """One measured row of the ladder. A row that ran out of memory has None for every figure of the whole update.
+    """One measured row of the ladder. If it ran out of memory, each figure of the whole update is None.
 
-    ``overrides`` are all its settings, ``base`` is the knob of the row that it is compared with.
+    ``overrides`` are all settings of the row. ``base`` is the knob of the row with which it is compared.
     """
 
     knob: str
     overrides: tuple[str, ...]
     phases: dict[str, int]
-    """Phase -> peak of live tensor bytes on the device, of those that ended."""
+    """Phase -> peak of live tensor bytes on the device, for phases that ended."""
     kinds: dict[str, int] = field(default_factory=dict)
-    """Kind -> bytes at the moment of the highest peak."""
+    """Kind -> bytes at the highest peak of all phases."""
     peak_device_bytes: int | None = None
     host_bytes: int | None = None
     seconds: float | None = None
     loss: float | None = None
     grad_norm: float | None = None
     phase_kinds: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Phase -> kind -> the most bytes of that kind. The kinds of a phase peak at different moments."""
+    """Phase -> kind -> most bytes of that kind. The kinds of a phase may peak at different moments."""
     savings: tuple[Saving, ...] = ()
     base: str = ""
     out_of_memory: OutOfMemory | None = None
@@ -376,7 +378,7 @@ class Row:
 
 
 def with_savings(row: Row, base: Row, before: Shapes, after: Shapes) -> Row:
-    """Add the savings of a row over ``base``: what the knob's formulas predict, and what was measured."""
+    """Add the savings of a row compared with ``base``: those that the knob's formulas predict, and those measured."""
     savings = []
     for claim in knob_named(row.knob).claims:
         measured = None

@@ -1,9 +1,14 @@
-"""Micro-batches packed by tokens under a hard limit.
+"""Pack rows into micro-batches by tokens, under a hard cap.
 
-Bytes saved: let T be the tokens computed at once without a limit, and t those of the fullest micro-batch under it. Activations
-fall by (T - t) x (L x A / T + 2 x (I + h) x b) bytes. A / T is what a block keeps of one token. The second term is what the
-backward of an MLP holds. No micro-batch has more tokens than the limit, whatever the lengths of its rows. Fixed numbers of rows
-need more micro-batches. If they are padded to the longest row, they compute 4.9 to 9.2 times as many tokens.
+Bytes saved: let T be the tokens that are computed at once without a cap, and t those of the fullest micro-batch under the cap.
+Activations fall by
+
+(T - t) x (L x A / T + 2 x (I + h) x b) bytes,
+
+where L counts the blocks and A / T is what a block keeps per token. The second term is what the backward of an MLP holds: I is
+its width, h the hidden size, and b the bytes per element. No micro-batch has more tokens than the cap, whatever the lengths of
+its rows. Micro-batches of a fixed number of rows would be more. Padded to the longest row, they compute 4.9 to 9.2 times as many
+tokens.
 """
 
 from __future__ import annotations
@@ -21,19 +26,20 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.token_budget import BUDGET_KEY
 
 REFINEMENT_WORK = 200_000
-"""Most candidates looked at per call, over all refinements: 10,000 rows take 20 to 40 ms on one core."""
+"""Most candidates that one call examines, over all refinements. 10,000 rows take 20 to 40 ms on one core."""
 
 SCAN_WORK = 16
-"""Cost of placing one row before any candidate is tried, in the same unit."""
+"""Cost of placing one row without its candidates, in the same unit."""
 
 FINEST = 16
-"""Largest k of the rounded weights in :func:`lower_bound`. With more rows in a bin than that, counting them helps little."""
+"""Largest k in :func:`lower_bound`. Larger values hardly improve the bound."""
 
 MOST_SWAPS = 100
-"""Most swaps of :func:`balance`; a handful is usual."""
+"""Most swaps in :func:`balance`. Usually there are a few."""
 
 REFINEMENTS = ((32, False), (64, True), (128, False), (256, True), (4, False), (16, False))
-"""(candidates per bin, spread over all rows or the largest that fit), tried in turn until one reaches the lower bound."""
+"""(candidates per bin, whether they are spread over all rows or the largest that fit). They are tried in order until one reaches
+the lower bound."""
 
 
 def pack(
@@ -41,9 +47,9 @@ def pack(
 ) -> list[list[int]]:
     """Pack rows into micro-batches (ascending lists of row indices) of at most ``budget`` tokens each.
 
-    The algorithm is best-fit-decreasing. If it needs more bins than :func:`lower_bound`, each bin is also filled as tightly as
-    singles and pairs allow, and the fewest bins win. Equal lengths give equal bins. With fewer rows than ``num_bins_at_least``
-    the last bins are empty.
+    The algorithm is best-fit-decreasing. If it needs more bins than :func:`lower_bound`, a second algorithm fills each bin as
+    tightly as possible with single rows and pairs, and the result with fewer bins is used. Equal ``lengths`` always give equal
+    bins. With fewer rows than ``num_bins_at_least`` the last bins are empty.
 
     Raises:
         ConfigError: A row exceeds the budget. The message names ``key``, the row, its length and the smallest budget that works.
@@ -69,10 +75,10 @@ def pack_fixed(num_rows: int, rows_per_bin: int) -> list[list[int]]:
 
 
 def split_to_count(bins: Sequence[Sequence[int]], count: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Split the largest bins until there are exactly ``count``, so that every rank runs as many micro-batches as the busiest.
+    """Split the largest bins until there are exactly ``count``, so that all ranks run equally many micro-batches.
 
-    ``count`` is at least the number of bins. A bin of one row cannot be split: with fewer rows than ``count`` the last bins are
-    empty lists. The size of a bin is the sum of its rows' ``lengths``.
+    ``count`` is at least the number of bins. A bin of one row cannot be split, so with fewer rows than ``count`` the last bins
+    are empty lists. The size of a bin is the sum of the ``lengths`` of its rows.
     """
     assert count >= len(bins), (count, len(bins))
     result = [list(rows) for rows in bins]
@@ -93,13 +99,17 @@ def split_to_count(bins: Sequence[Sequence[int]], count: int, lengths: Sequence[
 
 
 def lower_bound(lengths: Sequence[int], budget: int) -> int:
-    """Return a number of bins that no packing can beat: Fekete and Schepers' bound from dual feasible functions.
+    """Return a lower bound on the number of bins: the bound of Fekete and Schepers from dual feasible functions.
 
-    Each function maps lengths, as shares of the budget, to weights whose sum in a bin is at most 1. So the sum of all weights is
-    a bound. For each threshold a (0 and every length up to half the budget), rows below a weigh nothing and rows above
-    ``budget - a`` weigh 1. The others weigh their share, which gives Martello and Toth's L2. Or they weigh their share x rounded
-    down to k-ths as floor((k + 1) x) / k (x itself where (k + 1) x is whole), which knows that a bin has room for at most two
-    rows over a third of the budget. Source: S. Fekete, J. Schepers, Mathematical Programming 91 (2001).
+    Each function maps x, the length of a row divided by the budget, to a weight. The weights of the rows in one bin sum to at
+    most 1, so the sum of all weights is a lower bound. There is a threshold a, which is 0 or any length up to half the budget.
+    Rows shorter than a weigh 0, and rows longer than ``budget - a`` weigh 1. All other rows weigh x, which gives the bound L2 of
+    Martello and Toth, or
+
+    floor((k + 1) x) / k, or x itself if (k + 1) x is a whole number.
+
+    With k = 2, for example, two rows over a third of the budget fill a bin. Source: S. Fekete, J. Schepers, Mathematical
+    Programming 91 (2001).
     """
     rows = np.sort(np.asarray(lengths, dtype=np.int64))
     if not rows.size:
@@ -108,7 +118,7 @@ def lower_bound(lengths: Sequence[int], budget: int) -> int:
     first, last = np.searchsorted(rows, thresholds, "left"), np.searchsorted(rows, budget - thresholds, "right")
     bound = 0
     for parts in range(1, FINEST + 1):
-        # Weights times parts * budget, so that they are whole numbers.
+        # All weights are multiplied by parts * budget, so that they are whole numbers.
         scaled = (parts + 1) * rows
         rounded = np.where(scaled % budget == 0, parts * rows, scaled // budget * budget)
         for weights in (rounded, parts * rows) if parts == 1 else (rounded,):
@@ -119,11 +129,11 @@ def lower_bound(lengths: Sequence[int], budget: int) -> int:
 
 
 def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Divide units over ``num_parts`` ranks, equally many each and with nearly equal total cost, as ascending index lists.
+    """Divide units over ``num_parts`` ranks, as ascending index lists of equal length and nearly equal total cost.
 
-    The most expensive unit goes to the cheapest part that still has room. Then units are swapped between the most expensive and
-    the cheapest part while that helps. (Karmarkar-Karp under equal counts leaves 9 % more on the most expensive of 8 parts of
-    log-normal rows; this leaves under 0.1 %.) The number of units must be a multiple of ``num_parts``.
+    Units go, most expensive first, to the cheapest part that still has room. Then units are swapped between the most expensive
+    and the cheapest part as long as that helps. With log-normal rows and 8 parts, the most expensive part is less than 0.1 %
+    above the mean; Karmarkar-Karp with equal counts leaves 9 %. The number of units must be a multiple of ``num_parts``.
     """
     assert len(costs) % num_parts == 0, (len(costs), num_parts)
     weights = list(map(float, costs))
@@ -140,7 +150,7 @@ def _dearest_to_cheapest(weights: list[float], num_parts: int) -> list[list[int]
     for unit in sorted(range(len(weights)), key=lambda unit: (-weights[unit], unit)):
         total, part = heapq.heappop(heap)
         parts[part].append(unit)
-        # A part that has its full number of units leaves the heap, so that no part gets more rows than another.
+        # A part that has its full number of units leaves the heap, so that no part gets more units than another.
         if len(parts[part]) * num_parts < len(weights):
             heapq.heappush(heap, (total + weights[unit], part))
     return parts
@@ -152,7 +162,7 @@ def _swap_once(weights: list[float], parts: list[list[int]]) -> bool:
     gap = max(totals) - min(totals)
     cheap.sort(key=lambda unit: (weights[unit], unit))
     values = [weights[unit] for unit in cheap]
-    # A gain within the rounding of the sums does not count; otherwise two parts could swap the same units for ever.
+    # A gain within the rounding error of the sums does not count. Otherwise two parts could swap the same units forever.
     best, choice = gap * (1 - 1e-9), None
     for place, unit in enumerate(dear):
         nearest = bisect_right(values, weights[unit] - gap / 2)
@@ -184,7 +194,7 @@ def _longest_first(lengths: list[int]) -> list[int]:
 def _best_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
     # Put each row, longest first, into the fullest bin with room for it.
     bins: list[list[int]] = []
-    # Bins in order of room, each as one number: room * number of rows + bin.
+    # The bins in order of room, each as one number: room * number of rows + index of the bin.
     stride, rooms = max(len(lengths), 1), list[int]()
     for row in _longest_first(lengths):
         length = lengths[row]
@@ -200,7 +210,8 @@ def _best_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
 
 
 def _tight_fill(lengths: list[int], budget: int, candidates: int, spread: bool) -> list[list[int]]:
-    # Fill one bin at a time: the longest row left, then repeatedly the single row or pair that leaves the least room.
+    # Fill one bin after another: first with the longest row left, then repeatedly with the single row or pair that leaves the
+    # least room.
     rows = _longest_first(lengths)[::-1]
     left = [lengths[row] for row in rows]
     bins = []
@@ -215,7 +226,7 @@ def _tight_fill(lengths: list[int], budget: int, candidates: int, spread: bool) 
 
 
 def _best_single_or_pair(left: list[int], room: int, candidates: int, spread: bool) -> tuple[int, ...]:
-    # Positions, descending, in the ascending list `left` whose sum comes closest to `room`.
+    # Return one or two positions, descending, in the ascending list `left`. Their values sum to as much of `room` as possible.
     largest = bisect_right(left, room) - 1
     choice: tuple[int, ...] = (largest,)
     best = left[largest]
@@ -230,23 +241,24 @@ def _best_single_or_pair(left: list[int], room: int, candidates: int, spread: bo
 
 
 def _halve(rows: list[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    # Cut a bin of at least two rows into two non-empty halves of nearly equal size, the heavier first.
+    # Cut a bin of at least two rows into two non-empty halves of nearly equal size.
     halves: tuple[list[int], list[int]] = ([], [])
     sizes = [0, 0]
     for row in sorted(rows, key=lambda row: (-lengths[row], row)):
-        # The last clause keeps the second half from staying empty where the first row weighs nothing.
+        # The last clause gives the second half a row even if the first row has length 0.
         lighter = 0 if sizes[0] <= sizes[1] and not (halves[0] and not halves[1]) else 1
         halves[lighter].append(row)
         sizes[lighter] += lengths[row]
     return sorted(halves[0]), sorted(halves[1])
 
 
-# Count the tokens that rows compute, and cut rows into micro-batches, where the rows of a group compute their prompt once.
+# Count the tokens that rows compute, and cut rows into micro-batches. Rows of a group compute their prompt only once.
 #
-# The caller says which rows form a group. A row alone in its group computes its prompt by itself.
+# The caller determines which rows form a group. A row that is alone in its group computes its prompt by itself.
 
 SKIPPED_SHARE = 1 / 8
-"""Least share of a pack's tokens that is worth skipping. Below it, copies of the other tokens cost more bytes than it saves."""
+"""Smallest share of a micro-batch's tokens that is worth skipping. With a smaller share, copies of the other tokens take more
+bytes than skipping saves."""
 
 
 def skipped_if_many(skipped: int, tokens: int) -> int:
@@ -258,11 +270,11 @@ class RowTokens:
     """The tokens that a pass computes for some rows, one entry per row."""
 
     prompts: tuple[int, ...]
-    """Tokens of the prompt. This and ``answers`` are 0 for a row with an empty response, which is not computed."""
+    """Tokens of the prompt. Prompt and answer are 0 for a row with an empty response, which is not computed."""
     answers: tuple[int, ...]
-    """Tokens of the response without its last, which predicts nothing."""
+    """Tokens of the response, except the last token, which predicts nothing."""
     groups: tuple[int, ...]
-    """Rows with the same number compute their prompt once, together."""
+    """Group of each row. Rows with the same number compute their prompt once, together."""
 
     @classmethod
     def alone(cls, tokens: Sequence[int]) -> RowTokens:
@@ -304,7 +316,7 @@ class RowTokens:
 def pack_groups_under(tokens: RowTokens, budget: int, names: Sequence[str], key: str = BUDGET_KEY) -> list[list[int]]:
     """Pack rows into micro-batches that compute at most ``budget`` tokens each.
 
-    A group stays whole where it fits. Otherwise it is cut into as few parts as its answers allow, each with the prompt.
+    A group stays whole if it fits. Otherwise it is cut into as few parts as its answers allow, and each part includes the prompt.
 
     Raises:
         ConfigError: A single row exceeds the budget. The message names ``key`` and the row.
@@ -313,7 +325,7 @@ def pack_groups_under(tokens: RowTokens, budget: int, names: Sequence[str], key:
     chained: list[list[int]] = []
     for family in tokens.families():
         parts = _parts(tokens, family, budget, names, key)
-        # Parts that reuse one prefix KV stay neighbours, and share no micro-batch with others.
+        # Parts that reuse the keys and values of one prompt stay neighbours, and share no micro-batch with other rows.
         (chained if len(parts) > 1 and chains(parts, tokens) == [parts] else units).extend(parts)
     costs = [tokens.cost(unit) for unit in units]
     bins = pack(costs, budget, 0 if chained else 1, names=[names[unit[0]] for unit in units], key=key)
@@ -321,26 +333,26 @@ def pack_groups_under(tokens: RowTokens, budget: int, names: Sequence[str], key:
 
 
 def chains(micro_batches: Sequence[Sequence[int]], tokens: RowTokens) -> list[list[Sequence[int]]]:
-    """Return micro-batches in order; those that reuse one prefix KV are together.
+    """Return the micro-batches in order, in lists (chains) that reuse the keys and values of one prompt (prefix KV).
 
-    A chain consists of neighbours of one group whose answers are no longer than the prompt, so that each would compute more
-    prompt than answers.
+    A chain consists of neighbours of one group. In each of them the answers are no longer than the prompt, so that computing the
+    prompt again would cost more than the answers do.
     """
 
     def prompt_of(rows: Sequence[int]) -> object:
         groups = {tokens.groups[row] for row in rows}
         answers = sum(tokens.answers[row] for row in rows)
         reused = len(groups) == 1 and 0 < answers <= max(tokens.prompts[row] for row in rows)
-        return groups.pop() if reused else object()  # which equals no other, so that these rows stay alone
+        return groups.pop() if reused else object()  # equal to no other key, so that these rows are a chain of their own
 
     return [list(chain) for _, chain in groupby(micro_batches, prompt_of)]
 
 
 class Cut(list[list[int]]):
-    """The rows of each micro-batch of one of several ranks, and in which of them the ranks carry a prompt.
+    """The rows of each micro-batch of one rank out of several, and the micro-batches in which the ranks carry a prompt.
 
-    ``spans`` are the numbers of micro-batches over which a prompt is carried. They come first, and are the same on all ranks,
-    since the forward and the backward of a prompt have collectives of their own.
+    A span is some neighbouring micro-batches over which a prompt's keys and values are carried, and ``spans`` are their lengths.
+    Spans come first, and are the same on all ranks, because forward and backward of a prompt have collectives of their own.
     """
 
     def __init__(self, micro_batches: Iterable[list[int]] = (), spans: Sequence[int] = ()) -> None:
@@ -349,9 +361,9 @@ class Cut(list[list[int]]):
 
 
 def spans(micro_batches: Sequence[Sequence[int]], tokens: RowTokens) -> list[tuple[Sequence[Sequence[int]], int | None]]:
-    """Group micro-batches, in order, by carried prompt; with each group, how many of its first micro-batches read the prompt.
+    """Group micro-batches, in order, by carried prompt. Return each group and how many of its first micro-batches read it.
 
-    On several ranks that may be none. None stands for a micro-batch without a carried prompt.
+    On several ranks that number may be 0. None = a micro-batch without a carried prompt.
     """
     if not isinstance(micro_batches, Cut):
         return [(chain, len(chain) if len(chain) > 1 else None) for chain in chains(micro_batches, tokens)]
@@ -366,11 +378,11 @@ def spans(micro_batches: Sequence[Sequence[int]], tokens: RowTokens) -> list[tup
 
 
 def alike(cut: Sequence[list[list[int]]], tokens_per_rank: Sequence[RowTokens]) -> Sequence[list[list[int]]]:
-    """Reorder the micro-batches of all ranks into one common order of forwards and backwards (arXiv 2606.01143).
+    """Reorder the micro-batches of all ranks, so that all have the same order of forwards and backwards (arXiv 2606.01143).
 
-    The chains of all ranks come first, each rank's longest one in the first span, and so on. A rank with no chain for a span, or
-    a shorter one, fills the span with its other micro-batches, and then with empty ones. What is left follows, split so that all
-    ranks have equally many. A single rank keeps its order.
+    Chains come first: the longest chain of each rank in the first span, the second longest in the second span, and so on. A rank
+    without a chain for a span, or with a shorter one, fills the span with its other micro-batches, and then with empty ones. The
+    remaining micro-batches follow, split so that all ranks have equally many. A single rank keeps its order.
     """
     if len(cut) == 1:
         return cut
@@ -396,11 +408,11 @@ def _parts(tokens: RowTokens, family: list[int], budget: int, names: Sequence[st
     if len(family) == 1 or tokens.cost(family) <= budget:
         return [family]
     alone = tokens.row_lengths()
-    # Packed only for its check: a row that does not fit by itself is refused here, by its name.
+    # Called only for its check, which refuses a single row that does not fit, and names it.
     pack([alone[row] for row in family], budget, names=[names[row] for row in family], key=key)
     prompt = max(tokens.prompts[row] for row in family)
     answers = [tokens.answers[row] for row in family]
-    # Answers of one token compute nothing beyond the prompt, so there is nothing to divide.
+    # Answers of one token compute nothing beyond the prompt, so there is nothing to cut.
     if not any(answers):
         return [family]
     return [[family[place] for place in places] for places in pack(answers, budget - prompt, key=key)]

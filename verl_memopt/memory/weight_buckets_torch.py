@@ -1,12 +1,12 @@
-"""Weights from a sharded policy to the engine, a bucket at a time: cast on the shard, gathered, written in place row by row.
+"""Send weights from a sharded policy to the engine in buckets: cast each shard, gather, and write rows in place.
 
-A stream of weights between models consists of whole tensors, or of ranges of their rows.
+Weights are sent as a stream of whole tensors, or of ranges of their rows.
 
-Bytes saved: without buckets a sync holds the largest gathered tensor in the masters' dtype: b_w x V x h bytes for an embedding,
-3.48 GiB in fp32 for an 8B model. With buckets it holds B = megabytes x 2^20 bytes, or the whole model in the engine's dtype if
-that is smaller. A bucket is one buffer that is used again and again. On W ranks it has W + 1 equal parts: one for each rank to
-fill, and one that this rank sends. A tensor larger than the bucket is sent in row ranges. One rank alone holds nothing, because
-the engine copies and casts straight from the shard.
+Bytes saved: without buckets a sync holds the largest gathered tensor in the dtype of the trainer's weights. That is b_w x V x h
+bytes for an embedding (bytes per weight x vocabulary x hidden size), 3.48 GiB in fp32 for an 8B model. With buckets it holds
+megabytes x 2^20 bytes, or the whole model in the engine's dtype if that is smaller. All buckets use one buffer. On W ranks it has
+W + 1 equal parts: one for the data of each rank, and one for the data that this rank sends. A tensor larger than the bucket is
+sent in ranges of rows. A single rank needs no buffer, because the engine copies and casts straight from the shard.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from verl_memopt.observe.phase import MIB
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """Rows of the tensor ``name``, from ``start`` on. ``shape`` is that of the whole tensor."""
+    """Rows of the tensor ``name``, starting at row ``start``. ``shape`` is the shape of the whole tensor."""
 
     name: str
     shape: torch.Size
@@ -44,7 +44,7 @@ class WeightSlice:
 
 
 Weights = Iterable[tuple[str, Tensor] | WeightSlice]
-"""A stream of whole tensors, or of slices that together make them up, in any order of rows."""
+"""A stream of whole tensors, or of slices that together contain all rows of each tensor, in any order."""
 
 
 def num_rows(shape: torch.Size) -> int:
@@ -56,7 +56,7 @@ def as_slice(item: tuple[str, Tensor] | WeightSlice) -> WeightSlice:
 
 
 def joined(slices: Weights, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Assemble slices into (name, whole tensor of ``dtype``); holds one tensor at a time beyond what the stream holds."""
+    """Assemble slices into (name, whole tensor of ``dtype``). This holds one tensor at a time, beside what the stream holds."""
     pending: dict[str, tuple[Tensor, int]] = {}
     for item in slices:
         part = as_slice(item)
@@ -64,7 +64,7 @@ def joined(slices: Weights, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
             yield part.name, part.tensor.to(dtype)
             continue
         if part.name not in pending:
-            # Room for the whole tensor, and the number of rows that are missing.
+            # The whole tensor, and the number of rows that are still missing.
             pending[part.name] = torch.empty(part.shape, dtype=dtype, device=part.tensor.device), part.shape[0]
         whole, missing = pending.pop(part.name)
         whole[part.start : part.stop].copy_(part.tensor)
@@ -72,9 +72,9 @@ def joined(slices: Weights, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
             pending[part.name] = whole, missing - (part.stop - part.start)
         else:
             yield part.name, whole
-        # Otherwise this name would keep the tensor alive while the next one is allocated.
+        # Otherwise this variable would keep the tensor alive while the next one is allocated.
         del whole
-    assert not pending, f"rows never came of {', '.join(pending)}"
+    assert not pending, f"rows are missing of {', '.join(pending)}"
 
 
 KIND = "sync bucket"
@@ -100,9 +100,9 @@ class _Part:
 def weight_slices(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_megabytes: int) -> Iterator[WeightSlice]:
     """Yield every row of every tensor once on every rank, in the order of ``weights``.
 
-    A slice may share memory with the parameter or with the bucket, so use it before asking for the next. Parameters are plain or
-    sharded on their first dimension (DTensor). All ranks must consume in step. Gathered slices are cast to ``dtype`` before they
-    are sent; the receiver casts the others.
+    A slice may share memory with the parameter or with the bucket, so use each slice before you take the next. Parameters are
+    plain, or sharded on their first dimension (DTensor). All ranks must iterate in step. Gathered slices are cast to ``dtype``
+    before they are sent. The receiver casts the others.
     """
     bucket: _Bucket | None = None
     for name, weight in weights:
@@ -111,7 +111,7 @@ def weight_slices(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, buc
             if bucket is not None:
                 yield from bucket.flush()
             plain = held.to_local() if isinstance(held, DTensor) else held
-            # Nothing to gather, and nothing cast: the receiver copies from the parameter itself.
+            # Nothing is gathered or cast: the receiver copies from the parameter itself.
             yield WeightSlice(name, plain.shape, 0, plain)
             continue
         if bucket is None:
@@ -124,20 +124,20 @@ def weight_slices(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, buc
 class _Bucket:
     def __init__(self, group: dist.ProcessGroup | None, ranks: int, dtype: torch.dtype, limit: int) -> None:
         self._group, self._ranks, self._dtype = group, ranks, dtype
-        # One part for each rank's rows, and one that this rank sends.
+        # One part for the rows of each rank, and one for the rows that this rank sends.
         self._limit = limit // (ranks + 1)
         self._parts: list[_Part] = []
         self._held = 0
         self._buffer: Tensor | None = None
 
     def add(self, name: str, weight: DTensor) -> Iterator[WeightSlice]:
-        # FSDP cuts the first dimension into ceil(rows / ranks): every shard but the last ones is full.
+        # FSDP cuts the first dimension into shards of ceil(rows / ranks) rows. Only the last shards may have fewer.
         shard_rows = -(-weight.shape[0] // self._ranks)
         row, first = prod(weight.shape[1:]), 0
         while first < shard_rows:
             if self._parts and self._held + row > self._limit:
                 yield from self.flush(self._limit)
-            # At least one row, so that a row that is longer than the buffer is still sent.
+            # At least one row, so that a row larger than the bucket is still sent.
             rows = min(shard_rows - first, max((self._limit - self._held) // max(row, 1), 1))
             self._parts.append(_Part(name, weight, shard_rows, first, rows))
             self._held += rows * row
@@ -148,15 +148,15 @@ class _Bucket:
             return
         parts, length = self._parts, self._held
         self._parts, self._held = [], 0
-        # Room also for `expected` elements, which later flushes need.
+        # The buffer also has room for `expected` elements, which later flushes need.
         received, sent = self._room(parts[0].weight.device, length, expected)
         start = 0
         for part in parts:
             own = part.weight.to_local()[part.first : part.first + part.rows]
-            # Where this rank's shard is short, the rest is left as it is and never read.
+            # If this rank's shard has fewer rows, the rest keeps old values, which are never read.
             sent[start : start + own.numel()].view(own.shape).copy_(own)
             start += part.elements
-        # One collective for all parts: each rank sends as many elements, padding included.
+        # One collective for all parts. Each rank sends equally many elements, padding included.
         dist.all_gather_into_tensor(received, sent, group=self._group)
         start = 0
         for part in parts:
@@ -164,7 +164,8 @@ class _Bucket:
             start += part.elements
 
     def _room(self, device: torch.device, length: int, expected: int) -> tuple[Tensor, Tensor]:
-        # One buffer for all buckets; otherwise a receiver that still holds the last slice would keep a second bucket alive.
+        # One buffer for all buckets. With a new buffer each time, a receiver that still holds the last slice would keep a second
+        # one alive.
         if self._buffer is None or self._buffer.numel() < (self._ranks + 1) * length:
             self._buffer = None
             with scope(kind=KIND):
@@ -176,7 +177,7 @@ class _Bucket:
 def _slices(part: _Part, gathered: Tensor) -> Iterator[WeightSlice]:
     shape = part.weight.shape
     for rank, own in enumerate(gathered):
-        # Shards are full but for the last ones, so rows past the end of the tensor are padding.
+        # The last shards may have fewer rows, so rows past the end of the tensor are padding.
         start = rank * part.shard_rows + part.first
         stop = min(start + part.rows, (rank + 1) * part.shard_rows, shape[0])
         if stop > start:
