@@ -1,4 +1,4 @@
-"""The device of a process. No other file names an accelerator's API."""
+"""The device of a process. Only this file uses the API of an accelerator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from verl_memopt.errors import ConfigError
 DEVICES = ("auto", "cuda", "cpu")
 
 Done: TypeAlias = torch.cuda.Event | None
-"""The end of work queued on a stream. None on a CPU."""
+"""An event that marks the end of work queued on a stream. None on a CPU."""
 
 
 def resolve_device(name: str) -> str:
@@ -65,7 +65,7 @@ def limited_threads(num_processes: int) -> Iterator[None]:
 
 
 def backend(device: torch.device) -> str:
-    # The collective backend of a device. CPU tensors always use gloo.
+    # The backend of collectives. CPU tensors always use gloo.
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
@@ -113,17 +113,18 @@ def record_allocations() -> None:
 
 
 def write_allocations(path: Path) -> None:
-    """Write the allocator's blocks and history to a file that https://pytorch.org/memory_viz shows."""
+    """Write the allocator's blocks and history to a file. https://pytorch.org/memory_viz can show it."""
     torch.cuda.memory._dump_snapshot(str(path))
 
 
 def cap_device_memory(device: torch.device, num_bytes: int | None) -> None:
-    """Limit the bytes that this process's caching allocator may hold; None, or the whole device, removes the limit. GPU only.
+    """Limit the bytes that this process's caching allocator may hold on a GPU.
 
-    The allocator also counts sleeping memory (:mod:`verl_memopt.observe.device_ledger`), so ``num_bytes`` must include it.
+    None, or at least the size of the device, removes the limit. The allocator also counts sleeping memory
+    (:mod:`verl_memopt.observe.device_ledger`), so ``num_bytes`` must include it.
     """
     total = torch.cuda.get_device_properties(device).total_memory
-    # Torch multiplies the fraction by the total and truncates. Half a byte more keeps the last byte of the limit.
+    # Torch multiplies the fraction by the total and truncates. The added half byte keeps rounding from losing a byte.
     fraction = 1.0 if num_bytes is None or num_bytes >= total else (num_bytes + 0.5) / total
     torch.cuda.set_per_process_memory_fraction(fraction, device)
 
@@ -144,22 +145,22 @@ def empty_cache(device: torch.device) -> None:
 
 
 PORTABLE = 1
-"""cudaHostRegisterPortable: the memory is page-locked for every device."""
+"""Flag cudaHostRegisterPortable: the memory is page-locked for every device."""
 
 
 def lock_pages(device: torch.device, address: int, num_bytes: int) -> str | None:
-    """Page-lock host memory in place, so that copies to and from the device run asynchronously. GPU only.
+    """Page-lock host memory in place, so that copies to and from a GPU run asynchronously.
 
     The memory must begin and end at page borders, and share no page with other locked memory.
 
     Returns:
-        The driver's error, or None on success.
+        The error of the CUDA driver. None = success.
     """
     runtime = torch.cuda.cudart()
     status = int(runtime.cudaHostRegister(address, num_bytes, PORTABLE))
     if status == 0:
         return None
-    # The runtime keeps an error until it is read. Otherwise the next kernel launch would raise it as its own.
+    # The runtime keeps an error until it is read. Read it here, or the next kernel launch would raise it.
     try:
         torch.zeros(1, device=device)
     except RuntimeError as error:
@@ -185,7 +186,8 @@ def set_device_rng_state(device: torch.device, state: torch.Tensor) -> None:
 STREAMS: dict[str, Any] = {"cuda": torch.cuda}
 """Device type -> a module with ``Stream``, ``current_stream``, ``stream`` and ``synchronize``, as in torch.cuda.
 
-A device that is not listed runs its work in one order. Tests add a stand-in for the CPU that copies as late as a GPU may.
+A device that is not listed runs its work in the order of the calls. Tests add a module for the CPU that delays copies as much
+as a GPU may delay them.
 """
 
 
@@ -217,9 +219,10 @@ def wait_on_host(device: torch.device) -> None:
 
 
 class CopyStream:
-    """Copies in one direction that run beside the computation. On a CPU a copy is done when it returns; waits have no effect.
+    """Copies in one direction that run at the same time as the computation.
 
-    The two directions of a bus are independent, so whatever goes out and comes back has a stream for each.
+    The two directions of a bus are independent, so use one stream per direction. On a CPU a copy is done when :meth:`copy`
+    returns, and waits have no effect.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -227,9 +230,9 @@ class CopyStream:
         self._stream = copy_stream(device)
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Done:
-        """Copy each source to its target after the work queued so far. Copies of one stream keep their order.
+        """Copy each source to its target after the work that is queued so far. Copies of one stream run in order.
 
-        Keep all tensors alive until :meth:`wait`. Otherwise the allocator reuses memory that is still being copied.
+        Keep all tensors alive until :meth:`wait`. Otherwise the allocator could reuse memory during the copy.
 
         Returns:
             An event for :meth:`wait`.
@@ -241,14 +244,15 @@ class CopyStream:
         return mark_done(self._stream)
 
     def wait(self, event: Done) -> None:
-        # The host does not wait.
+        # Only the current stream waits, not the host.
         wait_for(current_stream(self._device), event)
 
 
 def gather_stream(module: nn.Module) -> torch.cuda.Stream | None:
-    """Return the stream on which FSDP2 reads a unit's shards in forward. None before the first forward, and for no unit.
+    """Return the stream on which FSDP2 reads the shards of a unit in forward.
 
-    FSDP2 makes that stream wait for the current one only at the start of a forward, not before each unit.
+    It is None before the first forward, and for a module that is not an FSDP2 unit. FSDP2 makes this stream wait for the current
+    stream only at the start of a forward, not before each unit.
     """
     if not isinstance(module, FSDPModule):
         return None
@@ -267,10 +271,10 @@ def join_process_group(
     timeout_seconds: float,
     listener: int | None = None,
 ) -> None:
-    """Join the default process group, unless this process is in one, such as the fake group of a planner or a test.
+    """Join the default process group, unless this process is in one already, such as the fake group of a planner or a test.
 
-    A single process needs neither ``address`` (of rank 0's node) nor ``port`` (free there). ``timeout_seconds`` is the longest
-    wait for a collective, in groups of some of the ranks too. ``listener``: file descriptor of a socket that listens on rank 0's
+    ``address`` and ``port`` are those of rank 0. A single process does not use them. ``timeout_seconds`` is the longest wait for
+    a collective, also in groups of some of the ranks. ``listener`` is the file descriptor of a socket that listens on rank 0's
     port already.
     """
     if dist.is_initialized():
@@ -279,15 +283,15 @@ def join_process_group(
     store: dist.Store = dist.HashStore()
     if world_size > 1:
         store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=listener)
-        # Torch, and vLLM, would give groups of some ranks (replicas, sequences, tensor parallel) half an hour.
+        # In groups of some ranks (replicas, sequences, tensor parallel) torch and vLLM would otherwise wait for half an hour.
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
     dist.init_process_group(backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def leave_process_group() -> None:
-    """Leave the default process group, if this process is in one, and forget the meshes over it.
+    """Leave the default process group, if this process is in one, and clear torch's cache of shardings.
 
-    Torch's cache of shardings would give the meshes of the next group's tensors the names of groups that are gone.
+    Entries of this cache name process groups that no longer exist, and torch would use them in the next process group.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -297,13 +301,13 @@ def leave_process_group() -> None:
 def training_mesh(device_type: str, world_size: int, fsdp_size: int) -> DeviceMesh:
     if fsdp_size in (-1, world_size):
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
-    # Replicate x shard (HSDP).
+    # A mesh of replicas x shards (HSDP).
     shape = (world_size // fsdp_size, fsdp_size)
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 SENT_ALIGNMENT = 16
-"""Bytes at whose multiples each tensor begins that shares memory with others, so that any dtype and kernel can read it."""
+"""Tensors that share one storage begin at multiples of this number of bytes, which all dtypes and kernels can read."""
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
@@ -316,9 +320,9 @@ def fsdp_params(unit: FSDPModule) -> list[FSDPParam]:
 
 
 def cast_units_at_once(model: nn.Module) -> None:
-    """Make each FSDP2 unit of a one-device model cast its parameters in one operation, into one tensor.
+    """Make each FSDP2 unit of a model on one device cast its parameters in one operation, into one tensor.
 
-    FSDP2 casts them one by one, each into a new tensor, and copies that one. Call this after the units are made.
+    FSDP2 would cast the parameters one by one into new tensors, and then copy these. Call this after the units are created.
     """
     for unit in fsdp_units(model):
         members = fsdp_params(unit)
@@ -335,9 +339,9 @@ def _gathers_itself(parameter: FSDPParam) -> bool:
 
 
 class _CastParam(FSDPParam):
-    """FSDP2's record of a parameter, whose value is gathered with those of all ``members`` of its unit, into one tensor.
+    """FSDP2's record of a parameter. The values of all ``members`` of its unit are cast together, into one tensor.
 
-    FSDP2 allocates and frees the tensor as that of the first member. The others' tensors are empty.
+    FSDP2 allocates and frees this tensor as the output of the first member. The other members have empty tensors.
     """
 
     members: list[_CastParam]
@@ -347,7 +351,8 @@ class _CastParam(FSDPParam):
     def all_gather_inputs(self) -> list[torch.Tensor]:
         if self.sharded_state is not ShardedState.SHARDED:
             return super().all_gather_inputs
-        # FSDP2 asks its parameters in order. It then copies what it gets into `all_gather_outputs`: a tensor onto itself.
+        # FSDP2 calls this for the members in order, so the first call casts for all. FSDP2 then copies the result into
+        # `all_gather_outputs`. Both are the same tensor, so this copies nothing.
         if self is self.members[0]:
             if not self.all_gather_outputs:
                 self._make_room()
@@ -364,7 +369,7 @@ class _CastParam(FSDPParam):
             self._unsharded_param = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
 
     def _make_room(self) -> None:
-        # Weights lie one behind another, then biases, and so on: neighbours of one width can be multiplied at once.
+        # Parameters with the same name (such as all weights) are neighbours, so that one product can use several of them.
         order = sorted(self.members, key=lambda member: (member._module_info.param_name, -len(member._orig_size)))
         kinds = [(member._sharded_param_data.numel(), member.param_dtype or member._sharded_param_data.dtype) for member in order]
         starts = _aligned_starts([numel * dtype.itemsize for numel, dtype in kinds])
@@ -379,23 +384,23 @@ class _CastParam(FSDPParam):
 
 
 def _aligned_starts(sizes: Iterable[int]) -> list[int]:
-    # Where tensors of these sizes begin in shared memory, and last where it ends.
+    # Returns where tensors of these sizes begin in one storage, and as the last item its size.
     return list(accumulate((-(-size // SENT_ALIGNMENT) * SENT_ALIGNMENT for size in sizes), initial=0))
 
 
-# Small tensors on their way to the device, and back.
+# Copies of small tensors to the device and back.
 
 
 def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Copy host tensors to the device.
 
-    To a GPU they go in one copy of page-locked memory, for which the host does not wait. The results are views of one storage.
+    For a GPU this is one copy from page-locked memory, and the host does not wait for it. The results are views of one storage.
     """
     if not is_gpu(device) or not tensors:
         return [tensor.to(device, non_blocking=True) for tensor in tensors]
     starts = _aligned_starts(tensor.nbytes for tensor in tensors)
     places = [slice(start, start + tensor.nbytes) for start, tensor in zip(starts, tensors, strict=False)]
-    # The allocator of page-locked memory keeps it until the copy is done.
+    # The allocator of page-locked memory does not reuse it before the copy is done.
     staged = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
     for tensor, place in zip(tensors, places, strict=True):
         staged[place].view(tensor.dtype).view(tensor.shape).copy_(tensor)
@@ -406,8 +411,8 @@ def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list
 def fetched_together(tensors: Sequence[torch.Tensor], device: torch.device) -> Callable[[], list[torch.Tensor]]:
     """Start copying fp32 tensors to the host, and return a function that waits for the copies and returns them.
 
-    From a GPU they go in one copy to page-locked memory, so that the host need not wait before everything else is queued.
-    Tensors that are on the host already are returned as they are.
+    From a GPU this is one copy to page-locked memory, so that the host can queue more work before it waits. Tensors on the host
+    are not copied.
     """
     away = [tensor.detach() for tensor in tensors if tensor.device.type != "cpu"]
     if not away:

@@ -1,6 +1,6 @@
-"""Size and checksum of each file of a checkpoint: computed while the file is written, compared before it is read.
+"""Size and checksum of each file of a checkpoint. They are computed while a file is written, and compared before it is read.
 
-The checksum is blake3. vLLM depends on it, so both builds have it, and one core hashes faster than a disk writes.
+The checksum is blake3, which one core computes faster than a disk writes. vLLM needs the same package, so it is installed anyway.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from blake3 import blake3
 from verl_memopt.records import opened
 
 ALGORITHM = "blake3"
-"""Name of the checksum, as a manifest records it."""
+"""Name of the checksum in a checkpoint's manifest."""
 
 HASH_BESIDE_BYTES = 2**20
-"""Larger pieces are hashed in a thread while they are written: neither operation holds Python's lock."""
+"""Pieces of this size or larger are hashed in a thread while they are written. Neither operation holds Python's global lock."""
 
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
-"""Errors of file systems that cannot force a folder to disk. They protect names by other means."""
+"""Errors of file systems that cannot force a folder to disk. Such file systems keep file names safe in other ways."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class FileRecord:
 
 
 Records = dict[str, FileRecord]
-"""Path relative to a folder, with forward slashes, -> the record of the file."""
+"""Path relative to a folder, with forward slashes -> the record of the file."""
 
 
 class HashedFile:
-    """A binary file for writing from start to end, as a context manager. All data is hashed on its way to the file.
+    """A binary file, as a context manager, that is written from start to end. It hashes all data that it writes.
 
-    If the disk refused a write, the body ends with the disk's own error: torch's writer drops that error, and later complains
-    that its archive is incomplete.
+    If a write fails, the body raises the error of the disk. Torch's writer drops this error, and later reports an incomplete
+    archive instead.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -69,7 +69,7 @@ class HashedFile:
             self._hash.update(data)
             written = self._write(data)
         else:
-            # The caller may reuse the memory of ``data`` as soon as this returns.
+            # Wait for the hash below, because the caller may reuse the memory of ``data`` as soon as this returns.
             hashed = self._hasher.submit(self._hash.update, data)
             try:
                 written = self._write(data)
@@ -92,7 +92,7 @@ class HashedFile:
         self._file.flush()
 
     def fileno(self) -> int:
-        # A sync by descriptor then includes all data.
+        # Flush first, so that a sync by this descriptor includes all data.
         self._file.flush()
         return self._file.fileno()
 
@@ -107,10 +107,10 @@ class HashedFile:
 
 @contextmanager
 def hashed_file(path: Path, records: Records, name: str) -> Iterator[HashedFile]:
-    """Open ``path`` for writing. At the end force it to disk and store its record as ``records[name]``.
+    """Open ``path`` for writing. At the end force the file to disk and store its record as ``records[name]``.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: The file cannot be written.
     """
     with HashedFile(path.open("wb")) as file:
         yield file
@@ -130,15 +130,15 @@ def record_file(path: Path) -> FileRecord:
 
 
 def record_folder(folder: Path, root: Path) -> Records:
-    """Return the record of every file below ``folder``, each forced to disk. Names are relative to ``root``."""
+    """Force every file in ``folder`` and its subfolders to disk, and return their records. Names are relative to ``root``."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(root).as_posix(): record_file(path) for path in files}
 
 
 def file_fault(path: Path, record: FileRecord, contents: bool = True) -> str | None:
-    """Say how a file differs from its record; None if it does not.
+    """Describe how a file differs from its record. None = it does not differ.
 
-    ``contents``: compare the checksum, not only the size.
+    With ``contents`` compare the checksum too, not only the size.
     """
     try:
         with opened(path) as file:
@@ -155,7 +155,7 @@ def file_fault(path: Path, record: FileRecord, contents: bool = True) -> str | N
 
 
 def digest_of(path: Path) -> str:
-    """Return a checksum of a file, or of a model folder's files. Of weights over 64 MiB it reads 64 samples of 64 KiB.
+    """Return a checksum of a file, or of the files in a model folder. It reads only 64 samples of 64 KiB of weights over 64 MiB.
 
     Raises:
         OSError: A file cannot be read.
@@ -179,10 +179,10 @@ WHOLE_BYTES, SAMPLES, SAMPLE_BYTES = 64 * 2**20, 64, 64 * 2**10
 
 
 def sync_tree(root: Path) -> None:
-    """Force every file and every name below ``root`` to disk.
+    """Force all files in ``root`` and its subfolders to disk, and also the file names.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: The disk reports an error.
     """
     for path in (path for path in root.rglob("*") if path.is_file()):
         with path.open("rb") as file:
@@ -191,10 +191,10 @@ def sync_tree(root: Path) -> None:
 
 
 def sync_folders(root: Path) -> None:
-    """Force the names in ``root`` and in every folder below it to disk, inner folders first.
+    """Force the file names in ``root`` and in all its subfolders to disk, inner folders first.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: The disk reports an error.
     """
     for folder in sorted((path for path in root.rglob("*") if path.is_dir()), reverse=True):
         sync_folder(folder)
@@ -202,10 +202,10 @@ def sync_folders(root: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Force the names in one folder to disk, so that a rename or a new file survives a power failure.
+    """Force the file names in one folder to disk, so that a rename or a new file survives a power failure.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: The disk reports an error.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -1,4 +1,4 @@
-"""Training state on disk in torch's distributed checkpoint format: one shard per rank, loadable by any number of ranks."""
+"""Training state on disk in torch's distributed checkpoint format. The number of ranks may change before it is read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from verl_memopt.records import is_inside
 
 WRITE_ERRORS = (OSError, RuntimeError, CheckpointException)
 MODEL = "model."
-"""How keys of the model's tensors begin."""
+"""Prefix of the keys of the model's tensors."""
 READ_ERRORS = (
     *WRITE_ERRORS,
     *(ValueError, LookupError, TypeError, AttributeError, AssertionError, ImportError, EOFError, OverflowError, MemoryError),
@@ -52,10 +52,10 @@ READ_ERRORS = (
 
 
 class Masters(Protocol):
-    """Masters that are not the model's parameters."""
+    """Fp32 master weights that are not the model's parameters."""
 
     def master(self, parameter: torch.Tensor, on_host: bool = False) -> torch.Tensor:
-        """Return the master of a parameter, fp32; ``on_host`` if it need not be on the device."""
+        """Return the fp32 master weights of a parameter. With ``on_host`` they may be on the host."""
 
     def set_master(self, parameter: torch.Tensor, values: torch.Tensor, first: int = 0) -> None: ...
 
@@ -71,12 +71,12 @@ def save_training_state(
 ) -> Records:
     """Write the chosen parts into ``folder``: dcp/ (model, optimizer) and extra_rank_N.pt (schedule, random generators).
 
-    Each shard is written from its own device. Every file is forced to disk. Returns the record of each file that this rank wrote,
-    relative to ``folder``. ``contents`` are any of ``model``, ``optimizer`` and ``extra``. ``masters`` are written in place of
-    the parameters, one at a time.
+    Each shard is written from the device on which it rests. Every file is forced to disk. Returns the record of each file that
+    this rank wrote, with paths relative to ``folder``. ``contents`` are any of ``model``, ``optimizer`` and ``extra``. If
+    ``masters`` are given, they are written instead of the parameters, one parameter at a time.
 
     Raises:
-        CheckpointError: The disk refuses. The message names the folder and the disk's error.
+        CheckpointError: A file cannot be written. The message names the folder and the error of the disk.
     """
     records: Records = {}
     with _refused(folder, "checkpoint could not be written", WRITE_ERRORS), _one_checksum():
@@ -103,8 +103,8 @@ def load_training_state(
 ) -> None:
     """Read the chosen parts back, in place.
 
-    Schedule and random generators come from this rank's file, or from rank 0's if the number of ranks has grown. ``contents``
-    and ``masters`` are as in :func:`save_training_state`.
+    Schedule and random generators are read from this rank's file, or from rank 0's file if the number of ranks has grown.
+    ``contents`` and ``masters`` are as in :func:`save_training_state`.
 
     Raises:
         CheckpointError: A file is missing or damaged. The message names the folder and the error.
@@ -129,7 +129,7 @@ def save_weights(folder: Path, model: nn.Module) -> Records:
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
-    """Read back what :func:`save_weights` wrote, in place, with any number of ranks.
+    """Read the weights that :func:`save_weights` wrote, in place. The number of ranks may have changed.
 
     Raises:
         CheckpointError: A file is missing or damaged. The message names the folder and the error.
@@ -148,29 +148,29 @@ METADATA_CLASSES = {
     "torch": ("Size",),
     "pathlib": ("PosixPath",),
 }
-"""Module -> what the index of a checkpoint may name in it, beside dtypes. None of them does more than hold values."""
+"""Module -> names in it that the index of a checkpoint may use, besides dtypes. They only hold values, and run no code."""
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Reads a checkpoint's index and calls nothing but :data:`METADATA_CLASSES`: a plain pickle could run any code."""
+    """Reads the index of a checkpoint. It calls only :data:`METADATA_CLASSES`, because a plain pickle could run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in METADATA_CLASSES.get(module, ()):
-            # Refused before it is looked up: even an import may run code.
+            # Refuse the name before looking it up, because even an import may run code.
             raise pickle.UnpicklingError(f".metadata names {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
 
 
 class PlainReader(dcp.FileSystemReader):
-    """Torch's checkpoint reader, without running code that the index brings."""
+    """Torch's checkpoint reader, but it runs no code from the index."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index, as torch's reader does.
 
         Raises:
-            UnpicklingError: It holds more than an index does.
-            ValueError: Its parts do not make up a tensor, or it names a file elsewhere.
+            UnpicklingError: The index contains more than an index needs.
+            ValueError: The listed parts do not make up a tensor, or the index names a file outside of the folder.
         """
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             metadata = MetadataUnpickler(file).load()
@@ -181,15 +181,15 @@ class PlainReader(dcp.FileSystemReader):
 
 
 def check_index(metadata: Metadata) -> None:
-    """Check that the parts of each tensor cover it once, each from a file of the checkpoint's own folder.
+    """Check that the parts of each tensor cover it exactly once, and that their files are in the checkpoint's folder.
 
-    Torch reads the parts that are listed, and leaves the rest of a tensor as it was, without a word.
+    Torch reads only the listed parts, and does not report that the rest of a tensor keeps its old values.
 
     Raises:
-        ValueError: They do not. The message names the tensor.
+        ValueError: The index is wrong. The message names the tensor.
     """
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-        raise ValueError(".metadata is no index of a checkpoint")
+        raise ValueError(".metadata is not the index of a checkpoint")
     for key, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata) and not _is_covered(stored):
             raise ValueError(f".metadata lists parts of {key} that do not make up the tensor")
@@ -213,24 +213,24 @@ def _is_covered(stored: TensorStorageMetadata) -> bool:
 
 
 class PlainPlanner(dcp.DefaultLoadPlanner):
-    """Torch's planner, without running code that an entry without a tensor (such as a learning rate) brings."""
+    """Torch's planner, but it runs no code from entries that are not tensors (such as a learning rate)."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # Read as plain data first: an entry that is more raises an UnpicklingError here.
+        # Read it as plain data first. An entry with anything else raises an UnpicklingError here.
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)
 
 
 Held = Mapping[str, torch.Tensor]
-"""Key in a checkpoint -> the parameter whose master is stored under it."""
+"""Key in a checkpoint -> the parameter whose master weights are stored under this key."""
 
 
 def _held_apart(state: dict[str, Any], model: nn.Module, masters: Masters | None) -> Held:
-    # The parameters whose masters are held apart, and put fp32 stand-ins of their shape into `state`.
+    # Returns the parameters that have separate master weights, and replaces them in `state` by fp32 tensors of their shape.
     if masters is None or "model" not in state:
         return {}
-    # By both names where a head is tied.
+    # With both names of a tied head.
     parameters = dict(model.named_parameters(remove_duplicate=False))
     held = {name: parameters[name] for name in state["model"] if name in parameters}
     state["model"] |= {name: _stand_in(parameter) for name, parameter in held.items()}
@@ -238,8 +238,8 @@ def _held_apart(state: dict[str, Any], model: nn.Module, masters: Masters | None
 
 
 def _stand_in(parameter: torch.Tensor) -> torch.Tensor:
-    # An fp32 tensor with one element in memory, shaped and sharded like a parameter.
-    # Torch's planner would allocate what is on the meta device.
+    # An fp32 tensor with one element in memory, shaped and sharded like a parameter. It is not on the meta device, because
+    # torch's planner would allocate such a tensor.
     if not isinstance(parameter, DTensor):
         return torch.empty((), dtype=torch.float32).expand(parameter.shape)
     own, mesh, shape = parameter._local_tensor, parameter.device_mesh, parameter.shape
@@ -258,7 +258,7 @@ class _SavedMasters(_MastersApart, dcp.DefaultSavePlanner):
         if index.fqn not in self._held:
             return super().lookup_object(index)
         assert self._masters is not None
-        # Each master is asked for only when its turn comes.
+        # Compute master weights only when they are written, so that only those of one parameter exist at a time.
         master = self._masters.master(self._held[index.fqn], on_host=True)
         return master._local_tensor if isinstance(master, DTensor) else master
 
@@ -275,20 +275,20 @@ class _LoadedMasters(_MastersApart, PlainPlanner):
             super().commit_tensor(read_item, tensor)
             return
         assert self._masters is not None
-        # Shards are whole rows, so what was read is one unbroken range.
+        # Shards consist of whole rows, so the read part is one contiguous range of elements.
         first = read_item.dest_offsets[0] * weight.shape[1:].numel() if weight.ndim else 0
         self._masters.set_master(weight, tensor, first)
 
 
 class StoredTensors(PlainReader):
-    """The model's tensors in a checkpoint of any number of ranks. One process reads them, one at a time.
+    """Reads the model's tensors from a checkpoint of any number of ranks, in one process and one tensor at a time.
 
     Attributes:
-        names: Name of each tensor, as the model has it, -> its key in the files.
+        names: Name of a tensor in the model -> its key in the files.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read the index in the folder of a role.
+        """Read the index. ``folder`` is the folder of a role in a checkpoint.
 
         Raises:
             CheckpointError: The files cannot be read. The message names the folder and the error.
@@ -323,9 +323,9 @@ class StoredTensors(PlainReader):
 
 
 def detached(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter outside of autograd, on the device where its shard lies.
+    """Return a parameter without autograd, on the device on which its shard rests.
 
-    ``DTensor.detach`` raises if the shard of a device parameter rests on the host.
+    ``DTensor.detach`` raises an error if the shard of a device parameter rests on the host.
     """
     if not isinstance(parameter, DTensor):
         return parameter.detach()
@@ -338,7 +338,7 @@ def _refused(folder: Path, what: str, errors: tuple[type[BaseException], ...]) -
         yield
     except errors as error:
         for cause in _causes(error):
-            # The disk is not to blame. Torch wraps whatever ends a save, an interrupt too.
+            # These errors do not come from the disk. Torch wraps everything that ends a save, even an interrupt.
             if isinstance(cause, torch.OutOfMemoryError) or not isinstance(cause, Exception):
                 raise cause from None
         raise CheckpointError(f"{folder}: the {what}: {_root(error)}.") from error
@@ -352,10 +352,10 @@ def _save(folder: Path, state: dict[str, Any], planner: dcp.SavePlanner | None =
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Torch's writer, but each tensor is freed once it is written.
+    """Torch's writer, but it frees each tensor once it is written.
 
-    Torch keeps all tensors of a file until its end: joined masters and copies of slices would need host memory for the whole
-    state.
+    Torch keeps all tensors of a file until the file is complete. Joined master weights and copies of slices would then need host
+    memory for the whole state.
     """
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
@@ -374,7 +374,7 @@ def _write_item(file: HashedFile, name: str, item: WriteItem, planner: dcp.SaveP
         file.write(data.getbuffer())
     else:
         data = data.detach().cpu()
-        # A slice is copied, because torch.save writes all of its storage.
+        # Copy a slice, because torch.save writes the whole storage of a tensor.
         whole = data.untyped_storage().nbytes() == data.nbytes
         torch.save(data if whole else data.clone(), cast("IO[bytes]", file))
     length = file.tell() - first
@@ -384,7 +384,7 @@ def _write_item(file: HashedFile, name: str, item: WriteItem, planner: dcp.SaveP
 def _state(model: nn.Module, optimizer: Optimizer, contents: Sequence[str]) -> dict[str, Any]:
     state: dict[str, Any] = {}
     if "model" in contents:
-        # Frozen parameters are read from the model's folder again.
+        # Frozen parameters are not saved, because they can be read from the model's folder again.
         state["model"] = _weights(model, StateDictOptions(ignore_frozen_params=True))
     if "optimizer" in contents:
         state["optimizer"] = _optimizer_state(model, optimizer)
@@ -392,10 +392,10 @@ def _state(model: nn.Module, optimizer: Optimizer, contents: Sequence[str]) -> d
 
 
 def _weights(model: nn.Module, options: StateDictOptions | None = None) -> dict[str, Any]:
-    """Return the weights by name, read where their shards lie.
+    """Return the weights by name, on the devices on which their shards rest.
 
-    Host DTensors stand in for device parameters whose shards rest on the host. The optimizer knows parameters by identity, so
-    they are back in place before its state is read.
+    Device parameters whose shards rest on the host are temporarily replaced by DTensors on the host. The optimizer identifies
+    parameters by object, so the original parameters are restored before its state is read.
     """
     kept: list[tuple[nn.Module, str, nn.Parameter]] = []
     stand_ins: dict[nn.Parameter, nn.Parameter] = {}
@@ -417,7 +417,7 @@ def _weights(model: nn.Module, options: StateDictOptions | None = None) -> dict[
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     has_stepped = bool(optimizer.state)
     state = get_optimizer_state_dict(model, optimizer)
-    # Torch creates a missing state by a step with gradients and a learning rate of 0. That step must not count.
+    # Torch creates a missing state by a step with gradients and a learning rate of 0. Do not count this step.
     for values in () if has_stepped else optimizer.state.values():
         if isinstance(values.get("step"), torch.Tensor):
             values["step"].zero_()
@@ -426,7 +426,7 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 @contextmanager
 def _one_checksum() -> Iterator[None]:
-    # Disable torch's CRC-32 of each tensor: it costs more than blake3, and torch never checks it on loading.
+    # Disable torch's CRC-32 checksum of each tensor. It costs more than blake3, and torch never checks it on loading.
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -437,7 +437,7 @@ def _one_checksum() -> Iterator[None]:
 
 @contextmanager
 def _own_arguments(optimizer: Optimizer) -> Iterator[None]:
-    # Keep weight decay, betas and the like from the settings. Torch's load would silently use the checkpoint's.
+    # Keep weight decay, betas and so on from the settings. Torch would silently replace them by the checkpoint's values.
     arguments = inspect.signature(type(optimizer)).parameters
     own = [{name: value for name, value in group.items() if name in arguments} for group in optimizer.param_groups]
     yield
@@ -479,7 +479,7 @@ def _extra(schedule: LambdaLR, device: torch.device) -> dict[str, Any]:
 
 
 def _restore_extra(extra: dict[str, Any], schedule: LambdaLR, device: torch.device) -> None:
-    # Torch's own load would also bring back the saved base rates, and ignore a learning rate that was changed in the settings.
+    # Torch's own load would also restore the saved base rates, and so ignore a changed learning rate in the settings.
     schedule.last_epoch = extra["schedule_steps"]
     rates = [base * factor(schedule.last_epoch) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
@@ -491,7 +491,7 @@ def _restore_extra(extra: dict[str, Any], schedule: LambdaLR, device: torch.devi
 
 
 def _root(error: BaseException) -> str:
-    # The cause as a short line. A collective save wraps each rank's own error.
+    # Returns the cause in one line. A collective save wraps the errors of all ranks.
     return "; ".join(sorted({f"{type(cause).__name__}: {cause}" for cause in _causes(error)}))
 
 

@@ -1,7 +1,7 @@
-"""Threads of a process on a CPU.
+"""The number of threads of a process on a CPU.
 
-torch takes one for each core, and each waits for the slowest in a busy loop: with a thread more than there are free cores, a step
-takes ten times as long.
+torch starts one thread per core, and the threads wait for the slowest thread in a busy loop. With only one thread more than free
+cores, a step takes ten times as long.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 
 THREADS = "OMP_NUM_THREADS"
-"""Environment variable that decides the threads of a process where somebody has set it."""
+"""Environment variable with the number of threads of a process. If it is set, its value is used."""
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def num_cores(cgroup: Path = CGROUP) -> int:
-    """Cores that this process may use: those it is bound to, and no more than a container's share of time."""
+    """Return how many cores this process may use: those it is bound to, and at most a container's share of CPU time."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):
         share, period = (cgroup / "cpu.max").read_text().split()
@@ -28,9 +28,10 @@ def num_cores(cgroup: Path = CGROUP) -> int:
 
 
 def threads_for(num_processes: int) -> int:
-    """Threads for each of ``num_processes`` that compute at the same time: the number asked for in the environment, else a share.
+    """Return the number of threads for each of ``num_processes`` processes that compute at the same time.
 
-    One core stays free, for the driver, the rewards and the rest of the machine.
+    It is OMP_NUM_THREADS if this is set, and otherwise an equal share of the cores. One core stays free for the driver, the
+    rewards and other programs.
     """
     wished = os.environ.get(THREADS, "")
     return int(wished) if wished.isdigit() and int(wished) else max(1, (num_cores() - 1) // num_processes)

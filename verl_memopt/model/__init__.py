@@ -1,1 +1,1 @@
-"""Models: built from a Hugging Face folder, or made here, tiny and offline."""
+"""Build models from Hugging Face folders, or make tiny models offline."""

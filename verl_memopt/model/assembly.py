@@ -1,4 +1,4 @@
-"""Build a model and what wraps it, in the order of application."""
+"""Build a model, then apply its wrappers: quantisation, LoRA, checkpointing and sharding, in this order."""
 
 from __future__ import annotations
 
@@ -46,41 +46,41 @@ from verl_memopt.model.weights import (
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 SHARDS_BYTES = (2, 13)
-"""The first version of torch whose FSDP2 is known to shard parameters that are no floating point numbers."""
+"""The first version of torch whose FSDP2 is known to shard parameters of integer dtypes."""
 
 NEIGHBOURS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers of one module that multiply the same input."""
+"""Names of layers in one module that multiply the same input."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ModelUse:
-    """What a run does with one model, and the settings sections that errors about it name."""
+    """How a run uses one model, and which sections of the settings error messages name."""
 
     model_key: str = POLICY_KEY
     """The section of the model itself."""
     fsdp_key: str = "actor_rollout_ref.actor.fsdp_config"
     """The section of its sharding."""
     recompute: bool = False
-    """Activation checkpointing is on."""
+    """Whether activation checkpointing is on."""
     trained: bool = False
-    """A model that is trained, which has adapters if LoRA is on."""
+    """Whether the model is trained. It then has adapters if LoRA is on."""
     quantization: str = "none"
-    """Quantization of a frozen model's blocks, or of the frozen base under adapters."""
+    """Quantization of a frozen model's blocks, or of the frozen base model under adapters."""
     compiled: bool = False
-    """Compile the functions of a chunk of the LM head."""
+    """Compile the functions that compute a chunk of the LM head."""
     replicated: bool = False
-    """Its weights are an engine's, which lie whole on each of several devices."""
+    """The model computes with an engine's weights, and each of several devices has all of them."""
 
     @property
     def knobs_key(self) -> str:
-        # A reward model has the policy's knobs.
+        # A reward model uses the knobs of the policy.
         return POLICY_KEY if self.model_key == REWARD_KEY else self.model_key
 
 
 Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
-"""Of the masters, of compute and of the gradient reduction."""
+"""Dtypes of parameters at rest, of compute and of the reduction of gradients."""
 
 
 def parallelize(
@@ -88,12 +88,13 @@ def parallelize(
 ) -> None:
     """Apply quantisation, LoRA, checkpointing, FSDP2 and parameter offload to a model without weights.
 
-    The blocks of ``packed`` have their options already.
+    The blocks of ``packed`` must have their options already.
 
     Raises:
-        ConfigError: The model has no modules for the adapters or units, or torch cannot shard its quantised blocks.
+        ConfigError: No module of the model matches the settings of adapters or FSDP2 units, or torch cannot shard its quantised
+            blocks.
     """
-    # The order is fixed: quantise, adapt, checkpoint, shard. Each wraps what the ones before it have made.
+    # The order is fixed: quantise, add adapters, checkpoint, shard. Each operation wraps the result of the ones before it.
     precision, offload = mixed_precision(*dtypes), native_offload(fsdp.offload_policy)
     if use.quantization != "none":
         if not (use.replicated or stays_plain(mesh, precision, offload)) and TORCH < SHARDS_BYTES:
@@ -105,32 +106,32 @@ def parallelize(
         if use.trained:
             check_quantizable(packed.blocks(), f"{use.model_key}.quantization={use.quantization}")
         quantize_blocks(packed.blocks(), use.quantization)
-    # After quantisation, because adapters go onto the quantised layers.
+    # After quantisation, because adapters wrap the quantised layers.
     if use.trained and model.lora_rank > 0:
         layers, key = (model.target_modules, model.exclude_modules), use.model_key
         apply_lora(packed.lm, model.lora_rank, model.lora_scale, *layers, key, packed.masters)
     units = wrapped_modules(packed, packed.blocks(), fsdp)
     _refuse_units_inside_blocks(packed, fsdp, use)
-    if use.recompute:  # before sharding, so that FSDP's hooks stay outside of the recomputed part
-        others = [unit for unit in units if not isinstance(unit, DecoderBlock)]  # a block of ours does it itself
+    if use.recompute:  # before sharding, so that recomputation does not run FSDP2's hooks again
+        others = [unit for unit in units if not isinstance(unit, DecoderBlock)]  # a DecoderBlock checkpoints itself
         checkpoint_blocks(others, model.gradient_checkpointing_mode, model.gradient_checkpointing_every)
-    # The value head is tiny and its product runs in fp32, so a cast to the compute dtype would only lose digits.
+    # The value head is tiny and computes in fp32, so a cast to the compute dtype would only lose digits.
     own_dtype = [packed.head] if isinstance(packed.head, ValueHead) else []
     if fsdp.own_units and not packed.tied:
-        # A tied matrix is used at both ends of the forward, so it stays with the root.
+        # A tied matrix is used at both ends of the forward, so it stays in the root unit.
         units = [packed.lm.get_input_embeddings(), *units, *([] if own_dtype else [packed.head])]
     if use.replicated:
         packed.rows = GatheredWeights(units, mesh, dtypes[2])
         return
     shard_model(packed, units, mesh, precision, offload, fsdp.reshard_after_forward, own_dtype)
-    # The gather of the next unit then overlaps the present one's compute.
+    # The next unit is then gathered while this unit computes.
     for unit, following in pairwise(units) if fsdp.forward_prefetch else ():
         if isinstance(unit, FSDPModule) and isinstance(following, FSDPModule):
             unit.set_modules_to_forward_prefetch([following])
 
 
 def wrapped_modules(root: nn.Module, blocks: Sequence[nn.Module], fsdp: Fsdp) -> list[nn.Module]:
-    # Modules that are checkpointed and sharded one by one: the blocks, or those of the named classes.
+    # Modules that are checkpointed and sharded one by one: the blocks, or the modules of the named classes.
     wanted = fsdp.wrap_policy.transformer_layer_cls_to_wrap
     if wanted is None:
         return list(blocks)
@@ -139,7 +140,7 @@ def wrapped_modules(root: nn.Module, blocks: Sequence[nn.Module], fsdp: Fsdp) ->
         kinds = sorted({class_name(block) for block in blocks})
         raise ConfigError(
             f"fsdp_config.wrap_policy.transformer_layer_cls_to_wrap={list(wanted)}: the model has no such module. "
-            f"Its blocks are {', '.join(kinds)}; leave the key out to take them."
+            f"Its blocks are of class {', '.join(kinds)}. Leave the key out to use them."
         )
     return units
 
@@ -153,12 +154,12 @@ def _refuse_units_inside_blocks(packed: PackedModel, fsdp: Fsdp, use: ModelUse) 
         if inside:
             raise ConfigError(
                 f"{use.fsdp_key}.wrap_policy.transformer_layer_cls_to_wrap={list(wanted)}: {', '.join(inside)} lies inside "
-                f"{class_name(block)}, whose weights recompute_elementwise=true, prune_last_block=true and block_tile_tokens of "
-                f"{use.knobs_key} read as one unit. Leave the key out, or set both to false and block_tile_tokens to null."
+                f"{class_name(block)}. With recompute_elementwise=true, prune_last_block=true or block_tile_tokens of "
+                f"{use.knobs_key} a block is one unit. Leave the key out, or set both to false and block_tile_tokens to null."
             )
 
 
-# Build a sharded model, and fill it with the weights of a folder: the policy, the reference and the critic alike.
+# Build a sharded model, and fill it with the weights of a folder. The policy, the reference and the critic all use this.
 
 AnyModel = TypeVar("AnyModel", bound=PackedModel)
 
@@ -168,7 +169,7 @@ def build_policy(
 ) -> PolicyModel:
     """Build the sharded model without weights. :func:`materialize` fills it.
 
-    ``use``: what the run does with the model; None = a frozen model without memory knobs.
+    ``use`` says how the run uses the model. None = a frozen model without memory knobs.
     """
     use = use or ModelUse()
     chunk, tile = model.logprob_chunk_tokens, model.logprob_vocab_tile
@@ -181,7 +182,7 @@ def build_trained_policy(
 ) -> PolicyModel:
     """Build the trained policy, sharded, without weights. :func:`materialize` fills it.
 
-    ``shares``: it will compute with the weights of an engine.
+    ``shares`` says whether it will compute with the weights of an engine.
     """
     recompute, quantization, replicated = model.enable_gradient_checkpointing, model.quantization, shares and mesh.size() > 1
     use = ModelUse(recompute=recompute, trained=True, quantization=quantization, compiled=compiled, replicated=replicated)
@@ -210,10 +211,10 @@ def _build(
 ) -> AnyModel:
     masters = dtype_of(fsdp.model_dtype, f"{use.fsdp_key}.model_dtype")
     compute = dtype_of(fsdp.dtype, f"{use.fsdp_key}.dtype")
-    # What streams comes as it computes.
+    # Streamed weights arrive in the dtype in which they compute.
     resting = compute if fsdp.streams or _rests_as_computed(model, fsdp, mesh, use) else masters
     reduce = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{use.fsdp_key}.mixed_precision.reduce_dtype")
-    # Config first, then an empty model: no weights are read before the model is sharded.
+    # Start with an empty model, because no weights may be read before the model is sharded.
     config = load_model_config(model, folder, use.model_key)
     name = model.attn_implementation or "auto"
     attention = choose_attention(name, device, compute, use.knobs_key, getattr(config, SCORE_CAP, None))
@@ -221,14 +222,15 @@ def _build(
     blocks = block_options(lm, model, fsdp, use.knobs_key, use.trained, use.recompute)
     packed = take_over(lm, blocks=blocks)
     if isinstance(packed, ValueModel):
-        # Its product runs in fp32, so it stays whole where the other masters are split, rest as they compute, or stream.
+        # The value head computes in fp32. So it always keeps the dtype of the master weights, even if other parameters rest in
+        # a shorter dtype.
         packed.score = ValueHead(packed.embedding_weight, lm.config.hidden_size, masters)
     if fsdp.sequence_ranks > 1:
         _check_heads(config, fsdp.sequence_ranks, use)
         packed.sequence = sequence_group(mesh.device_type, mesh.size(), fsdp.sequence_ranks)
     packed.streams, packed.stays_on_host = fsdp.streams, fsdp.offload_policy or fsdp.streams
     packed.masters, packed.compute = masters, compute
-    # Blocks over tiles keep no keys and values that could be reused, and ranks that share a sequence hold parts of them.
+    # Tiled blocks keep no keys and values that answers could reuse. Ranks that share a sequence have only parts of them.
     whole = blocks is not None and blocks[0].recompute and blocks[0].tile_tokens is None
     packed.supports_prefix_kv = whole and packed.sequence is None
     parallelize(packed, model, fsdp, mesh, (resting, compute, reduce), use)
@@ -236,14 +238,14 @@ def _build(
 
 
 def _rests_as_computed(model: Model | CriticModel, fsdp: Fsdp, mesh: DeviceMesh, use: ModelUse) -> bool:
-    # Whether parameters rest in the compute dtype. Otherwise trained ones keep more digits at rest.
+    # Whether trained parameters rest in the compute dtype. Otherwise they rest in the longer dtype of the master weights.
     if not use.trained or not isinstance(fsdp, TrainedFsdp):
         return False
     return fsdp.split_master_weights or base_rests_as_computed(model.lora_rank, fsdp, mesh.size() == 1 or use.replicated)
 
 
 def _check_heads(config: Any, ranks: int, use: ModelUse) -> None:
-    # Refuse sequence parallelism if query heads do not divide over the ranks; warn if key heads must be repeated.
+    # Refuse sequence parallelism if the ranks cannot share the query heads equally. Warn if key heads must be repeated.
     sizes = config.get_text_config()
     heads = int(sizes.num_attention_heads)
     kv_heads = int(getattr(sizes, "num_key_value_heads", None) or heads)
@@ -252,8 +254,8 @@ def _check_heads(config: Any, ranks: int, use: ModelUse) -> None:
     copies = key_copies(heads, kv_heads, ranks)
     if copies > 1:
         logger.warning(
-            "%s=%d: the model has %d key heads, which do not divide over the ranks. Each goes to %d ranks, so "
-            "attention's keys and values take %d times their bytes.", key, ranks, kv_heads, copies, copies,
+            "%s=%d: the model has %d key heads, and the ranks cannot share them equally. Each head goes to %d ranks, so the "
+            "keys and values of attention need %d times the bytes.", key, ranks, kv_heads, copies, copies,
         )  # fmt: skip
 
 
@@ -261,10 +263,11 @@ def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tens
     """Allocate a model's parameters, uninitialised. Tied parameters stay one tensor.
 
     Args:
-        model: Without storage.
-        device: Where it computes.
-        shared: An engine's weights under their Hugging Face names, which become the parameters.
-        joins: On a GPU, place weights that multiply the same input one after another, as in an engine's and FSDP2's units.
+        model: A model without storage.
+        device: The device on which it computes.
+        shared: An engine's weights by their Hugging Face names. They become the parameters.
+        joins: On a GPU, place weights that multiply the same input one after another in memory, so that one product can use
+            them together. Engines and FSDP2's units do this too.
     """
     if shared is not None:
         _place(model, device, _shared_parameters(model, shared))
@@ -272,12 +275,12 @@ def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tens
             model.rows.take_over(model)
         return
     if model.streams:
-        # A model that does not stream is cast by FSDP2, which casts the inputs of its units too.
+        # FSDP2 also casts the inputs of its units. A streamed model is not sharded by FSDP2, so it must cast them itself.
         inputs = None if model.masters == model.compute else model.compute
         model.stream = StreamedParams(model.blocks(), _vocabulary(model), device, inputs)
         _place(model, device, model.stream.resting)
         return
-    # Allocation gives every parameter memory of its own, so a tie has to be made again.
+    # Allocation gives every parameter its own memory, so tie the embedding and the head again below.
     tied = model.tied
     if model.stays_on_host:
         allocate_on_host(model, device)
@@ -291,14 +294,14 @@ def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tens
 
 
 def _shared_parameters(model: PackedModel, shared: Mapping[str, Tensor]) -> dict[Tensor, nn.Parameter]:
-    weights = dict(base_weights(model))  # adapters are the trainer's own
+    weights = dict(base_weights(model))  # without adapters, which the engine does not have
     assert all(shared[name].shape == weight.shape and shared[name].dtype == weight.dtype for name, weight in weights.items())
     return {weight: nn.Parameter(shared[name], weight.requires_grad) for name, weight in weights.items()}
 
 
 def _vocabulary(model: PackedModel) -> list[list[nn.Module]]:
     embedding, head = model.lm.get_input_embeddings(), model.head
-    if isinstance(head, ValueHead):  # a vector, which stays on the device
+    if isinstance(head, ValueHead):  # a value head is one vector, and stays on the device
         return [[embedding]]
     return [[embedding, head]] if model.tied else [[embedding], [head]]
 
@@ -323,10 +326,10 @@ def _neighbours(model: PackedModel, device: torch.device) -> dict[Tensor, nn.Par
 
 
 def _place(model: PackedModel, device: torch.device, made: Mapping[Tensor, nn.Parameter]) -> None:
-    # Put new parameters in the places of a model's own, and allocate all others and the buffers.
+    # Replace parameters of the model by those in ``made``, and allocate all other parameters and the buffers.
     others = (parameter for parameter in model.parameters() if parameter not in made)
     made = {**made, **{other: nn.Parameter(torch.empty_like(other, device=device), other.requires_grad) for other in others}}
-    # A tied parameter has one name here, and two places in the model.
+    # Replace by identity and not by name, because a tied parameter is in two modules.
     for module in model.modules():
         for name, parameter in module._parameters.items():
             module._parameters[name] = None if parameter is None else made[parameter]
@@ -335,14 +338,14 @@ def _place(model: PackedModel, device: torch.device, made: Mapping[Tensor, nn.Pa
 
 
 def materialize(policy: PolicyModel, folder: Path, device: torch.device, shared: Mapping[str, Tensor] | None = None) -> None:
-    """Allocate the model's storage and fill it from the folder, shard by shard. ``shared``: see :func:`allocate`."""
+    """Allocate the model's storage and fill it from the folder, shard by shard. ``shared`` is as in :func:`allocate`."""
     allocate(policy, device, shared)
     rebuild_buffers(policy, device)
     fill_from_folder(policy, folder)
 
 
 def materialize_critic(critic: ValueModel, folder: Path, device: torch.device, key: str = CRITIC_KEY) -> bool:
-    """As :func:`materialize`. Returns whether the folder has a value head; a missing one starts with zeros."""
+    """Do the same as :func:`materialize`. Return whether the folder has a value head. If not, the head starts at 0."""
     stored = stored_head(folder, key)
     allocate(critic, device)
     rebuild_buffers(critic, device, key)
@@ -351,11 +354,11 @@ def materialize_critic(critic: ValueModel, folder: Path, device: torch.device, k
 
 
 def materialize_mapped(policy: PolicyModel, folder: Path, device: torch.device, dtype_key: str = REFERENCE_DTYPE) -> list[Tensor]:
-    """Allocate the model's storage on the device, unfilled, and return each parameter's values in the mapped file.
+    """Allocate the model's storage on the device without values, and return each parameter's values in the mapped file.
 
-    Errors are those of :func:`verl_memopt.model.weights.mapped_weights`, which name ``dtype_key``.
+    ``dtype_key`` and errors are as in :func:`verl_memopt.model.weights.mapped_weights`.
     """
-    allocate(policy, device, joins=False)  # each gets its values from a place of its own
+    allocate(policy, device, joins=False)  # each parameter gets its values from another place in the file
     rebuild_buffers(policy, device)
     return mapped_weights(policy, folder, dtype_key)
 
@@ -364,7 +367,7 @@ def materialize_mapped(policy: PolicyModel, folder: Path, device: torch.device, 
 
 
 def stays_plain(mesh: DeviceMesh, precision: MixedPrecisionPolicy, offload: OffloadPolicy) -> bool:
-    # FSDP2 is for several devices, two dtypes, or offloading.
+    # FSDP2 is needed only for several devices, for a compute dtype that differs, or for offloading.
     return mesh.size() == 1 and precision.param_dtype is None and type(offload) is OffloadPolicy
 
 
@@ -379,7 +382,7 @@ def shard_model(
 ) -> None:
     """Shard ``units``, then the rest of ``root``, over the mesh, in place.
 
-    On one device there is nothing to shard, and a model whose storage dtype is its compute dtype stays plain: FSDP2 would gather
+    On one device a model that needs no cast and no offloading stays unwrapped. There is nothing to shard, and FSDP2 would gather
     a copy of every unit.
 
     Args:
@@ -387,8 +390,8 @@ def shard_model(
         units: Modules that are gathered one by one, such as decoder blocks, in forward order.
         mesh: Devices to shard over.
         precision: Dtypes of compute and of the gradient reduction.
-        offload: Where shards rest.
-        reshard_after_forward: As FSDP2's.
+        offload: Whether shards rest on the host.
+        reshard_after_forward: The argument of FSDP2's ``fully_shard``.
         own_dtype: Small units that compute in the dtype in which they rest.
     """
     if stays_plain(mesh, precision, offload):
@@ -411,23 +414,29 @@ def shard_model(
 
 # The precision of parameters at rest, of compute, and of the reduction of gradients.
 #
-# Bytes saved: ``model_dtype=bfloat16`` halves masters and gradients at rest, (4 + 4) x N / W bytes with fp32. The optimizer's
-# moments have a precision of their own, ``optim.state_dtype``. ``dtype=bfloat16`` halves activations and gathered parameters.
-# ``reduce_dtype=bfloat16`` halves the input of the largest unit's reduction, and so saves 2 x N_u x (1 - 1/W) bytes.
+# Bytes saved, with N parameters over W devices and N_u parameters in the largest unit:
+#
+# - ``model_dtype=bfloat16`` halves master weights and gradients at rest, which need (4 + 4) x N / W bytes in fp32. The moments of
+#   the optimizer have their own setting, ``optim.state_dtype``.
+# - ``dtype=bfloat16`` halves activations and gathered parameters.
+# - ``reduce_dtype=bfloat16`` halves the input of the reduction of the largest unit. It saves 2 x N_u x (1 - 1/W) bytes.
 
 
 def mixed_precision(masters: torch.dtype, compute: torch.dtype, reduce: torch.dtype) -> MixedPrecisionPolicy:
-    # Equal dtypes are left out, so that nothing is cast needlessly.
+    # None where two dtypes are equal, so that FSDP2 casts nothing.
     return MixedPrecisionPolicy(
         param_dtype=None if compute == masters else compute, reduce_dtype=None if reduce == compute else reduce
     )
 
 
-# Embedding and LM head are FSDP units of their own: each is gathered while it computes, not for the whole pass.
+# With ``own_units`` embedding and LM head are separate FSDP units. Each is gathered only while it computes, not for a whole pass.
 #
-# Bytes saved: in a log-prob pass b_c x (V x h + N_l) bytes, twice that where several ranks gather, less a chunk of logits. V is
-# the vocabulary, h the hidden size, N_l the parameters of a block, and b_c is 2 for bfloat16 compute. That is 9 % of the log-prob
-# peak of an 8B model over 8 devices (predicted by a run on fake tensors). In an update b_c x (4 x V x h + N_l) - V x h x (b_c +
-# b_r + b_r / W) bytes, if the gather of both matrices was the peak and the reduction of the head's gradient is the peak after it
-# (b_r is 4 for fp32 reduction over W ranks). The chunked head is gathered once an update, not once a chunk. So is the embedding.
-# Backward reads neither.
+# Bytes saved, with a vocabulary of V, a hidden size of h, N_l parameters in a block, b_c bytes per element of compute (2 for
+# bfloat16) and b_r bytes per element of reduction (4 for fp32) over W ranks:
+#
+# - In a log-prob pass b_c x (V x h + N_l), or twice that if several ranks gather, less a chunk of logits. This is 9 % of the
+#   log-prob peak of an 8B model over 8 devices (predicted by a run on fake tensors).
+# - In an update b_c x (4 x V x h + N_l) - V x h x (b_c + b_r + b_r / W). This holds if the gather of both matrices is the peak
+#   without the setting, and the reduction of the head's gradient is the peak with it.
+#
+# The chunked head is gathered once per update, not once per chunk. So is the embedding. Backward reads neither.

@@ -1,4 +1,4 @@
-"""Attention over packed sequences: the choice of a kernel, and the kernels under one signature."""
+"""Attention over packed sequences: how a kernel is chosen, and all kernels behind one signature."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from verl_memopt.model.rotary import Rotary
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Attention written out with explicit masks, in plain autograd: the reference for every kernel; and sliding windows.
+# Attention with explicit masks in plain autograd, which is the reference for every kernel, and attention with sliding windows.
 
 
 def eager_attention(
@@ -36,10 +36,10 @@ def eager_attention(
     window: int | None,
     cap: float | None = None,
 ) -> Tensor:
-    """Attention [1, heads, Q, D] by plain autograd; the scores of all token pairs of one group exist at a time.
+    """Compute attention [1, heads, Q, D] in plain autograd. It holds the scores of all token pairs of one group at a time.
 
-    ``query`` [1, heads, Q, D] has the layout's queries, ``key`` and ``value`` [1, kv heads, T, D] all tokens. Other arguments are
-    as in :class:`AttentionArgs`.
+    ``query`` [1, heads, Q, D] has the queries of the layout. ``key`` and ``value`` [1, kv heads, T, D] have all tokens. The other
+    arguments are as in :class:`AttentionArgs`.
     """
     repeats = query.shape[1] // key.shape[1]
     # The reference repeats key heads in memory; fused kernels do not.
@@ -47,21 +47,21 @@ def eager_attention(
     queries = [prefix + sum(suffixes) for prefix, suffixes in layout.groups]
     outputs, tensors = [], (query.split(queries, 2), *(x.split(layout.tokens, 2) for x in (key, value)))
     for (prefix, suffixes), skipped, q, k, v in zip(layout.groups, layout.skipped, *tensors, strict=True):
-        # Skipped tokens come first in a prefix, so the mask's first rows fall away.
+        # Skipped tokens are the first tokens of a prefix and no queries, so drop the first rows of the mask.
         hidden = ~group_mask((skipped + prefix, suffixes), window, query.device)[skipped:]
         scores = q @ k.transpose(2, 3) * scale
         if cap is not None:
             scores = (scores / cap).tanh() * cap
         scores = scores.masked_fill(hidden, float("-inf"))
-        # The softmax is in fp32 as in transformers' own eager attention, which this is the reference for.
+        # The softmax is in fp32, as in the eager attention of transformers.
         outputs.append(scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ v)
     return torch.cat(outputs, dim=2)
 
 
 def windowed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, scale: float, window: int) -> Tensor:
-    """Sliding-window attention [1, heads, T, D] by torch's SDPA, one sequence at a time.
+    """Compute sliding-window attention [1, heads, T, D] by torch's SDPA, one sequence at a time.
 
-    Arguments are as in :func:`eager_attention`. The sequences of ``layout`` share no prefix.
+    Arguments are as in :func:`eager_attention`. The sequences of ``layout`` must share no prefix.
     """
     assert not layout.prefix_spans, layout.groups
     grouped, outputs = query.shape[1] != key.shape[1], []
@@ -73,13 +73,13 @@ def windowed_attention(query: Tensor, key: Tensor, value: Tensor, layout: Prefix
 
 
 def group_mask(group: PrefixGroup, window: int | None, device: torch.device) -> Tensor:
-    """Return bool [tokens, tokens] of one group: which token (row) sees which (column).
+    """Return the mask of one group, bool [tokens, tokens]. It is True if the token of the row sees the token of the column.
 
-    A token at position p sees positions p - window + 1 to p; with ``window=None`` all up to p.
+    A token at position p sees positions p - window + 1 to p, and with ``window=None`` all positions up to p.
     """
     prefix, suffixes = group
     sizes, first_places = [prefix, *suffixes], [0] + [prefix] * len(suffixes)
-    # Built on the host by numpy and sent without waiting: this runs between the micro-batches of a step.
+    # Build the indices on the host by numpy and send them without waiting, so that the GPU's queue does not run empty.
     segment, place = (
         torch.from_numpy(values).to(device, non_blocking=True)
         for values in (
@@ -87,15 +87,15 @@ def group_mask(group: PrefixGroup, window: int | None, device: torch.device) -> 
             np.concatenate([start + np.arange(size) for start, size in zip(first_places, sizes, strict=True)]),
         )
     )
-    # Positions of a suffix go on from the prefix, so one difference tells causality and window.
+    # Positions of a suffix continue those of the prefix, so one difference is enough for causality and window.
     distance = place[:, None] - place
-    # Segment 0 is the prefix, which every suffix of the group sees.
+    # Segment 0 is the prefix. Every suffix of the group sees it.
     visible = ((segment[:, None] == segment) | (segment == 0)) & (distance >= 0)
     return visible if window is None else visible & (distance < window)
 
 
 REGISTERED = {"sdpa": "packed_sdpa", "eager": "packed_eager", "flash_attention_2": "packed_fa2", "varlen": "packed_varlen"}
-"""Names of our own in a model's config. Transformers has no mask function for them, so it builds no [T, T] mask."""
+"""Kernel -> its name in a model's config. Transformers has no mask function for these names, so it builds no [T, T] mask."""
 
 HEAD_MULTIPLE = 8
 """GPU kernels take head sizes that are multiples of this."""
@@ -106,12 +106,13 @@ def choose_attention(
 ) -> str:
     """Choose the kernel for ``model.attn_implementation``, and return its registered name.
 
-    ``auto`` takes flash-attn where it is installed and supports device and dtype, else torch's own flash kernels under the same
-    conditions, else SDPA's other kernels. A model that caps its scores gets eager attention: fused kernels cannot cap them.
-    ``cap`` is that bound, and ``section`` the settings section that errors name.
+    If flash kernels support device and dtype, ``auto`` takes the flash-attn package if it is installed, and otherwise torch's own
+    flash kernels. If they do not, it takes the other kernels of SDPA. A model that caps its attention scores gets eager
+    attention, because fused kernels cannot cap scores. ``cap`` is the bound of the scores. ``section`` is the section of the
+    settings, for error messages.
 
     Raises:
-        ConfigError: For an unknown name, or for a kernel that cannot run here or for this model.
+        ConfigError: The name is unknown, or the kernel cannot run on this device or for this model.
     """
     key = f"{section}.attn_implementation={name}"
     if name not in ("auto", "flash_attention_2", "sdpa", "eager"):
@@ -129,19 +130,19 @@ def choose_attention(
             raise ConfigError(
                 f"{key}: flash kernels need a GPU of capability 8.0 and half precision, not {device} {dtype}. Use auto."
             )
-    # Without flash support no flash kernel is tried; with it the package comes before torch's own.
+    # With flash support the package is preferred to torch's own flash kernels.
     if name == "auto":
         name = "sdpa" if not supported else "flash_attention_2" if problem is None else "varlen"
     return REGISTERED[name]
 
 
 def plain_attention(config: PretrainedConfig) -> str:
-    # SDPA silently drops the cap of scores.
+    # SDPA silently ignores the cap of scores.
     return "sdpa" if getattr(config, SCORE_CAP, None) is None else "eager"
 
 
 FLASH_ATTN_INSTALL = ".venv/bin/pip install --no-build-isolation 'flash-attn==2.8.3.post1'"
-"""Without build isolation it is compiled against the torch of this environment; a build for another torch fails at import."""
+"""Without build isolation it is compiled for the torch of this environment. A build for another torch fails at import."""
 
 
 @cache
@@ -149,9 +150,9 @@ def flash_attn_problem() -> str | None:
     if importlib.util.find_spec("flash_attn") is None:
         return "is not installed"
     try:
-        # Imported, because a build for another torch or CUDA is found and fails only then.
+        # Import it, because a build for another torch or CUDA fails only at import.
         importlib.import_module("flash_attn")
-    # Whatever a broken binary raises: a missing symbol, a missing library, a check of the package's own.
+    # A broken binary may raise anything: a missing symbol, a missing library, an error of the package itself.
     except Exception as error:  # noqa: BLE001
         return f"cannot be imported ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     return None
@@ -159,14 +160,14 @@ def flash_attn_problem() -> str | None:
 
 @dataclass(frozen=True)
 class AttentionArgs:
-    """What a kernel gets beside query, key and value.
+    """Arguments of a kernel besides query, key and value.
 
     Attributes:
         layout: Which tokens share a prefix.
         scale: Factor of the products of queries and keys.
-        window: Positions that a token sees back, itself included; None = all.
-        rotary: Rotates queries and keys; None = they are rotated already.
-        cap: Bound of the scores; None = no cap. Only eager attention can cap them.
+        window: Number of positions that a token sees, with its own position. None = all positions before it.
+        rotary: Rotates queries and keys. None = they are rotated already.
+        cap: Bound of the scores. None = no bound. Only eager attention can cap scores.
     """
 
     layout: PrefixLayout
@@ -200,7 +201,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> T
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
-    if args.layout.prefix_spans:  # the package's backward cannot take merged log-sum-exps
+    if args.layout.prefix_spans:  # the package's backward does not accept merged log-sum-exps
         return _varlen(query, key, value, args)
     # Imported here, because the package is optional.
     from flash_attn import flash_attn_varlen_func
@@ -217,16 +218,16 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Te
         longest,
         softmax_scale=args.scale,
         causal=True,
-        # The kernel counts positions besides the token's own. The setting counts the token itself too.
+        # The kernel does not count the token's own position. The setting counts it.
         window_size=(-1, -1) if args.window is None else (args.window - 1, 0),
     )[None]
 
 
 def _apply_rotary(query: Tensor, key: Tensor, rotary: Rotary | None, layout: PrefixLayout) -> tuple[Tensor, Tensor]:
-    # Rotate query and key for a kernel that cannot do it itself. Both versions are then kept for backward.
+    # Rotate query and key for a kernel that cannot rotate. Autograd then keeps them before and after the rotation.
     if rotary is None:
         return query, key
-    # Only some tokens may be queries (a pruned last block), so they need their own rows of the tables.
+    # In a pruned last block only some tokens are queries, so select their rows of the tables.
     cos, sin = layout.at_queries(rotary.cos, rotary.sin)
     at_queries = replace(rotary, cos=cos, sin=sin)
     rotated = at_queries.query(_flat(query)), rotary.key(_flat(key))
@@ -234,22 +235,23 @@ def _apply_rotary(query: Tensor, key: Tensor, rotary: Rotary | None, layout: Pre
 
 
 def _one_size(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
-    """Run a kernel whose heads must all have one size (on a GPU a multiple of eight), and return [1, Q, heads, D of the values].
+    """Run a kernel that needs one size for all heads, on a GPU a multiple of eight. Return [1, Q, heads, D of the values].
 
-    Queries and keys are padded with zeros, which add nothing to a score. The padding of values is cut off the output.
+    Queries and keys are padded with zeros, which do not change the scores. Values are padded too, and the padding is cut off the
+    output.
     """
     size = max(query.shape[-1], value.shape[-1])
     size += -size % HEAD_MULTIPLE if is_gpu(query.device) else 0
     rotary = args.rotary
     if size != query.shape[-1]:
-        # The rotation joins the halves of a head, so it must come before the zeros that change where the halves lie.
+        # The rotation combines the two halves of a head, and padding would move the middle. So rotate first.
         (query, key), rotary = _apply_rotary(query, key, rotary, args.layout), None
     q, k, v = (x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in map(_flat, (query, key, value)))
     return attend(q, k, v, rotary)[None, ..., : value.shape[-1]]
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return tensor.squeeze(0).transpose(0, 1)  # [T, heads, D]; squeeze as in DecoderBlock.compute
+    return tensor.squeeze(0).transpose(0, 1)  # [T, heads, D]; squeeze and not [0], as in DecoderBlock.compute
 
 
 class WindowOverPrefixError(NotImplementedError):
@@ -264,7 +266,7 @@ def _refuse_shared_prefix(args: AttentionArgs) -> None:
 
 
 def _over_ranks(attend: Attend) -> Attend:
-    # Wrap a kernel so that ranks that share a pack's tokens exchange heads around it.
+    # Wrap a kernel for ranks that share the tokens of a pack: they exchange heads before and after it.
     def attended(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
         split = args.layout.split
         return attend(query, key, value, args) if split is None else split.over_heads(attend, query, key, value, args)
@@ -276,4 +278,4 @@ KERNELS: dict[str, Attend] = {
     REGISTERED[name]: _over_ranks(attend)
     for name, attend in {"sdpa": _sdpa, "eager": _eager, "varlen": _varlen, "flash_attention_2": _flash}.items()
 }
-"""Kernels by the name of the attention in a model's config."""
+"""Name of the attention in a model's config -> the kernel."""

@@ -1,8 +1,11 @@
-"""Attention by kernels that take fp32: memory-efficient on a GPU, flash on a CPU. A GPU before Ampere has no others.
+"""Attention by kernels that accept fp32: the memory-efficient kernel on a GPU, the flash kernel on a CPU.
 
-The two passes and their merge are those of :mod:`verl_memopt.model.attention_fused`. A call of the memory-efficient kernel takes
-several key heads and sequences of any lengths, as many as a tile of elements has room for. So few tokens take few calls, and many
-tokens hold temporary tensors of a tile, or of one key head. The kernel of a CPU takes one key head, and sequences of one length.
+GPUs before Ampere have only the memory-efficient kernel. The two passes and their merge are those of
+:mod:`verl_memopt.model.attention_fused`.
+
+A call of the memory-efficient kernel computes several key heads and sequences of any lengths, up to a number of elements (a
+tile). So few tokens need few calls, and for many tokens the temporary tensors have the size of a tile or of one key head. A call
+of the CPU kernel computes one key head, and sequences of equal length.
 """
 
 from __future__ import annotations
@@ -25,15 +28,15 @@ from verl_memopt.model.rotary import Rotary, apply_rotary_to_both, rotary_argume
 
 @dataclass(frozen=True, eq=False)
 class KernelCall:
-    """Sequences that a kernel takes at once.
+    """The sequences of one kernel call.
 
     Attributes:
         queries: Rows of their queries, one sequence after another: a slice, or int64 indices.
-        keys: Rows of their keys.
-        query_lengths: Queries of each sequence.
-        key_lengths: Keys of each sequence.
-        causal: Query i of a sequence sees its keys up to i; otherwise all of them.
-        device: Where the rows lie.
+        keys: Rows of their keys, in the same form.
+        query_lengths: Number of queries of each sequence.
+        key_lengths: Number of keys of each sequence.
+        causal: Query i of a sequence sees only the keys up to i. If False, it sees all keys of the sequence.
+        device: The device of the rows.
     """
 
     queries: slice | Tensor
@@ -45,10 +48,10 @@ class KernelCall:
 
     @cached_property
     def on_device(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Where sequences begin, and where each query stands.
+        """Where sequences begin, and which place each query has.
 
-        int32 [sequences + 1], each sequence's first query, then their number; the same for keys; int64 [queries], each query's
-        sequence; int64 [queries], its place in it.
+        The tensors are: the first query of each sequence, then the number of queries, int32 [sequences + 1]; the same for keys;
+        the sequence of each query, int64 [queries]; the place of each query in its sequence, int64 [queries].
         """
         starts = [np.cumsum([0, *lengths], dtype=np.int32) for lengths in (self.query_lengths, self.key_lengths)]
         sizes = np.asarray(self.query_lengths)
@@ -62,12 +65,12 @@ class KernelCall:
 def calls(layout: PrefixLayout, rows: int) -> tuple[list[KernelCall], list[KernelCall]]:
     """Return the calls of the segment pass (causal) and of the prefix pass, cached in the layout.
 
-    A call takes neighbouring sequences as long as all of them, padded to the longest, have ``rows`` rows at most. Neighbouring
-    segments of one length are always together. In the segment pass key rows are counted among the queries, in the prefix pass
-    among all tokens.
+    A call takes neighbouring sequences that have at most ``rows`` rows if all are padded to the longest. Neighbouring segments of
+    equal length are always in one call. Rows of keys are places among the queries in the segment pass, and places among all
+    tokens in the prefix pass.
     """
     if rows not in layout.plans:
-        # Every block of the model needs the same calls, so they are made once a pack.
+        # Every block of the model needs the same calls, so build them once per pack.
         layout.plans[rows] = list(_segment_calls(layout, rows)), list(_prefix_calls(layout, rows))
     return layout.plans[rows]
 
@@ -86,7 +89,7 @@ def _prefix_calls(layout: PrefixLayout, rows: int) -> Iterator[KernelCall]:
     for some in _cut([(1, max(run.length for run in pair)) for pair in pairs], rows):
         sides = list(zip(*pairs[some], strict=True))
         indices = layout.prefix_index_q, layout.prefix_index_k
-        # One span is a view of its rows; of several the rows are gathered.
+        # The rows of a single span are a view. The rows of several spans must be gathered.
         at_q, at_k = (
             slice(side[0].start, side[0].start + side[0].length) if len(side) == 1 else index[end[some.start] : end[some.stop]]
             for side, index, end in zip(sides, indices, ends, strict=True)
@@ -96,7 +99,7 @@ def _prefix_calls(layout: PrefixLayout, rows: int) -> Iterator[KernelCall]:
 
 
 def _cut(parts: Sequence[tuple[int, int]], rows: int) -> Iterator[slice]:
-    # Cut (sequences, length) parts wherever one more, all padded to the longest, would exceed `rows` rows.
+    # Cut a list of (sequences, length) so that the parts between cuts, padded to their longest, have at most `rows` rows.
     first = count = longest = 0
     for place, (more, length) in enumerate(parts):
         if count and (count + more) * max(longest, length) > rows:
@@ -109,12 +112,14 @@ def _cut(parts: Sequence[tuple[int, int]], rows: int) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class PackedKernel:
-    """A fused kernel over the sequences of a :class:`KernelCall`. Queries [rows, heads, D], keys and values [rows, kv heads, D].
+    """A fused kernel over the sequences of a :class:`KernelCall`.
+
+    Queries are [rows, heads, D], keys and values [rows, kv heads, D].
 
     Attributes:
-        forward: (q, k, v, call, scale) -> output, like q, and log-sum-exp, fp32 [rows, heads].
+        forward: (q, k, v, call, scale) -> output of the shape of q, and log-sum-exp, fp32 [rows, heads].
         backward: (gradient, q, k, v, output, log-sum-exp, call, scale) -> gradients of q, k and v.
-        elements: Most query elements of a call that takes several key heads, or segments of several lengths.
+        elements: Most query elements of a call with several key heads or segments of different lengths.
         float_parts: As in :class:`Kernel`.
     """
 
@@ -124,12 +129,12 @@ class PackedKernel:
     float_parts: bool
 
     def working(self, layout: PrefixLayout, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # Cast tensors to the dtype in which attention over this layout is computed.
+        # Cast tensors to the dtype in which the kernel computes attention over this layout.
         return tuple(tensor.float() for tensor in tensors) if self.float_parts and layout.prefix_spans else tensors
 
 
 def _repeated(tensor: Tensor, query: Tensor) -> Tensor:
-    # Repeat key heads [..., kv heads, D] for the query heads that share them; a view where no copy is needed.
+    # Repeat key heads [..., kv heads, D] for the query heads that share them. The result is a view if possible.
     kv_heads, size = tensor.shape[-2:]
     repeats = query.shape[-2] // kv_heads
     return tensor[..., None, :].expand(*tensor.shape[:-1], repeats, size).flatten(-3, -2) if repeats > 1 else tensor
@@ -139,7 +144,7 @@ def _sum_key_heads(parts: list[Tensor], key: Tensor) -> Parts:
     # Sum the gradients of keys and values, [rows, heads, D], over the query heads that share a key head.
     kv_heads = key.shape[1]
     if parts[1].shape[1] != kv_heads:
-        for place in (1, 2):  # in their list, so that the first is freed before the second is summed
+        for place in (1, 2):  # replaced in the list, so that one unsummed gradient is freed before the next is summed
             parts[place] = parts[place].unflatten(1, (kv_heads, -1)).sum(2)
     dq, dk, dv = parts
     return dq, dk, dv
@@ -164,7 +169,7 @@ def _rectangles(q: Tensor, k: Tensor, v: Tensor, call: KernelCall) -> Parts:
 
 
 def _rectangle(tensor: Tensor, lengths: Sequence[int]) -> Tensor:
-    # View [sequences, heads, length, ...] of rows [rows, heads, ...]; all sequences have one length.
+    # A view [sequences, heads, length, ...] of rows [rows, heads, ...]. All sequences have the same length.
     return tensor.unflatten(0, (len(lengths), lengths[0])).transpose(1, 2)
 
 
@@ -178,7 +183,7 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale:
         q[None], _repeated(k, q)[None], _repeated(v, q)[None], None, query_starts, key_starts, max(call.query_lengths),
         max(call.key_lengths), 0.0, int(call.causal), True, scale=scale,
     )  # fmt: skip
-    return out[0], lse.transpose(1, 2)[sequence, place]  # lse: [sequences, heads, length, and its padding]
+    return out[0], lse.transpose(1, 2)[sequence, place]  # lse: [sequences, heads, padded length]
 
 
 def _efficient_backward(
@@ -186,13 +191,13 @@ def _efficient_backward(
 ) -> Parts:
     query_starts, key_starts, sequence, place = call.on_device
     longest = max(call.query_lengths)
-    # The kernel reads the infinities as weights of 0.
+    # The kernel turns a padding of infinity into attention weights of 0.
     sizes = len(call.query_lengths), q.shape[1], -(-longest // LSE_ALIGNMENT) * LSE_ALIGNMENT
     padded = torch.full(sizes, float("inf"), dtype=torch.float32, device=q.device)
     padded.transpose(1, 2)[sequence, place] = lse
-    unused = torch.empty((), dtype=torch.int64, device=q.device)  # state of a generator, for dropout
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # random state for dropout, which is off
     head_grads = torch.ops.aten._efficient_attention_backward(
-        # The kernel assumes a stride of heads x D between tokens of the output.
+        # The kernel assumes that the tokens of the output have a stride of heads x D.
         grad[None], q[None], _repeated(k, q)[None], _repeated(v, q)[None], None, out.contiguous()[None], query_starts, key_starts,
         longest, max(call.key_lengths), padded, 0.0, unused, unused, int(call.causal), False, scale=scale,
     )  # fmt: skip
@@ -202,8 +207,8 @@ def _efficient_backward(
 
 
 ATTENTION_ELEMENTS = {"cpu": 0, "cuda": 2**21}
-"""Elements of queries in a call of attention that takes several key heads, or segments of several lengths: enough to keep a GPU
-busy for longer than its launches take. A CPU launches nothing, and computes one key head and one length at a time."""
+"""Most query elements of an attention call with several key heads or segments of different lengths. So many elements keep a GPU
+busy for longer than the launch of a call takes. A CPU has no launches, so it computes one key head and one length per call."""
 
 PACKED_CPU_FLASH = PackedKernel(_cpu_forward, _cpu_backward, ATTENTION_ELEMENTS["cpu"], float_parts=True)
 PACKED_EFFICIENT = PackedKernel(_efficient_forward, _efficient_backward, ATTENTION_ELEMENTS["cuda"], float_parts=False)
@@ -212,18 +217,19 @@ PACKED_EFFICIENT = PackedKernel(_efficient_forward, _efficient_backward, ATTENTI
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, scale: float, rotary: Rotary | None = None
 ) -> Tensor:
-    """Attention [Q, heads, D] by kernels that take fp32.
+    """Compute attention [Q, heads, D] by kernels that accept fp32.
 
-    Saved for backward: the arguments, the output and one log-sum-exp for each token and head. As many key heads are computed at
-    once, with the query heads that share them, as fit in a tile of elements; temporary tensors have only these heads.
+    It saves the arguments, the output and one log-sum-exp per token and head for backward. At once it computes as many key heads,
+    with the query heads that share them, as fit in a tile of elements. Temporary tensors have only these heads.
 
     Args:
-        query: [Q, heads, D], the layout's queries; last stride 1.
-        key: [T, kv heads, D], all tokens; last stride 1.
+        query: [Q, heads, D], the queries of the layout. Its last stride is 1.
+        key: [T, kv heads, D], all tokens. Its last stride is 1.
         value: As ``key``.
         layout: Which tokens share a prefix.
         scale: Factor of the products of queries and keys.
-        rotary: Rotates queries and keys here, and again in backward, which overwrites the arguments with their gradients.
+        rotary: Rotates queries and keys here, and again in backward. Backward then overwrites the arguments with their
+            gradients.
     """
     kernel = PACKED_EFFICIENT if is_gpu(query.device) else PACKED_CPU_FLASH
     return _DenseAttention.apply(query, key, value, *rotary_arguments(rotary), layout, scale, kernel)
@@ -269,9 +275,9 @@ class _DenseAttention(torch.autograd.Function):
         query, key, value, cos, sin, query_norm, key_norm, out, lse = ctx.saved_tensors
         layout, run, grad = ctx.run.layout, ctx.run, grad.contiguous()
         norms, tables = (query_norm, key_norm), (layout.at_queries(cos, sin), (cos, sin))
-        # Gradients of the norms' weights are summed over all heads.
+        # The gradients of the norms' weights are sums over all heads.
         sums = weight_sums(norms, ctx.needs_input_grad[5:7])
-        # The saved queries, keys and values are not read again after their own heads, so their memory takes their gradients.
+        # After its backward a head's saved queries, keys and values are not read again, so gradients overwrite them.
         into = (query, key, value) if cos is not None else tuple(torch.empty_like(x) for x in (query, key, value))
         for queries, keys in key_heads(query, key, ctx.at_once):
             inputs = query[:, queries], key[:, keys], value[:, keys]
@@ -279,7 +285,7 @@ class _DenseAttention(torch.autograd.Function):
             q, k = apply_rotary_to_both(*inputs[:2], norms, ctx.eps, *tables)
             working = run.kernel.working(layout, q, k, inputs[2], grad[:, queries], out[:, queries])
             del q, k
-            # Back in the dtype of the inputs: merged passes on a CPU compute in fp32.
+            # Back to the dtype of the inputs, because merged passes on a CPU compute in fp32.
             parts = tuple(part.to(query.dtype) for part in run.backward(*working, lse[:, queries]))
             del working
             if cos is not None:
@@ -287,13 +293,13 @@ class _DenseAttention(torch.autograd.Function):
             for target, part in zip(targets, parts, strict=True):
                 if target is not part:
                     target.copy_(part)
-            del parts, part  # freed before those of the next heads are allocated
+            del parts, part  # freed before the gradients of the next heads are allocated
         norm_grads = (None if total is None else total.to(norm.dtype) for total, norm in zip(sums, norms, strict=True))
         return *into, None, None, *norm_grads, None, None, None, None
 
 
 def _heads_and_rows(query: Tensor, key: Tensor, kernel: PackedKernel) -> tuple[int, int]:
-    # How many key heads are computed at once, and the most rows of a call with several of their sequences.
+    # How many key heads are computed at once, and how many rows a call with several sequences may have.
     elements_of_key_head = query.shape[1] // key.shape[1] * query.shape[2]
     at_once = key_heads_at_once(query.shape[0] * elements_of_key_head, key.shape[1], kernel.elements)
     return at_once, kernel.elements // (at_once * elements_of_key_head)
@@ -301,7 +307,7 @@ def _heads_and_rows(query: Tensor, key: Tensor, kernel: PackedKernel) -> tuple[i
 
 @dataclass(frozen=True)
 class _Passes:
-    """The segment pass and the prefix pass of some heads, merged. ``rows``: see :func:`calls`."""
+    """The segment pass and the prefix pass of some heads, merged. ``rows`` is as in :func:`calls`."""
 
     layout: PrefixLayout
     kernel: PackedKernel
@@ -309,13 +315,13 @@ class _Passes:
     scale: float
 
     def forward(self, into: tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention [Q, heads, D] and its log-sum-exps [Q, heads], written ``into`` given or new tensors."""
+        """Return attention [Q, heads, D] and its log-sum-exps [Q, heads], in the tensors ``into`` or in new ones."""
         segments, prefixes = calls(self.layout, self.rows)
         own = self.layout.at_queries(k, v)
-        # One call covers everything: its outputs are the result.
+        # A single call covers all queries and keys, so its outputs are the result.
         if into is None and len(segments) == 1 and not prefixes:
             return self._call(segments[0], q, *own)
-        # The kernel's own outputs are not written to: selective checkpointing keeps them, and refuses outputs that were.
+        # Do not write to the outputs of the kernel: selective checkpointing keeps them, and rejects changed outputs.
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if into is None else into[1]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None or into[0].dtype != q.dtype else into[0]
         for call in segments:
@@ -328,11 +334,11 @@ class _Passes:
             other = self._call(call, q, k, v)
             merged = out[call.queries], lse[call.queries]
             merge_into(*merged, *other)
-            if not isinstance(call.queries, slice):  # then it is a copy
+            if not isinstance(call.queries, slice):  # indexing has copied the rows, so write them back
                 out.index_copy_(0, call.queries, merged[0])
                 lse.index_copy_(0, call.queries, merged[1])
             del other, merged
-        # Merged in a wider dtype: rounded once, here.
+        # The passes were merged in a longer dtype. Round once here.
         if into is not None and out is not into[0]:
             into[0].copy_(out)
         return out, lse
@@ -341,7 +347,7 @@ class _Passes:
         return self.kernel.forward(q[call.queries], k[call.keys], v[call.keys], call, self.scale)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Parts:
-        """Gradients of queries [Q, heads, D], and of keys and values [T, kv heads, D]."""
+        """Return the gradients of queries [Q, heads, D], and of keys and values [T, kv heads, D]."""
         segments, prefixes = calls(self.layout, self.rows)
 
         def call_gradients(call: KernelCall, keys: Tensor, values: Tensor) -> Parts:
@@ -350,14 +356,14 @@ class _Passes:
 
         own = self.layout.at_queries(k, v)
         if len(segments) == 1:
-            # One call writes every row, so that no zeros are needed.
+            # One call writes every row, so no tensors of zeros are needed.
             dq, dk, dv = call_gradients(segments[0], *own)
         else:
             dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, *own))
             for call in segments:
                 _collect(Tensor.copy_, (dq, dk, dv), call, call_gradients(call, *own))
         del own
-        # Back to the places of all tokens: the prefix pass also adds to keys whose queries are skipped.
+        # Scatter to the places of all tokens, because the prefix pass also adds to keys of tokens that are no queries.
         dk, dv = self.layout.at_keys(dk, k), self.layout.at_keys(dv, v)
         for call in prefixes:
             _collect(Tensor.add_, (dq, dk, dv), call, call_gradients(call, k, v))
@@ -373,9 +379,9 @@ def _collect(collect: Callable[[Tensor, Tensor], Tensor], targets: Parts, call: 
 
 
 def key_heads_at_once(elements: int, kv_heads: int, tile: int) -> int:
-    """Return how many of ``kv_heads`` key heads attention computes at once: a divisor of them, so that all calls have one width.
+    """Return how many of ``kv_heads`` key heads attention computes at once. It is a divisor, so that all calls have equal width.
 
-    ``elements`` counts the query elements that share a key head, and ``tile`` is the most that one call may have.
+    ``elements`` is the number of query elements that share a key head. ``tile`` is the largest number that a call may have.
     """
     most = min(max(tile // max(elements, 1), 1), kv_heads)
     return next(count for count in range(most, 0, -1) if kv_heads % count == 0)

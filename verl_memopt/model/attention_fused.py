@@ -1,8 +1,8 @@
-"""Attention over packed sequences by torch's fused kernels: those for rectangles, and the flash kernels of a GPU.
+"""Attention over packed sequences by torch's fused kernels: kernels for sequences of equal length, and flash kernels of a GPU.
 
-A token of a suffix attends in two passes: causally over its own segment, and over the whole prefix. Each pass gives an output and
-the log-sum-exp of its scores, from which the two outputs are merged exactly. In backward the same kernels get the merged output
-and log-sum-exp, and return the exact gradient of each pass. The gradients of the passes add up (arXiv 2310.01889).
+A token of a suffix attends in two passes: causally over its own segment, and over the whole prefix. Each pass returns an output
+and the log-sum-exp of its scores, and with these the two outputs are merged exactly. In backward the same kernels get the merged
+output and log-sum-exp, and so return the exact gradient of each pass. The gradients of the passes are summed (arXiv 2310.01889).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Parts: TypeAlias = tuple[Tensor, Tensor, Tensor]
 class Kernel:
     """A fused kernel over [batch, heads, length, D].
 
-    The last stride must be 1, all others are free. Key and value may repeat heads by a stride of 0.
+    The last stride must be 1. Other strides are free, so key and value may repeat heads by a stride of 0.
 
     Attributes:
         forward: (q, k, v, causal, scale) -> output, log-sum-exp fp32 [batch, heads, length].
         backward: (gradient, q, k, v, output, log-sum-exp, causal, scale) -> gradients of q, k, v.
-        float_parts: Compute merged passes in fp32 and round once, where half precision is no faster.
+        float_parts: Compute passes that are merged in fp32, and round once. Used if half precision is not faster.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -62,17 +62,17 @@ LSE_ALIGNMENT = 32
 
 def _gpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
-    # The padding at the end is cut off.
+    # Cut off the padding of the log-sum-exps.
     return out, lse[..., : q.shape[2]]
 
 
 def _gpu_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # The kernel reads the infinities as weights of 0. Without them it would read beyond the log-sum-exps.
+    # The kernel turns a padding of infinity into attention weights of 0. Without padding it would read past the end.
     padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=float("inf")).contiguous()
     out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel assumes a stride of heads x D between tokens
-    unused = torch.zeros((), dtype=torch.int64, device=q.device)  # state of a generator, for dropout
+    unused = torch.zeros((), dtype=torch.int64, device=q.device)  # random state for dropout, which is off
     mask, needed = None, [True, True, True, False]
     dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         grad, q, k, v, mask, out, padded, unused, unused, 0.0, needed, causal, scale=scale
@@ -87,16 +87,16 @@ EFFICIENT = Kernel(_gpu_forward, _gpu_backward, float_parts=False)
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge attention over two sets of keys into attention over both.
 
-    ``out`` and ``other`` are [..., D], ``lse`` and ``other_lse`` the log-sum-exps of their scores, fp32 [...]. Returns the merged
-    output fp32 [..., D] and its log-sum-exp fp32 [...].
+    ``out`` and ``other`` are [..., D]. ``lse`` and ``other_lse`` are the log-sum-exps of their scores, fp32 [...]. Returns the
+    merged output, fp32 [..., D], and its log-sum-exp, fp32 [...].
     """
-    # A sigmoid of the difference cannot overflow, which exponentials of the two log-sum-exps could.
+    # A sigmoid of the difference cannot overflow. Exponentials of the log-sum-exps could.
     share = torch.sigmoid(other_lse - lse)
     return out.float().lerp(other.float(), share[..., None]), torch.logaddexp(lse, other_lse)
 
 
 def key_heads(query: Tensor, key: Tensor, at_once: int = 1) -> Iterator[tuple[slice, slice]]:
-    """Yield, for every ``at_once`` key heads, the slice of the query heads that share them and their own slice."""
+    """Yield pairs of slices: ``at_once`` key heads, after the query heads that share them."""
     repeats = query.shape[1] // key.shape[1]
     firsts = range(0, key.shape[1], at_once)
     return ((slice(first * repeats, (first + at_once) * repeats), slice(first, first + at_once)) for first in firsts)
@@ -116,11 +116,11 @@ def flash_attention(
     window: int | None,
     rotary: Rotary | None = None,
 ) -> Tensor:
-    """Attention [Q, heads, D] by torch's own flash kernels.
+    """Compute attention [Q, heads, D] by torch's own flash kernels.
 
-    Saved for backward: the arguments, the output and one log-sum-exp for each token and head. Arguments are as in
-    :func:`dense_attention`. ``window``: how many positions a token attends to, itself included; None = all before it. A
-    window requires sequences that share no prefix.
+    It saves the arguments, the output and one log-sum-exp per token and head for backward. Arguments are as in
+    :func:`dense_attention`. ``window`` is the number of positions that a token sees, with its own position. None = all positions
+    before it. With a window the sequences must share no prefix.
     """
     assert window is None or not layout.prefix_spans, (window, layout.groups)
     return _FlashAttention.apply(query, key, value, *rotary_arguments(rotary), layout, scale, window)
@@ -150,7 +150,7 @@ class _FlashAttention(torch.autograd.Function):
         if layout.prefix_spans:
             at_q, at_k = _prefix_places(layout)
             other, other_lse = _forward(q[at_q], k[at_k], v[at_k], _prefix_pass(layout), scale)
-            # Both passes saw every key once between them, so their merge is exact.
+            # Each visible key was in exactly one of the two passes, so the merge is exact.
             out, lse = _with_merged(out, lse, at_q, other, other_lse)
         ctx.save_for_backward(query, key, value, cos, sin, query_norm, key_norm, out, lse)
         ctx.eps, ctx.layout, ctx.scale, ctx.window = eps, layout, scale, window
@@ -165,20 +165,20 @@ class _FlashAttention(torch.autograd.Function):
         q, k = apply_rotary_to_both(query, key, norms, ctx.eps, *tables)
         segment_k, segment_v = layout.at_queries(k, v)
         dq, dk, dv = _backward(grad, q, segment_k, segment_v, out, lse, _segment_pass(layout, ctx.window), scale)
-        del segment_k, segment_v  # freed before the next pass, as gradients of selected keys and values are
+        del segment_k, segment_v  # freed before the next pass, like the gradients of selected keys and values
         dk, dv = layout.at_keys(dk, k), layout.at_keys(dv, v)
         if layout.prefix_spans:
             at_q, at_k = _prefix_places(layout)
-            # Contiguous, because the selection of columns may leave other strides than the kernel takes.
+            # Contiguous, because selected columns may have strides that the kernel does not accept.
             inputs = (grad[at_q], q[at_q], k[at_k], v[at_k], out[at_q], lse[:, at_q].contiguous())
-            # The kernel gets the merged output and log-sum-exp, which makes each pass's gradient exact.
+            # With the merged output and log-sum-exp the kernel returns the exact gradient of this pass.
             parts = _backward(*inputs, _prefix_pass(layout), scale)
             if isinstance(at_q, slice):
                 torch._foreach_add_([dq[at_q], dk[at_k], dv[at_k]], parts)
             else:
                 for target, place, part in zip((dq, dk, dv), (at_q, at_k, at_k), parts, strict=True):
                     target.index_add_(0, place, part)
-        # Without a rotation the gradients of the arguments are those of the passes.
+        # Without a rotation these are the gradients of the arguments.
         if cos is None:
             return dq, dk, dv, *(None,) * 8
         sums = weight_sums(norms, ctx.needs_input_grad[5:7])
@@ -188,20 +188,20 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def _prefix_places(layout: PrefixLayout) -> tuple[slice, slice] | tuple[Tensor, Tensor]:
-    # Where queries and keys of the prefix pass lie: slices for one group, whose rows need no copy, else indices.
+    # Places of queries and keys of the prefix pass: slices if there is one span, so that no rows are copied, else indices.
     slices = layout.prefix_slices
     return (layout.prefix_index_q, layout.prefix_index_k) if slices is None else slices
 
 
 def _with_merged(out: Tensor, lse: Tensor, places: Any, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention [Q, heads, D] and log-sum-exps [heads, Q] with those over other keys, at some places.
+    """Merge attention [Q, heads, D] and log-sum-exps [heads, Q] with attention over other keys, for the queries at ``places``.
 
-    Without compilation the result is in new tensors: selective checkpointing, which disables compilation, keeps the kernel's
-    outputs, and refuses outputs that were written to.
+    Without compilation the result is in new tensors. Selective checkpointing, which disables compilation, keeps the outputs of
+    the kernel, and rejects changed outputs.
     """
     parts = out[places], lse[:, places].t()
     if not isinstance(places, slice):
-        # Copies, which take the result, so that no tensor in fp32 is of their size.
+        # Indexing has made copies. The result overwrites them, so that no fp32 tensor of their size is needed.
         merge_into(*parts, other, other_lse.t())
         copied = Tensor.index_copy_ if runs_compiled(other) else Tensor.index_copy
         return copied(out, 0, places, parts[0]), copied(lse, 1, places, parts[1].t())
@@ -217,7 +217,7 @@ def _with_merged(out: Tensor, lse: Tensor, places: Any, other: Tensor, other_lse
 
 
 def merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Merge into ``out`` and ``lse`` in place. Shapes are those of :func:`merge`, rows first."""
+    """Merge as :func:`merge` does, in place into ``out`` and ``lse``. The first dimension of all tensors is rows."""
     over_rows(_merge_statement, (out, lse, other, other_lse, out, lse))
 
 
@@ -231,7 +231,8 @@ def _merge_statement(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor,
 class _Varlen:
     """Which queries see which keys.
 
-    ``cu_seqlens`` are int32 [sequences + 1], None = one rectangle. ``left`` and ``right`` of -1 see everything.
+    ``cu_seqlens_q`` and ``cu_seqlens_k`` are int32 [sequences + 1]. None = sequences of equal length. ``left`` and ``right`` are
+    how many keys a query sees before and after its own position. -1 = all.
     """
 
     cu_seqlens_q: Tensor | None
@@ -245,7 +246,7 @@ class _Varlen:
 
 def _segment_pass(layout: PrefixLayout, window: int | None) -> _Varlen:
     longest = max(layout.segments)
-    # The kernel counts positions besides the token's own.
+    # The kernel does not count the token's own position.
     return _Varlen(layout.cu_seqlens, layout.cu_seqlens, longest, longest, True, -1 if window is None else window - 1, 0)
 
 
@@ -266,7 +267,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, which: _Varlen, scale: float) -> t
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, which: _Varlen, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # Arguments for dropout, which is off. The kernel loads the state of its generator, whatever it is, and uses it no further.
+    # Arguments for dropout, which is off. The kernel loads the random state but does not use it.
     state, unused = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     return torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, which.cu_seqlens_q, which.cu_seqlens_k, which.max_seqlen_q, which.max_seqlen_k, 0.0,
@@ -274,7 +275,7 @@ def _backward(
     )  # fmt: skip
 
 
-# The same kernels for one rectangle of queries and keys.
+# The same flash kernels for sequences of equal length, [batch, heads, length, D].
 
 
 def _rectangle_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -287,10 +288,10 @@ def _rectangle_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
-    lse = lse.contiguous()  # the kernel reads it without its strides
+    lse = lse.contiguous()  # the kernel ignores its strides
     dq, dk, dv = _backward(grad, q, k, v, out, lse, _Varlen(None, None, q.shape[1], k.shape[1], causal), scale)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 FLASH = Kernel(_rectangle_forward, _rectangle_backward, float_parts=False)
-"""Flash kernels of a GPU in half precision. The last two strides of all tensors must be those of one head after another."""
+"""Flash kernels of a GPU in half precision. In all tensors the heads of a token must lie one after another."""

@@ -1,7 +1,7 @@
-"""The decoder of the Llama family (Llama, Mistral, Qwen2, Qwen3) over packed sequences, with each memory knob where it acts.
+"""The decoder of the Llama family (Llama, Mistral, Qwen2, Qwen3) over packed sequences, with the memory knobs inside a block.
 
-The modules take over the submodules of a Hugging Face model under their own names, so that checkpoints, adapters, export and
-weight sync find the same parameters. Models of other architectures keep their own modules
+The modules take over the submodules of a Hugging Face model and keep their names, so that checkpoints, adapters, export and
+weight sync find the same parameters. Models of other architectures keep the modules of transformers
 (:mod:`verl_memopt.model.packed_model`).
 """
 
@@ -41,27 +41,29 @@ from verl_memopt.model.tiled_block import BlockShape, tiled_block
 logger = logging.getLogger(__name__)
 
 PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
-"""The submodules of a decoder of the family, in the order of its parameters."""
+"""The submodules of a decoder of the Llama family, in the order of its parameters."""
 
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """What one block does to hold less memory. By default it keeps for backward what plain autograd keeps."""
+    """How one block saves memory. By default it keeps for backward what plain autograd keeps."""
 
     recompute: bool = False
     """Compute norms, rotary positions and activations again in backward (``recompute_elementwise``)."""
 
     mlp_tiles: int | None = None
-    """Keep only the input of the MLP and run it over at least so many tiles of tokens (``tiled_mlp``); None keeps gate and up."""
+    """Keep only the input of the MLP, and run it over at least this many tiles of tokens (``tiled_mlp``). None = also keep the
+    outputs of gate and up, without tiles."""
 
     prune: bool = False
-    """Compute queries, attention and MLP only of the tokens whose state predicts something (``prune_last_block``)."""
+    """Compute queries, attention and MLP only for tokens whose state predicts a response token (``prune_last_block``)."""
 
     checkpoint: Literal["full", "selective"] | None = None
-    """What activation checkpointing keeps: the input of the block ("full"), or also the outputs of products and attention."""
+    """What activation checkpointing keeps: the input of the block ("full"), or also the outputs of matrix products and attention
+    ("selective"). None = no checkpointing."""
 
     tile_tokens: int | None = None
-    """Keep only the input of the block, and run all of it over tiles of so many tokens (``block_tile_tokens``)."""
+    """Keep only the input of the block, and run the whole block over tiles of this many tokens (``block_tile_tokens``)."""
 
 
 class Attention(nn.Module):
@@ -78,14 +80,16 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return attention's output [Q, h] for the Q queries of the packed sequences, and ``x``.
 
-        ``x`` [T, h] comes before ``norm``; with sequence parallelism it has only this rank's tokens, as has the result. Other
-        arguments are as in :meth:`DecoderBlock.forward`. The returned ``x`` accumulates its gradient in the norm's backward.
+        ``x`` [T, h] is the input of ``norm``. With sequence parallelism ``x`` and the result have only this rank's tokens. The
+        other arguments are as in :meth:`DecoderBlock.forward`. The returned ``x`` accumulates its gradient in the norm's
+        backward.
         """
         rows = query_rows(layout, prefix_kv)
         if not self.options.recompute and rows is None:
             assert prefix_kv is None, "prefix KV needs recomputed norms and rotations"
             return self._plain(norm(x), tables, layout, attend), x
-        # Queries and keys are kept before norm and rotary: attention applies both itself, and again in backward.
+        # Attention applies the norms and the rotation of queries and keys itself, and again in backward. So they are kept as the
+        # projections return them.
         query, key, value, x = self._query_key_value(x, norm, rows)
         if prefix_kv is not None:
             key, value, tables = prefix_kv.extend(self.layer, key, value, tables)
@@ -93,17 +97,17 @@ class Attention(nn.Module):
         return self._attended(query, key, value, layout, attend, self._rotary(tables)), x
 
     def _query_key_value(self, x: Tensor, norm: Any, rows: Rows | None) -> Sequence[Tensor]:
-        # Queries [Q, H x D], keys and values [T, K x D], and x.
+        # Returns queries [Q, heads x D], keys and values [T, kv heads x D], and x.
         layers = (self.q_proj, self.k_proj, self.v_proj)
         if self.options.recompute:
             rms_norm = RMSNorm(norm.variance_epsilon)
-            # A pruned block needs queries for some rows, but keys and values for all.
+            # A pruned block needs queries of some rows, but keys and values of all rows.
             row_layers, passed = (self.q_proj,), rows is None
             outs = recomputed_outputs(rms_norm, (x,), (norm.weight,), layers, rows, row_layers, passed)
             return outs if passed else [*outs, x]
         normal = norm(x)
         at_rows = normal if rows is None else normal[rows.index]
-        # The norm is computed once for all tokens: keys and values read all of them.
+        # The norm is computed for all tokens, because keys and values need all of them.
         return self.q_proj(at_rows), self.k_proj(normal), self.v_proj(normal), x
 
     def _plain(self, normal: Tensor, tables: Tables, layout: PrefixLayout, attend: Attend) -> Tensor:
@@ -111,7 +115,7 @@ class Attention(nn.Module):
         key = _maybe(self.k_norm, self._heads(self.k_proj(normal)))
         value = self._heads(self.v_proj(normal))
         if layout.split is not None:
-            # Positions are of all ranks' tokens; queries and keys are still this rank's.
+            # The tables have the tokens of all ranks, but queries and keys have only this rank's tokens.
             cos, sin = (table[:, layout.split.own] for table in tables)
             tables = cos, sin
         query, key = apply_rotary(query, tables), apply_rotary(key, tables)
@@ -120,10 +124,10 @@ class Attention(nn.Module):
     def _attended(
         self, query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, attend: Attend, rotary: Rotary | None
     ) -> Tensor:
-        # Heads first, as every kernel wants them; a view.
+        # Views with heads first, as all kernels need them.
         q, k, v = (states.transpose(0, 1)[None] for states in (query, key, value))  # [1, heads, T, D]
         out = attend(q, k, v, AttentionArgs(layout, self.scale, self.window, rotary))
-        # The width is given: with sequence parallelism a rank may have no query, and then none can be derived.
+        # No -1 in the shape: with sequence parallelism a rank may have no query, and torch cannot infer a size from 0 elements.
         return self.o_proj(out.reshape(query.shape[0], out.shape[2] * out.shape[3]))
 
     def _heads(self, states: Tensor) -> Tensor:
@@ -131,14 +135,14 @@ class Attention(nn.Module):
 
     def _rotary(self, tables: Tables) -> Rotary:
         cos, sin = (table[0] for table in tables)
-        # Families without norms of queries and keys have no epsilon here either, and 0 is never read.
+        # Families without norms of queries and keys have no epsilon, so the 0 is never read.
         if self.q_norm is None or self.k_norm is None:
             return Rotary(cos, sin, (None, None), 0.0)
         return Rotary(cos, sin, (self.q_norm.weight, self.k_norm.weight), self.q_norm.variance_epsilon)
 
 
 class MLP(nn.Module):
-    """down(act(gate(y)) * up(y)) of a normed input y."""
+    """The MLP of a block: ``down(act(gate(y)) * up(y))``, for a normed input ``y``."""
 
     def __init__(self, source: Any, options: BlockOptions) -> None:
         super().__init__()
@@ -148,17 +152,17 @@ class MLP(nn.Module):
 
     @property
     def sums(self) -> bool:
-        # If so, forward_sum() computes the MLP and adds attention's output to the residual itself.
+        # Whether to call forward_sum(), which also adds attention's output to the residual.
         return self.options.recompute and (self.options.mlp_tiles is not None or not torch.is_grad_enabled())
 
     def forward_sum(self, residual: Tensor, attended: Tensor, norm: Any, least_tiles: int) -> Tensor:
-        """As :meth:`forward`, for residual + attended, [T, h] each, over at least ``least_tiles`` tiles."""
+        """Do as :meth:`forward` for the input ``residual + attended``, [T, h] each, over at least ``least_tiles`` tiles."""
         layers, tiles = (self.gate_proj, self.up_proj, self.down_proj), self.options.mlp_tiles
         tiles = 1 if tiles is None else max(tiles, least_tiles)
         return recomputed_mlp(residual, attended, RMSNorm(norm.variance_epsilon), norm.weight, layers, tiles)
 
     def forward(self, hidden: Tensor, norm: Any) -> Tensor:
-        """Return ``hidden`` [1, T, h], which comes before ``norm``, plus the MLP's output for it."""
+        """Return ``hidden`` plus the MLP's output for it. ``hidden`` [1, T, h] is the input of ``norm``."""
         x, tiles = hidden.squeeze(0), self.options.mlp_tiles
         if not self.options.recompute:
             out = self.gated(norm(x)) if tiles is None else tiled_mlp(self, norm(x), tiles)
@@ -178,7 +182,7 @@ class DecoderBlock(nn.Module):
         self.source_class, self.options = type(source).__name__, options
         self.self_attn = Attention(source.self_attn, options)
         self.mlp = MLP(source.mlp, options)
-        # Names stay those of transformers: they are the names in checkpoints.
+        # Keep the names of transformers, because checkpoints have these names.
         self.input_layernorm = source.input_layernorm
         self.post_attention_layernorm = source.post_attention_layernorm
 
@@ -191,21 +195,21 @@ class DecoderBlock(nn.Module):
         attend: Attend | None,
         prefix_kv: Prefix | None = None,
     ) -> Tensor:
-        """Return the block's output [1, Q, h] for the Q queries: all T tokens, unless the block is pruned.
+        """Return the block's output [1, Q, h] for the Q queries. These are all T tokens, unless the block is pruned.
 
         Args:
-            hidden: [1, T, h]; with sequence parallelism only this rank's tokens.
-            cos: [1, T, D] of all tokens, as ``sin``.
-            sin: Sines of the T positions.
+            hidden: [1, T, h]. With sequence parallelism it has only this rank's tokens.
+            cos: [1, T, D], cosines of the positions of all tokens.
+            sin: [1, T, D], sines of the positions of all tokens.
             layout: Which of the T tokens share a prefix.
-            attend: The attention kernel; None in a block over tiles, which has its own.
-            prefix_kv: The prefix KV of these answers, or the recorder if this is the forward of a prefix.
+            attend: The attention kernel. None = run the block over tiles, which has its own kernel.
+            prefix_kv: The prefix KV of these answers, or a recorder if this is the forward of the prompt.
         """
         if attend is None:
-            assert prefix_kv is None, "a block over tiles takes no prefix KV"
-            assert layout.split is None, "a block over tiles needs all tokens of its keys"
+            assert prefix_kv is None, "a tiled block cannot use prefix KV"
+            assert layout.split is None, "a tiled block needs the keys of all tokens on this rank"
             return self._tiled(hidden, cos, sin, layout)
-        # FSDP's hooks are outside of this call, so a block is gathered once for its second forward and its backward.
+        # FSDP2's hooks are outside of this call, so a block is gathered only once for its second forward and its backward.
         if self.options.checkpoint is not None:
             return checkpointed(self.compute, hidden, cos, sin, layout, attend, prefix_kv, mode=self.options.checkpoint)
         return self.compute(hidden, cos, sin, layout, attend, prefix_kv)
@@ -242,22 +246,22 @@ class DecoderBlock(nn.Module):
     def compute(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: PrefixLayout, attend: Attend, prefix_kv: Prefix | None
     ) -> Tensor:
-        # squeeze, not [0]: the gradient of an indexed tensor is zeros with a copy in them.
+        # squeeze, not [0]: the backward of an index allocates zeros and copies the gradient into them.
         rows = query_rows(layout, prefix_kv)
         x, residual = self._residual(hidden.squeeze(0), rows)
         attended, passed = self.self_attn(x, self.input_layernorm, (cos, sin), layout, attend, prefix_kv)
-        # The sum must read ``passed``, whose gradient the norm's backward adds up.
+        # The sum must read ``passed`` and not ``x``, because the norm's backward accumulates the gradient of ``passed``.
         residual = passed if rows is None else residual
         if self.mlp.sums:
-            # The tiles of a pruned block's MLP are no larger than those of all tokens would be.
+            # As many tiles as for all tokens, so that the tiles of a pruned block are not larger.
             return self.mlp.forward_sum(residual, attended, self.post_attention_layernorm, len(product_tiles(x)))
-        # The sums have three dimensions, so that FSDP2 gets no view.
+        # The sum has three dimensions, so that the block does not return a view to FSDP2.
         hidden = residual[None] + attended[None]
         del attended  # freed before the MLP allocates
         return self.mlp(hidden, self.post_attention_layernorm)
 
     def _residual(self, x: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
-        # Returns x [T, h], and its query rows [Q, h] for the residual sum.
+        # Returns x [T, h], and the rows of the queries [Q, h] for the residual sum.
         index = None if rows is None else rows.index
         if self.options.recompute:
             return select_rows(x, index)
@@ -268,7 +272,7 @@ class Decoder(nn.Module):
     def __init__(self, source: Any, blocks: Sequence[BlockOptions], attend: Attend) -> None:
         super().__init__()
         self.options = tuple(blocks)
-        # A block over tiles computes its norms again whatever else is set, and so does the norm after it.
+        # A tiled block always recomputes its norms. The final norm is then recomputed too.
         self.recompute = all(block.recompute or block.tile_tokens is not None for block in blocks)
         self.prunes, self.attend = blocks[-1].prune, attend
         self.embed_tokens = source.embed_tokens
@@ -287,29 +291,32 @@ class Decoder(nn.Module):
         """Return the states [Q, h] after the last block, before the final norm.
 
         Args:
-            input_ids: int64 [1, T], packed sequences; with sequence parallelism only this rank's tokens.
+            input_ids: int64 [1, T], packed sequences. With sequence parallelism they have only this rank's tokens.
             position_ids: int64 [1, T], of all tokens.
             layout: Which of the T tokens share a prefix.
-            needed: The same layout with only Q tokens as queries, for a pruned last block; None = all tokens.
+            needed: The same layout with only Q tokens as queries, for a pruned last block. None = all tokens are queries.
             prefix_kv: As in :meth:`DecoderBlock.forward`.
-            attend: Another kernel than the decoder's own, for comparisons.
+            attend: A kernel that replaces the decoder's own, for comparisons.
         """
-        # One table of cos and sin serves all blocks.
+        # All blocks use the same tables of cos and sin.
         hidden = self.embed_tokens(input_ids)
         cos, sin = self.rotary_emb(hidden, position_ids=position_ids)
         kernel = self.attend if attend is None else attend
         for block, options in zip(self.layers, self.options, strict=True):
-            # Only the last block prunes: every earlier one is read by attention at all tokens.
+            # Only the last block can be pruned, because attention in the next block reads all tokens.
             pruned = options.prune and needed is not None
             over_tiles = attend is None and block.tile_tokens is not None
             hidden = block(hidden, cos, sin, needed if pruned else layout, None if over_tiles else kernel, prefix_kv)
         return hidden.squeeze(0)
 
     def normed_rows(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """The final norm [R, h] of the states [Q, h] at ``rows``, int64 [R]. If recomputed, only these rows are normed."""
+        """Apply the final norm to the states [Q, h] at ``rows``, int64 [R], and return [R, h].
+
+        If the norm is recomputed in backward, only these rows are normed.
+        """
         if not self.recompute:
             return self.norm(hidden).index_select(0, rows)
-        # Rows first, so that the norm keeps the rows that are read and no others.
+        # Select the rows first, so that the norm keeps only these rows for backward.
         return recomputed_norm(hidden.index_select(0, rows), self.norm.weight, self.norm.variance_epsilon)
 
     def get_decoder(self) -> Decoder:
@@ -317,14 +324,14 @@ class Decoder(nn.Module):
 
 
 def query_rows(layout: PrefixLayout, prefix_kv: Prefix | None) -> Rows | None:
-    # With a prefix KV the skipped tokens are not among the block's tokens.
+    # With a prefix KV, the skipped tokens of the layout are the prompt, which is not in the pack.
     return None if isinstance(prefix_kv, PrefixKV) else layout.own_queries
 
 
 def apply_rotary(x: Tensor, tables: Tables) -> Tensor:
-    """Rotate x [T, heads, D] by cos and sin [1, T, D], in plain autograd. Source: arXiv 2104.09864."""
+    """Rotate x [T, heads, D] by cos and sin [1, T, D], in plain autograd (arXiv 2104.09864)."""
     cos, sin = (table[0][:, None] for table in tables)
-    # Halves, not neighbours, form the pairs: the convention of transformers' Llama.
+    # An element is paired with the one half a head away, not with its neighbour, as in transformers' Llama.
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -334,10 +341,10 @@ def _maybe(norm: nn.Module | None, x: Tensor) -> Tensor:
 
 
 def is_llama_like(lm: Any) -> bool:
-    """Whether :class:`Decoder` can replace the decoder of a causal LM: one of transformers' own four classes."""
+    """Whether :class:`Decoder` can replace the decoder of a causal LM. Four classes of transformers qualify."""
     decoder = lm.get_decoder()
     known_blocks = all(type(block).__name__ in OWN_BLOCKS for block in decoder.layers)
-    # A model folder may bring code of its own under the same class names.
+    # A model folder may contain its own code with the same class names.
     own_code = not type(lm).__module__.startswith("transformers.")
     return known_blocks and not own_code and {name for name, _ in decoder.named_children()} == set(PARTS)
 
@@ -352,17 +359,17 @@ def class_name(module: nn.Module) -> str:
 def block_options(
     lm: PreTrainedModel, model: Model | CriticModel, fsdp: Fsdp, key: str, trained: bool, checkpoints: bool
 ) -> list[BlockOptions] | None:
-    """Return the options of each block; None for an architecture that computes its blocks itself.
+    """Return the options of each block. None = transformers computes the blocks of this architecture.
 
-    A knob that such an architecture lacks is refused, or logged if the run is still correct without it. ``key`` is the model's
-    settings section. ``checkpoints``: activation checkpointing is on.
+    A knob that this architecture does not support is logged or refused. ``key`` is the model's section of the settings.
+    ``checkpoints`` says whether activation checkpointing is on.
 
     Raises:
-        ConfigError: MLPs cannot run over tiles.
+        ConfigError: The MLPs or the blocks cannot run over tiles.
     """
     blocks: Any = getattr(lm.get_decoder(), "layers", None)
     if not isinstance(blocks, nn.ModuleList):
-        return None  # PackedModel refuses it by name
+        return None  # PackedModel refuses this model
     if not type(lm).__module__.startswith("transformers."):
         _tell_own_code(lm, model, key)
         return None
@@ -377,13 +384,13 @@ def block_options(
         assert tiles is None, f"{class_name(blocks[0])} has an MLP that is known in a block that is not"
         return None
     mode, wanted = model.gradient_checkpointing_mode, fsdp.wrap_policy.transformer_layer_cls_to_wrap
-    # A wrap policy that names other classes takes the blocks out of checkpointing.
+    # If the wrap policy names other classes, the blocks are not checkpointed.
     among_units = checkpoints and (wanted is None or class_name(blocks[0]) in wanted)
     chosen = chosen_blocks(len(blocks), mode, model.gradient_checkpointing_every) if among_units else ()
     return [
         BlockOptions(
             recompute=recompute,
-            # A second forward of the whole block stops before an MLP that keeps its input alone.
+            # With a tiled MLP, which keeps only its input, the second forward of a checkpointed block stops before the MLP.
             mlp_tiles=1 if tiles is None and recompute and place in chosen and mode != "selective" else tiles,
             prune=prunes and place == len(blocks) - 1,
             checkpoint=None if place not in chosen else "selective" if mode == "selective" else "full",
@@ -394,61 +401,61 @@ def block_options(
 
 
 def _check_tiled_blocks(lm: PreTrainedModel, blocks: Any, trained: bool, key: str) -> None:
-    # Refuse blocks that cannot run over tiles, and warn about those that are computed whole.
+    # Refuse a model whose blocks cannot run over tiles. Warn about blocks that are computed without tiles.
     name = f"{key}.block_tile_tokens"
     reason = why_kept(blocks, trained)
     if reason is None and not is_llama_like(lm):
-        reason = f"{type(lm).__name__} has parts that are not known"
+        reason = f"{type(lm).__name__} has unknown parts"
     if reason is not None:
         raise ConfigError(
-            f"{name}: tiles are known for blocks of {', '.join(OWN_BLOCKS)} with silu and plain linear layers, but {reason}. "
+            f"{name}: only blocks of {', '.join(OWN_BLOCKS)} with silu and plain linear layers can run over tiles, but {reason}. "
             f"Set {name}=null."
         )
     size = int(blocks[0].self_attn.head_dim)
     if size % HEAD_MULTIPLE:
         raise ConfigError(
-            f"{name}: the model's heads have a size of {size}, and kernels of a GPU take tiles of multiples of {HEAD_MULTIPLE} "
-            f"alone. Set {name}=null."
+            f"{name}: the model's heads have a size of {size}, and kernels of a GPU need a multiple of {HEAD_MULTIPLE}. "
+            f"Set {name}=null."
         )
     windows = [window_of(block.self_attn) for block in blocks]
     if any(window is not None for window in windows):
         whole = sum(window is not None for window in windows)
-        logger.warning("%s: %d of %d blocks have a sliding window; they are computed whole", name, whole, len(windows))
+        logger.warning("%s: %d of %d blocks have a sliding window, and are computed without tiles", name, whole, len(windows))
 
 
 def _tell_own_code(lm: PreTrainedModel, model: Model | CriticModel, key: str) -> None:
-    # Refuse or log knobs that do not act on a model with code of its own: they know blocks by their class.
+    # Refuse or log knobs that have no effect on a model with its own code, because they recognise blocks by their class.
     if model.tiled_mlp.enabled:
         raise ConfigError(
-            f"{key}.tiled_mlp.enabled=true: {type(lm).__name__} runs code of its own, whose MLP is not known here. "
+            f"{key}.tiled_mlp.enabled=true: {type(lm).__name__} runs code of its own, whose MLP is unknown. "
             f"Set {key}.tiled_mlp.enabled=false."
         )
     if model.block_tile_tokens is not None:
         raise ConfigError(
-            f"{key}.block_tile_tokens={model.block_tile_tokens}: {type(lm).__name__} runs code of its own, whose blocks are not "
-            f"known here. Set {key}.block_tile_tokens=null."
+            f"{key}.block_tile_tokens={model.block_tile_tokens}: {type(lm).__name__} runs code of its own, whose blocks are "
+            f"unknown. Set {key}.block_tile_tokens=null."
         )
     for name in ("recompute_elementwise", "prune_last_block"):
         if getattr(model, name):
-            logger.warning("%s.%s=true: %s runs code of its own; its blocks are left as they are", key, name, type(lm).__name__)
+            logger.warning("%s.%s=true has no effect: %s runs code of its own", key, name, type(lm).__name__)
 
 
-# Prefix KV: the keys and values of a prompt, computed once for answers that lie in several micro-batches.
+# Prefix KV: the keys and values of a prompt, computed once for answers in several micro-batches.
 #
-# The forward of the prompt keeps its graph. It gives the keys and values of each block and the state of the last token. The
-# micro-batches of the answers read these one after another, each with a backward of its own, and their gradients are summed. At
-# the end the backward of the prompt starts from the sums.
+# The forward of the prompt keeps its graph. It returns the keys and values of each block and the state of the last token. The
+# micro-batches of the answers read these one after another. Each has its own backward, and the gradients of the keys, values and
+# state are summed. At the end the backward of the prompt starts from these sums.
 
 
 Tables = tuple[Tensor, Tensor]
-"""cos and sin of the rotary positions, [1, T, D] each."""
+"""Cosines and sines of the positions, [1, T, D] each."""
 
 
 class PrefixRecorder:
     """Collects the keys and values [P, n] of each block during the forward of a prompt.
 
-    The second forward of a checkpointed block records nothing. Not a dataclass, because FSDP2 hands each unit a copy of a
-    dataclass.
+    The second forward of a checkpointed block records nothing. It is not a dataclass, because FSDP2 would pass a copy of a
+    dataclass to each unit.
     """
 
     def __init__(self) -> None:
@@ -457,7 +464,7 @@ class PrefixRecorder:
         self.tables: Tables | None = None
 
     def extend(self, block: int, key: Tensor, value: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tables]:
-        # Record a block's keys and values, and return the arguments unchanged.
+        # Record the keys and values of a block, and return the arguments unchanged.
         if block not in self.keys:
             self.keys[block], self.values[block], self.tables = key, value, tables
         return key, value, tables
@@ -474,8 +481,8 @@ class PrefixKV:
     """
 
     def __init__(self, state: Tensor, outputs: Sequence[Tensor]) -> None:
-        """``state`` [1, h]: the last token's, after the last block. ``outputs``: see :meth:`PrefixRecorder.outputs`."""
-        # Leaves share their storage with the tensors of the graph; attention's backward writes gradients into these in the end.
+        """``state`` [1, h] is the last block's output for the last token. ``outputs`` is :meth:`PrefixRecorder.outputs`."""
+        # Each leaf shares storage with a tensor of the prompt's graph. At the end the prompt's backward writes gradients into it.
         self._state, *self._pairs = (_PrefixTensor(root) for root in (state, *outputs[2:]))
         self._tables: Tables = (outputs[0], outputs[1])
 
@@ -490,22 +497,22 @@ class PrefixKV:
         return keys.prepend_to(key), values.prepend_to(value), (cos, sin)
 
     def backward(self) -> None:
-        # Comes after the backwards of all answers. It takes all tensors, also those without a gradient, because every rank
-        # must reduce the same units.
+        # Call it after the backwards of all answers. It starts from all tensors, even if an answer gave a tensor no gradient,
+        # because all ranks must reduce the same units.
         used = [tensor for tensor in (self._state, *self._pairs) if tensor.root.requires_grad]
         torch.autograd.backward([tensor.root for tensor in used], [tensor.gradient() for tensor in used])
 
 
 Prefix: TypeAlias = PrefixKV | PrefixRecorder
-"""What a block's attention gets: the prefix KV of its answers, or the recorder where a prefix itself is computed."""
+"""The prefix KV in the forward of answers, or the recorder in the forward of the prompt."""
 
 
 class _PrefixTensor:
-    """One tensor [P, n] of the prompt's graph, and the sum of its gradients from answers."""
+    """One tensor [P, n] of the prompt's graph, and the sum of the gradients that the answers give it."""
 
     def __init__(self, root: Tensor) -> None:
         self.root = root
-        # A leaf ends each answer's backward here, so that the prompt's graph runs backward once.
+        # At this leaf the backward of each answer ends, so that the prompt's graph runs backward only once.
         self.leaf = root.detach().requires_grad_(root.requires_grad)
         self.total: Tensor | None = None
 
@@ -518,7 +525,7 @@ class _PrefixTensor:
         self.total.add_(grad)
 
     def gradient(self) -> Tensor:
-        # The sum in the tensor's dtype (zeros if there is none); drops it here.
+        # Returns the sum in the dtype of the tensor, or zeros, and frees the fp32 sum.
         total, self.total = self.total, None
         return torch.zeros_like(self.root) if total is None else total.to(self.root.dtype)
 
@@ -534,19 +541,19 @@ class _Prepend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
         if ctx.needs_input_grad[0]:
             ctx.prefix.add(grad[: ctx.tokens])
-        # The gradient of the prefix is not returned: it was added to an fp32 sum, while autograd would add it up in the
-        # compute dtype.
+        # The gradient of the prefix is not returned, because it was added to the fp32 sum. Autograd would sum in the compute
+        # dtype.
         return None, grad[ctx.tokens :], None
 
 
-# Some rows of a tensor that is also used whole, with one gradient of the whole instead of two.
+# Select rows of a tensor that is also used as a whole. Backward then needs one gradient of the whole size instead of two.
 
 
 def select_rows(x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return x [T, n] and its rows [R, n] at ``rows``, int64 [R], which must not repeat. ``rows=None`` returns x twice.
+    """Return x [T, n] and its rows [R, n] at ``rows``, int64 [R] without repeats. ``rows=None`` returns x twice.
 
-    The gradient of the rows is added in place to the gradient of the whole. So only one function may use the first result, and it
-    must return a gradient that nothing else uses.
+    Backward adds the gradient of the rows in place to the gradient of the first result. So only one function may use the first
+    result, and the gradient that it returns must not be used elsewhere.
     """
     return (x, x) if rows is None else _SelectRows.apply(x, rows)
 
@@ -561,5 +568,5 @@ class _SelectRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_whole: Tensor, grad_rows: Tensor) -> tuple[Tensor, None]:
         (rows,) = ctx.saved_tensors
-        # In place: a second whole gradient would be as large as the block's input.
+        # In place, because a second gradient of the whole would be as large as the block's input.
         return grad_whole.index_add_(0, rows, grad_rows), None

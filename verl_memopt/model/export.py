@@ -55,15 +55,15 @@ def export_folder(
 ) -> None:
     """Write config, generation config, tokenizer and, if given, weights.
 
-    All ranks must consume ``weights`` in step; None = no weights. Only a rank that ``writes`` writes. ``dtype`` goes into the
-    config; None = the config's own.
+    All ranks must consume ``weights`` in step. None = write no weights. Only ranks with ``writes`` write files. The config gets
+    ``dtype``. None = the config keeps its dtype.
     """
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
         _write_config(folder, config, dtype)
         _copy_tokenizer(tokenizer_folder, folder)
         if getattr(config, "auto_map", None):
-            # A model with code of its own brings its Python files, so that the written folder loads as its source does.
+            # Copy the Python files of a model with its own code, so that the written folder can be loaded like its source.
             for file in Path(str(config.name_or_path)).glob("*.py"):
                 shutil.copyfile(file, folder / file.name)
     if weights is not None:
@@ -71,9 +71,9 @@ def export_folder(
 
 
 def export_stored(folder: Path, source: Path, weights: Weights, dtype: torch.dtype) -> None:
-    """Write a model with other weights and the files of a folder that :func:`export_folder` wrote.
+    """Write a model with new weights. All other files are copied from ``source``, which :func:`export_folder` wrote.
 
-    ``weights`` come in ``dtype``, which the new config says.
+    ``weights`` have the dtype ``dtype``, which is written into the new config.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(path for path in source.iterdir() if path.is_file()):
@@ -99,7 +99,7 @@ def saved_dtype(folder: Path, fsdp: Fsdp) -> torch.dtype:
 
 
 def write_generation_config(folder: Path, source: Path, eos_token_ids: Sequence[int]) -> None:
-    # Write a model folder's generation config, with the tokens that ended an answer in the run.
+    # Write the generation config of a model folder, with the tokens that ended an answer in the run.
     path = source / "generation_config.json"
     config = json_of(path, dict[str, Any], DAMAGED, CheckpointError) if path.is_file() else {}
     listed = config.get("eos_token_id")
@@ -109,18 +109,18 @@ def write_generation_config(folder: Path, source: Path, eos_token_ids: Sequence[
     _write_json(folder / path.name, config | {"eos_token_id": list(eos_token_ids)})
 
 
-# A model folder appears under its name when it is whole. An older one stays until then.
+# A model folder gets its name only when it is complete. Until then an older folder keeps the name.
 
 
 @contextmanager
 def whole_folder(final: Path) -> Iterator[Path]:
-    """Yield a new folder that takes the name ``final`` when the body ends. If the body fails, nothing changes.
+    """Yield a new folder that gets the name ``final`` at the end of the body. If the body fails, nothing changes.
 
-    Of an older folder its own files go; a file of the user's in it stays under its name.
+    Files of an older folder that a run wrote are removed. Files of the user in it are kept.
 
     Raises:
-        CheckpointError: The disk refuses.
-        ConfigError: What lies under a name that this needs is not ours.
+        CheckpointError: A file cannot be written.
+        ConfigError: No run wrote a file or folder whose name is needed.
     """
     aside, old = (final.with_name(f"{final.name}{suffix}.partial") for suffix in ("", ".old"))
     if old.exists() and not final.exists():
@@ -134,7 +134,7 @@ def whole_folder(final: Path) -> Iterator[Path]:
         yield aside
         _keep_others(final, aside)
         (aside / MARK).unlink()
-        # On disk before the rename: after a power failure the name must not stand for missing bytes.
+        # Force all bytes to disk before the rename, so that the folder is complete even after a power failure.
         sync_tree(aside)
         if final.exists():
             final.rename(old)
@@ -156,12 +156,12 @@ def _keep_others(final: Path, aside: Path) -> None:
 
 
 ADAPTER = "adapter"
-"""Folder in a model folder that holds the adapters alone, as peft has them."""
+"""Name of the folder in a model folder with only the adapters, in the peft format."""
 RECORD = MODEL_RECORD
 
 
 def write_record(folder: Path, step: int, role: str, base_model: str, dtype: torch.dtype) -> None:
-    # Comes last: it names the files of the folder, which a later save may replace.
+    # Call it last: it lists the files of the folder, which a later save may replace.
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {MARK} | {RECORD}
     record = {"step": step, "role": role, "base_model": base_model, "dtype": dtype_name(dtype)}
     _write_json(folder / RECORD, {**record, "files": sorted(files)})
@@ -175,9 +175,9 @@ def _write_config(folder: Path, config: PretrainedConfig, dtype: torch.dtype | N
     plain = config.to_dict()
     if dtype is not None:
         plain["dtype"] = dtype_name(dtype)
-    # Training switches the cache off, and a model that others load should generate with one.
+    # Training disables the KV cache, but generation with the exported model should use it.
     plain["use_cache"] = True
-    # The name of the kernel exists in this package only.
+    # Only this package knows the name of the kernel.
     plain.pop("_attn_implementation", None)
     _write_json(folder / "config.json", plain)
 
@@ -193,11 +193,11 @@ def _write_weights(folder: Path, weights: Weights, writes: bool) -> None:
     files: list[SafetensorsWriter] = []
     with ExitStack() as stack:
         for name, tensor in weights:
-            # The iterator gathers on all ranks, so it must be exhausted here too.
+            # The iterator gathers on all ranks, so ranks that do not write must exhaust it too.
             if not writes:
                 continue
             if not files or files[-1].num_bytes + tensor.nbytes > FILE_BYTES or not files[-1].has_room(name, tensor):
-                # The file before is complete, and closing it writes its header.
+                # The previous file is complete. Closing it writes its header.
                 stack.pop_all().close()
                 files.append(stack.enter_context(SafetensorsWriter(folder / f"part-{len(files):05d}.safetensors")))
             files[-1].add(name, tensor)
@@ -206,24 +206,24 @@ def _write_weights(folder: Path, weights: Weights, writes: bool) -> None:
 
 
 def _name_files(folder: Path, files: list[tuple[Path, list[str]]], total: int) -> None:
-    # One file needs no index, and has the name that loaders look for first.
+    # A single file needs no index, and gets the name that loaders look for first.
     if len(files) == 1:
         files[0][0].rename(folder / "model.safetensors")
         return
     weight_map = {}
     for index, (path, names) in enumerate(files):
         final = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
-        # The names hold the number of files, which is known only now.
+        # Rename only now, because the names contain the number of files.
         path.rename(folder / final)
         weight_map.update(dict.fromkeys(names, final))
     index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
     (folder / INDEX).write_text(index_text + "\n")
 
 
-# Write a safetensors file tensor by tensor. The host holds one chunk of one tensor, whatever the size of the model.
+# Write a safetensors file tensor by tensor. The host holds only one chunk of one tensor, even for a large model.
 
 HEADER_BYTES = 64 * 2**10
-"""Room for the header. It comes first in the file but is known last; blanks fill the rest."""
+"""Bytes reserved for the header. It is first in the file but is written last. Blanks fill the rest."""
 
 CHUNK_BYTES = 16 * 2**20
 """Most bytes of a tensor on the host at once."""
@@ -233,14 +233,14 @@ DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", to
 
 class SafetensorsWriter:
     def __init__(self, path: Path) -> None:
-        """Open a file. This and every other method raise OSError if the disk refuses."""
+        """Open a file. All methods raise OSError if the file cannot be written."""
         self.path = path
         self.num_bytes = 0
         self._header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._header_bytes = 0
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self._file = path.open("wb")
-        # The header comes first in the file but needs the places of all tensors, so its room is kept free.
+        # Leave room for the header, which contains the offsets of all tensors and so is known last.
         self._file.write(b"\0" * (8 + HEADER_BYTES))
 
     @property
@@ -261,7 +261,7 @@ class SafetensorsWriter:
     def close(self) -> None:
         text = json.dumps(self._header).encode().ljust(HEADER_BYTES)
         assert len(text) == HEADER_BYTES, len(text)
-        # The header is padded to its reserved length with blanks, which the format allows.
+        # The format allows blanks that pad the header to its reserved length.
         self._file.seek(0)
         self._file.write(HEADER_BYTES.to_bytes(8, "little") + text)
         self._file.close()
@@ -270,7 +270,7 @@ class SafetensorsWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # An incomplete file gets no header, so that nothing takes it for a complete one.
+        # An incomplete file gets no header, so that no reader accepts it.
         self.close() if kind is None else self._file.close()
 
     def _entry(self, name: str, tensor: Tensor) -> dict[str, object]:
@@ -287,6 +287,6 @@ class SafetensorsWriter:
         for start in range(0, flat.numel(), CHUNK_BYTES):
             part = flat[start : start + CHUNK_BYTES]
             held = self._chunk[: part.numel()]
-            # Copied before it is written: the tensor may lie on a device, and the chunk limits what the host holds of it.
+            # Copy piece by piece to the host, because the tensor may be on a device and the host must hold only one chunk.
             held.copy_(part)
             self._file.write(held.numpy().data)

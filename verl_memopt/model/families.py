@@ -1,6 +1,6 @@
-"""What is known of model families by name, and what a config says of any model. Free of torch.
+"""The table of known model families, and what the config of any model says. Imports no torch.
 
-A type without a row is probed: by its config here, and by a trial build and packed rows in ``packing_check.py``.
+A model type that is not in the table is checked by its config here. ``packing_check.py`` then builds it and compares packed rows.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ class Family:
     model_type: str
     """The type in config.json."""
     models: str
-    """Names under which such models are published."""
+    """Names of published models of this type."""
     classes: str | None = None
-    """Beginning of the names of its classes in transformers, where our own decoder computes its blocks."""
+    """Prefix of its class names in transformers, if :class:`verl_memopt.model.decoder.Decoder` computes its blocks."""
     multiplied_by: str | None = None
-    """Config field that multiplies its logits."""
+    """Config field with a factor of the logits."""
     divided_by: str | None = None
-    """Config field that divides its logits."""
+    """Config field with a divisor of the logits."""
     capped: bool = False
-    """Its config can cap its logits."""
+    """Whether its config can cap the logits."""
     slides: bool = False
-    """Its config can set a sliding window. Such a model trains, but its rows cannot share a prompt."""
+    """Whether its config can set a sliding window. A model with a window can be trained, but its rows cannot share a prompt."""
     note: str = ""
-    """What else a user must know, as a sentence."""
+    """A sentence with other facts that a user must know."""
     refused: str | None = None
-    """How the error goes on after "models of type X". None = packed log-probs and gradients equal those of transformers."""
+    """Reason that follows "models of type X" in the error. None = packed log-probs and gradients equal those of transformers."""
 
 
 STATE = "have layers of type linear_attention"
-UNEVEN = "give layers sizes of their own"
+UNEVEN = "have layers of different sizes"
 EXPERTS = "are mixtures of experts"
 CAPPED = "Its capped scores of attention need `attn_implementation=eager`, which `auto` takes."
 FIXED = "cannot be built with attention over packed rows"
 NO_LIST = "do not keep their decoder blocks in a list named layers"
-RENAMED = "name their weights in a checkpoint otherwise than in the model"
+RENAMED = "use other names for their weights in a checkpoint than in the model"
 OWN_WAY = "cannot compute packed rows"
 
 FAMILIES = (
@@ -118,32 +118,33 @@ FAMILIES = (
     Family("t5", "T5", refused="have an encoder"),
     Family("xlm", "XLM", refused=FIXED),
 )
-"""Each family that is known by name: first those that train, then those that are refused."""
+"""All known families: first those that can be trained, then those that are refused."""
 
 TESTED = tuple(family.model_type for family in FAMILIES if family.refused is None)
-"""Model types whose packed log-probs a test compares with those of transformers' own forward."""
+"""Model types for which a test compares packed log-probs with transformers' own forward."""
 
 OWN_DECODER = tuple(family.classes for family in FAMILIES if family.classes is not None)
-"""Beginnings of the class names of the models that our own decoder computes."""
+"""Prefixes of the class names of models whose blocks :class:`verl_memopt.model.decoder.Decoder` computes."""
 
 OWN_BLOCKS = tuple(f"{name}DecoderLayer" for name in OWN_DECODER)
-"""Their blocks: two RMS norms, rotary attention with or without norms of queries and keys, and down(silu(gate(x)) * up(x))."""
+"""Classes of their blocks. Each has two RMS norms, rotary attention with or without norms of queries and keys, and the MLP
+``down(silu(gate(x)) * up(x))``."""
 
 PACKED_LAYERS = ("full_attention", "sliding_attention")
-"""Names in ``layer_types`` of layers that packed attention computes."""
+"""Layer types in a config that packed attention can compute."""
 
 LOGIT_CAP, SCORE_CAP = "final_logit_softcapping", "attn_logit_softcapping"
-"""Config fields of the bound to which a tanh holds the logits, and of the same for the scores of attention."""
+"""Config fields with the bound of the logits, and with the bound of the attention scores. A tanh keeps the values below it."""
 
 LOGIT_SCALES = (LOGIT_CAP, "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Config fields that change the logits after the head. One type multiplies by what another divides by, so only ``FAMILIES``
-says what they do."""
+"""Config fields that change the logits after the head. One type multiplies by a field by which another type divides, so only
+``FAMILIES`` says what a type does."""
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
-"""Config fields that count the experts of a layer."""
+"""Config fields with the number of experts in a layer."""
 
 LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
-"""Kinds of rotary embedding whose frequencies change when the longest sequence of a forward passes the trained length."""
+"""Kinds of rotary embedding whose frequencies change if the longest sequence in a forward is longer than the trained length."""
 
 
 LARGEST_SIZES = {
@@ -151,11 +152,11 @@ LARGEST_SIZES = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**16),
     "num_hidden_layers": 10_000,
 }
-"""Config fields that are sizes, and the largest plausible value. A model beyond it could not even be built."""
+"""Config field with a size -> its largest plausible value. A larger model could not even be built."""
 
 
 def impossible_size(config: PretrainedConfig) -> tuple[str, str] | None:
-    """Return the first config field with an impossible size, and what is wrong with it; None if there is none."""
+    """Return the first config field with an impossible size, and what is wrong with it. None = all sizes are possible."""
     for name, most in LARGEST_SIZES.items():
         value = getattr(config, name, None)
         whole = isinstance(value, int) and not isinstance(value, bool)
@@ -168,13 +169,14 @@ def impossible_size(config: PretrainedConfig) -> tuple[str, str] | None:
 
 
 POLICY_KEY = "actor_rollout_ref.model"
-"""The settings section of the policy's model. The critic's is ``critic.model``."""
+"""Section of the settings for the policy's model. The critic's section is ``critic.model``."""
 
 
 def refused(config: PretrainedConfig, source: str, reason: str, key: str = POLICY_KEY) -> ConfigError:
     """Build the error for a model that cannot be trained.
 
-    ``reason`` continues "models of type X ...". ``source`` is the config's folder, ``key`` the model's settings section.
+    ``reason`` continues "models of type X ...". ``source`` is the folder of the config. ``key`` is the model's section of the
+    settings.
     """
     return ConfigError(
         f"{key}.path={source}: models of type {config.model_type} {reason}. Types that are tested: {', '.join(TESTED)}."
@@ -186,7 +188,7 @@ def one_line(error: Exception) -> str:
 
 
 def unsupported(config: PretrainedConfig) -> str | None:
-    """Return why packed rows or the chunked head would give wrong log-probs, as far as the config says; None if they would not.
+    """Return why packed rows or the chunked head would compute wrong log-probs. None = the config shows no reason.
 
     The text continues "models of type X ...".
     """
@@ -195,9 +197,9 @@ def unsupported(config: PretrainedConfig) -> str | None:
     family = _family(text)
     handled = (family.multiplied_by, family.divided_by, LOGIT_CAP if family.capped else None)
     scales = [name for name in LOGIT_SCALES if getattr(text, name, None) not in (None, 1, 1.0) and name not in handled]
-    # The order matters: the first reason is the one that a user reads.
+    # The order matters, because the user reads only the first reason.
     if config.is_encoder_decoder:
-        return "have an encoder; only models with a decoder alone are supported"
+        return "have an encoder; only models without an encoder are supported"
     if others:
         return (
             f"have layers of type {', '.join(others)}; rows are packed into one sequence, and only layers of type "
@@ -206,7 +208,7 @@ def unsupported(config: PretrainedConfig) -> str | None:
     if text is not config:
         return "take more than text; only text models are supported"
     if scales:
-        return f"change the logits after the head ({scales[0]}) in a way that is not known here"
+        return f"change the logits after the head ({scales[0]}) in an unknown way"
     counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
     tested, experts = config.model_type in TESTED, max((count for count in counts if isinstance(count, int)), default=0)
     if not tested and experts > 1:
@@ -217,9 +219,9 @@ def unsupported(config: PretrainedConfig) -> str | None:
 
 
 def logit_shape(config: PretrainedConfig) -> tuple[float, float | None]:
-    """Return (factor of the logits, bound to which they are capped afterwards or None)."""
+    """Return the factor of the logits, and the bound to which they are capped afterwards (None = no bound)."""
     family = _family(config)
-    # An unknown family has no factor: unsupported() has refused configs that would need one.
+    # An unknown family has no factor, because unsupported() refuses configs that need one.
     factor: float = getattr(config, family.multiplied_by) if family.multiplied_by else 1.0
     if family.divided_by:
         factor /= getattr(config, family.divided_by)
@@ -240,7 +242,7 @@ def layer_types(config: PretrainedConfig) -> list[str]:
 
 def window(config: PretrainedConfig) -> int | None:
     size, layers = getattr(config, "sliding_window", None), layer_types(config)
-    # Some configs name a window that none of their layers uses.
+    # Some configs have a window that no layer uses.
     slides = "sliding_attention" in layers if layers else getattr(config, "use_sliding_window", True)
     return size if slides else None
 
@@ -249,7 +251,7 @@ SPECIAL = (
     LOGIT_CAP, SCORE_CAP, "query_pre_attn_scalar", "attention_multiplier", "embedding_multiplier", "residual_multiplier",
     "use_qk_norm", "no_rope_layers", "partial_rotary_factor",
 )  # fmt: skip
-"""Config fields of what an engine and a trainer may compute otherwise, beside the window, and the factor of the logits."""
+"""Config fields that an engine and a trainer may implement differently. :func:`features` adds window and factor of the logits."""
 
 
 def features(config: PretrainedConfig) -> tuple[str, ...]:
@@ -266,12 +268,12 @@ def _rope_type(config: PretrainedConfig) -> Any:
 
 
 def check_lengths(config: PretrainedConfig, longest: int) -> None:
-    """Refuse rows so long that the rotary frequencies of one row would depend on the other rows of its pack.
+    """Refuse rows that are so long that the rotary frequencies of one row would depend on the other rows of its pack.
 
     ``longest`` is the length of the longest prompt and response together.
 
     Raises:
-        ConfigError: The rows are too long. The message names the kind of rotary embedding and the length it was trained for.
+        ConfigError: The rows are too long. The message names the kind of rotary embedding and its trained length.
     """
     parameters: Any = getattr(config, "rope_parameters", None) or {}
     for rope in [parameters, *(part for part in parameters.values() if isinstance(part, dict))]:

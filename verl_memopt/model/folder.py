@@ -1,4 +1,4 @@
-"""Where a model is: a local folder, or a hub id that is downloaded into the hub's cache."""
+"""Find the folder of a model: a local folder, or the copy of a hub repository in the hub's cache."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.mo
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 
 FETCHED = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja")
-"""Files of a model folder that are used: configs, weights, the tokenizer's files (merges.txt is one), the chat template."""
+"""Files that are used of a model folder: configs, weights, the tokenizer's files (such as merges.txt), the chat template."""
 
 READ_SUFFIXES = (".json", ".safetensors", ".jinja")
 
 CODE = "*.py"
-"""Fetched only where the user trusts it."""
+"""Fetched only if the user trusts the code."""
 
 NOT_FETCHED = ("consolidated*", "original/*", "*/*.safetensors")
-"""Copies of the weights in other formats, which some repositories hold too."""
+"""Copies of the weights in other formats. Some repositories have them too."""
 
 
 def resolve_folder(path: str, key: str, trust_remote_code: bool = False, needs_model: bool = True) -> Path:
@@ -34,7 +34,7 @@ def resolve_folder(path: str, key: str, trust_remote_code: bool = False, needs_m
 
     Args:
         path: Folder or hub id.
-        key: The setting that errors name.
+        key: The setting, for error messages.
         trust_remote_code: Also download the repository's Python files.
         needs_model: False = the folder may hold only a tokenizer.
 
@@ -54,19 +54,19 @@ def resolve_folder(path: str, key: str, trust_remote_code: bool = False, needs_m
 
 
 def refuse_odd_files(folder: Path, address: str) -> None:
-    """Refuse a folder with a pipe, a socket or a device, at which libraries that read the folder would wait for ever.
+    """Refuse a model folder with a pipe, a socket or a device. Libraries that read the folder would wait for it for ever.
 
-    Also a folder of a file's name, which they would take for a file that is not there.
+    Also refuse it if a folder in it has the name of a file, because libraries would report that file as missing.
     """
     folders = (path.name for path in sorted(folder.glob("*")) if path.suffix in READ_SUFFIXES and path.is_dir())
-    if odd := odd_entry(folder, follow=True) or next((f"{name} is a folder, and a file is meant" for name in folders), None):
+    if odd := odd_entry(folder, follow=True) or next((f"{name} is a folder, but must be a file" for name in folders), None):
         raise ConfigError(f"{address}: {odd}. Remove it, or fetch or save the model again.")
 
 
 def _from_hub(name: str, key: str, trust_remote_code: bool) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
-    # Python files only for those who trust them.
+    # Download Python files only if the user trusts them.
     wanted = [*FETCHED, CODE] if trust_remote_code else list(FETCHED)
     try:
         return fetch(name, wanted, NOT_FETCHED)
@@ -78,11 +78,11 @@ def _from_hub(name: str, key: str, trust_remote_code: bool) -> Path:
 
 
 ANSWER_SECONDS = 10.0
-"""How long the hub may take to answer. What downloads from it would try again for minutes, or wait for ever."""
+"""Longest wait for an answer of the hub. The download itself would retry for minutes, or wait for ever."""
 
 
 def fetch(name: str, wanted: Sequence[str], unwanted: Sequence[str] = (), repo_type: str = "model") -> Path:
-    """Download a hub repository once, or find its copy in the local cache; return the folder.
+    """Download a hub repository once, or find its copy in the local cache. Return the folder.
 
     Raises:
         OSError, HfHubHTTPError: The hub cannot provide it, and the cache has no copy.
@@ -91,7 +91,7 @@ def fetch(name: str, wanted: Sequence[str], unwanted: Sequence[str] = (), repo_t
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     reason = why_no_answer(name, repo_type, ANSWER_SECONDS)
-    # If the hub does not answer, the local cache is asked alone.
+    # If the hub does not answer, use only the local cache.
     download = partial(snapshot_download, name, repo_type=repo_type, local_files_only=reason is not None)
     try:
         return Path(download(allow_patterns=list(wanted), ignore_patterns=list(unwanted)))
@@ -102,10 +102,10 @@ def fetch(name: str, wanted: Sequence[str], unwanted: Sequence[str] = (), repo_t
 
 
 def why_no_answer(repo_id: str, repo_type: str, seconds: float = ANSWER_SECONDS, endpoint: str | None = None) -> str | None:
-    """Return why the hub cannot provide a repository; None if it answers that it has it.
+    """Return why the hub cannot provide a repository. None = the hub answers that it has the repository.
 
-    A thread asks, and is abandoned after ``seconds``, because a name lookup or a silent proxy has no time limit of its own.
-    ``endpoint``: None = HF_ENDPOINT, or the public hub.
+    A thread asks the hub, and this function waits for it for at most ``seconds``, because name lookups and silent proxies have
+    no time limit. ``endpoint`` is the address of the hub. None = HF_ENDPOINT, or the public hub.
     """
     from huggingface_hub import HfApi, constants
 
@@ -120,7 +120,7 @@ def why_no_answer(repo_id: str, repo_type: str, seconds: float = ANSWER_SECONDS,
         except Exception as error:  # noqa: BLE001 - whatever fails, the hub did not say that it has the repository
             reasons[:] = [f"{type(error).__name__}: {error}".partition("\n")[0]]
 
-    # A daemon, so that a question that hangs does not keep the process alive.
+    # A daemon thread, so that a request without an answer does not keep the process alive.
     asking = Thread(target=ask, daemon=True)
     asking.start()
     asking.join(seconds)
@@ -128,9 +128,9 @@ def why_no_answer(repo_id: str, repo_type: str, seconds: float = ANSWER_SECONDS,
 
 
 def load_tokenizer(folder: Path, model: Model, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a folder, with ``model.custom_chat_template`` if that is set.
+    """Load the tokenizer of a folder, with ``model.custom_chat_template`` if it is set.
 
-    It may run code from its folder with ``trust_remote_code`` or ``model.trust_remote_code``.
+    With ``trust_remote_code`` or ``model.trust_remote_code`` this may run code from the folder.
 
     Raises:
         ConfigError: The tokenizer cannot be read, or has no token that ends a response.
@@ -164,9 +164,9 @@ def read_tokenizer(
 
 
 def check_vocabulary(tokenizer: Any, rows: int, source: str) -> None:
-    """Refuse a tokenizer with tokens beyond the ``rows`` of a model's embedding.
+    """Refuse a tokenizer with token ids that have no row in a model's embedding, which has ``rows`` rows.
 
-    ``source`` is ``key=value`` of the setting that named the model.
+    ``source`` is the setting that names the model, as ``key=value``.
 
     Raises:
         ConfigError: The message names both numbers and the first token without a row.
@@ -188,10 +188,10 @@ class _Index(TypedDict):
 def files_of_index(index: Path) -> set[str]:
     """Return the file names in an index of weights (``model.safetensors.index.json``).
 
-    A file may be a link, as in the hub's cache; its name may not lead out of the folder.
+    A file may be a link, as in the hub's cache, but its name must not point out of the folder.
 
     Raises:
-        ConfigError: The index cannot be read, is of another form, or names a file outside of its folder.
+        ConfigError: The index cannot be read, has another form, or names a file outside of its folder.
     """
     try:
         names = set(read_json(index, _Index, follow=True)["weight_map"].values())
@@ -203,14 +203,14 @@ def files_of_index(index: Path) -> set[str]:
     for name in names:
         if name in ("", ".", "..") or set(name) & set("/\\\0"):
             raise ConfigError(
-                f"{index}: it names the file {name!r}, and weights are read from the index's own folder alone. "
+                f"{index}: it names the file {name!r}, and weights are read only from the folder of the index. "
                 "Fetch or save the model again."
             )
     return names
 
 
 def _has_tokenizer_code(folder: Path) -> bool:
-    # Whether the folder's own code builds its tokenizer, from files of any name.
+    # Whether code in the folder builds the tokenizer. It may read files of any name.
     path = folder / "tokenizer_config.json"
     return path.is_file() and '"auto_map"' in path.read_text(errors="replace")
 
@@ -221,11 +221,11 @@ class _Generation(TypedDict):
 
 def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     path = folder / "generation_config.json"
-    mend = "Repair the file, or remove it."
-    listed = json_of(path, _Generation, mend, ConfigError).get("eos_token_id") if path.exists() else None
+    way_out = "Repair the file, or remove it."
+    listed = json_of(path, _Generation, way_out, ConfigError).get("eos_token_id") if path.exists() else None
     ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
     for number in ids:
         if number < 0:
-            raise ConfigError(f"{path}: eos_token_id={listed}: {number} is no token id. {mend}")
-    # Both: many chat models end a turn with another token than a text.
+            raise ConfigError(f"{path}: eos_token_id={listed}: {number} is no token id. {way_out}")
+    # Use both, because many chat models end a turn with another token than a text.
     return tuple(sorted({*ids, tokenizer.eos_token_id}))

@@ -1,4 +1,4 @@
-"""A model or a tokenizer that is given as an object of transformers or peft, as folders that a run reads."""
+"""Write models and tokenizers that are given as objects of transformers or peft into folders that a run can read."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from verl_memopt.errors import ConfigError
 
 _AT = "actor_rollout_ref.model."
 _WRAPPED = ".base_layer"
-"""Part of a weight's name where peft has put adapters around its layer."""
+"""Part of the name of a weight whose layer peft has wrapped with adapters."""
 
 
 def write_model(model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
-    """Return the settings (by key) of a model and its tokenizer. Objects are written into folders of ``inputs``.
+    """Return the settings, by key, for a model and its tokenizer. Objects are written into folders in ``inputs``.
 
     Args:
         model: Folder, hub id, a transformers model, or a peft model with LoRA adapters.
-        tokenizer: Folder, hub id or object. None = that of the model's folder.
-        inputs: Folder for inputs that came from Python.
+        tokenizer: Folder, hub id or object. None = the tokenizer in the model's folder.
+        inputs: Folder for inputs that are given as Python objects.
 
     Raises:
-        ConfigError: It is no model, or it cannot be written as one that a run starts from.
+        ConfigError: The object is no model, or a run cannot start from it.
     """
     if isinstance(model, str | Path):
         return {f"{_AT}path": str(model), **_tokenizer_beside(tokenizer, inputs)}
@@ -31,7 +31,7 @@ def write_model(model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
     base = model.get_base_model() if adapted else model
     if getattr(base, "is_quantized", False):
         raise ConfigError(
-            "model: its weights are quantised, so they cannot be read as they were. Give its folder or hub id, and "
+            "model: its weights are quantised, so the exact weights are lost. Give its folder or hub id, and "
             f"{_AT}quantization or TRL's quantization_config."
         )
     source = getattr(getattr(base, "config", None), "_name_or_path", "")
@@ -41,7 +41,7 @@ def write_model(model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
     settings = {f"{_AT}path": str(folder)}
     if adapted:
         settings |= _write_adapters(model, inputs / "adapter")
-    # peft puts its layers into the model itself, so the weights get their own names back.
+    # peft renames weights inside the base model, so restore their names.
     weights = base.state_dict()
     own = {name.replace(_WRAPPED, ""): weight for name, weight in weights.items() if ".lora_" not in name}
     base.save_pretrained(folder, **({} if own.keys() == weights.keys() else {"state_dict": own}))
@@ -54,7 +54,7 @@ def is_adapted(model: Any) -> bool:
 
 
 def write_classifier(model: Any, tokenizer: Any, folder: Path) -> str:
-    """Return the folder of a reward model. An object, or a folder that gets another tokenizer, is written into ``folder``.
+    """Return the folder of a reward model. Write it to ``folder`` if ``model`` is an object or gets another tokenizer.
 
     Raises:
         ConfigError: The model has no tokenizer.
@@ -98,8 +98,8 @@ def _write_adapters(model: Any, folder: Path) -> dict[str, Any]:
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if len(names) > 1 or kind != "LORA":
         raise ConfigError(
-            f"model: it has the adapters {', '.join(names)} of kind {kind}. A run starts from one set of LoRA adapters."
+            f"model: it has the adapters {', '.join(names)} of kind {kind}. A run can start from one set of LoRA adapters only."
         )
     model.save_pretrained(folder)
-    # Named adapters are written into a folder of their name.
+    # peft writes adapters with a name other than "default" into a subfolder of this name.
     return {f"{_AT}lora_adapter_path": str(folder if names[0] == "default" else folder / names[0])}

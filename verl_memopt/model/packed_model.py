@@ -1,6 +1,6 @@
-"""What every packed model shares: packed tokens in, the states that predict the response tokens out, and a head to read them.
+"""The base class of models over packed rows. It computes the states that predict the response tokens, and a head reads them.
 
-``PolicyModel`` reads log-probs, and ``ValueModel`` reads values.
+The head of ``PolicyModel`` computes log-probs, and the head of ``ValueModel`` computes values.
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ from verl_memopt.model.packing import Pack, PrefixLayout
 
 
 class PackedModel(nn.Module):
-    """A Hugging Face causal LM over packed rows. Subclasses own the head, and their ``forward`` says what it reads.
+    """A Hugging Face causal LM over packed rows. Subclasses have the head and the ``forward``.
 
-    :class:`Decoder` replaces a decoder of the Llama family and takes over its submodules. Transformers computes all others.
+    :class:`Decoder` replaces a decoder of the Llama family and takes over its submodules. Other decoders stay those of
+    transformers.
 
     Attributes:
         lm: The transformers model whose decoder computes the states.
-        supports_prefix_kv: Answers may use the prefix KV of an earlier forward.
-        stays_on_host: Its shards never leave the host.
-        streams: A frozen model whose blocks come from the host in each pass.
-        stream: What brings them, once allocated; None if it does not stream.
-        sequence: The ranks that share a micro-batch's tokens; None if each rank has micro-batches of its own.
-        rows: This rank's rows of weights that lie whole on each of several ranks; None if FSDP2 shards, or nothing does.
-        masters: dtype in which its parameters rest.
-        compute: dtype in which it computes.
+        supports_prefix_kv: Whether answers can use the prefix KV of an earlier forward.
+        stays_on_host: Whether its shards always rest on the host.
+        streams: Whether each pass copies the blocks from the host. Only a frozen model can do this.
+        stream: Copies the blocks, once they are allocated. None = the model does not stream.
+        sequence: The ranks that share the tokens of a micro-batch. None = each rank has its own micro-batches.
+        rows: The rows of the weights that this rank updates, if each of several ranks has all weights. None = FSDP2 shards the
+            weights, or there is one rank.
+        masters: Dtype of the master weights.
+        compute: Dtype in which the model computes.
     """
 
     supports_prefix_kv = False
@@ -54,7 +56,7 @@ class PackedModel(nn.Module):
     masters = compute = torch.float32
 
     def __init__(self, lm: PreTrainedModel, blocks: Sequence[BlockOptions] | None = None, key: str = POLICY_KEY) -> None:
-        """Take over a model. ``blocks`` has each block's memory options (Llama family only); None = the defaults.
+        """Take over a model. ``blocks`` are the memory options of each block (Llama family only). None = the defaults.
 
         Raises:
             ConfigError: The model has no list of decoder blocks.
@@ -63,7 +65,7 @@ class PackedModel(nn.Module):
         if not isinstance(getattr(lm.get_decoder(), "layers", None), nn.ModuleList):
             reason = f"do not keep their decoder blocks in a list named layers ({type(lm.get_decoder()).__name__})"
             raise refused(lm.config, str(lm.config.name_or_path), reason, key)
-        # Before the decoder takes over its submodules, so that it gets the new embedding.
+        # Replace the embedding before the decoder takes over the submodules.
         embedding = lm.get_input_embeddings()
         if is_plain(embedding):
             lm.set_input_embeddings(TrainedEmbedding(embedding))
@@ -84,7 +86,7 @@ class PackedModel(nn.Module):
 
     @property
     def embedding_weight(self) -> Tensor:
-        # [V, H].
+        # [V, h].
         embedding: Any = self.lm.get_input_embeddings()
         return embedding.weight
 
@@ -97,10 +99,10 @@ class PackedModel(nn.Module):
         return list(layers)
 
     def read(self, pack: Pack, head: Callable[[Pack, Tensor | None], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
-        """Return fp32 [R] tensors, one value for each of the pack's targets, on every rank that shares the pack.
+        """Return tensors fp32 [R], one value per target of the pack, on every rank that shares the pack.
 
-        ``head`` gets the pack, or this rank's share of it and the places of the share's targets among all, int64 [r]. It returns
-        tensors fp32 [r], or None, which stays None.
+        Without sequence parallelism ``head`` gets the pack and None. With it ``head`` gets this rank's share of the pack, and the
+        places of the share's targets among all targets, int64 [r]. It returns tensors fp32 [r] or None. None stays None.
         """
         if self.sequence is None:
             return head(pack, None)
@@ -108,11 +110,11 @@ class PackedModel(nn.Module):
         return tuple(None if values is None else combine_ranks(values, places, count, group) for values in head(share, places))
 
     def predicting_states(self, pack: Pack, prefix: PrefixKV | None) -> Tensor:
-        """Normed states [R, h] that predict the pack's targets. ``prefix``: the prefix KV for a pack of ``pack_suffixes``."""
+        """Return normed states [R, h] that predict the targets. ``prefix`` is the prefix KV for a pack of ``pack_suffixes``."""
         decoder = self.decoder
         if not isinstance(decoder, Decoder):
             return states_of_pack(decoder, pack).index_select(0, pack.predicts)
-        # Without pruning every state exists, and the places are those of the whole pack.
+        # Without pruning all states are computed, and ``predicts`` of the whole pack are their places.
         needed = pack.last_block if decoder.prunes else None
         hidden = decoder(pack.input_ids, pack.position_ids, pack.layout, None if needed is None else needed.layout, prefix)
         if prefix is not None:
@@ -121,7 +123,7 @@ class PackedModel(nn.Module):
         return decoder.normed_rows(hidden, pack.predicts if needed is None else needed.predicts)
 
     def unpacked_states(self, row: Pack) -> Tensor:
-        """Normed states [R, h] that predict the targets of one row alone, by eager attention, for comparisons."""
+        """Return the normed states [R, h] that predict the targets of a single row, by eager attention, for comparisons."""
         assert row.num_rows == 1, row.num_rows
         decoder = self.decoder
         if not isinstance(decoder, Decoder):
@@ -131,14 +133,15 @@ class PackedModel(nn.Module):
         return decoder.normed_rows(hidden, row.predicts)
 
     def recorded(self, prompt: Pack, recorder: PrefixRecorder) -> tuple[Tensor, ...]:
-        """Return the state [1, h] of a prompt's last token, then the recorder's outputs.
+        """Return the state [1, h] of a prompt's last token, then the outputs of the recorder.
 
-        A flat tuple, so that FSDP2 sees the tensors from which backward will start. ``prompt`` is a pack of ``pack_prompt``.
+        The result is a flat tuple, so that FSDP2 finds the tensors from which backward will start. ``prompt`` is a pack of
+        ``pack_prompt``.
         """
         decoder = self.decoder
         needed = prompt.last_block.layout if decoder.prunes and prompt.last_block is not None else None
         hidden = decoder(prompt.input_ids, prompt.position_ids, prompt.layout, needed, recorder)
-        # A copy of one row. A view would keep the states of the whole prompt alive as long as its prefix is used.
+        # Copy the row, because a view would keep the states of the whole prompt alive as long as the prefix KV.
         return hidden[-1:].clone(), *recorder.outputs()
 
     def end_pass(self) -> None:
@@ -161,10 +164,10 @@ class PackedModel(nn.Module):
         return PrefixKV(state, outputs)
 
 
-# Decoders of other architectures: transformers' own modules, with attention over packs registered with transformers.
+# Decoders of other architectures: the modules of transformers, which call the kernels of this package.
 #
 # The layout of a pack reaches attention through the keyword arguments of transformers' decoders. The kernels are registered
-# without a mask function, so no [T, T] mask is built, and fake tensors take the same bytes as real ones.
+# without a mask function, so no [T, T] mask is built, and fake tensors need the same bytes as real ones.
 
 
 def states_of_pack(decoder: nn.Module, pack: Pack) -> Tensor:
@@ -175,7 +178,7 @@ def states_of_pack(decoder: nn.Module, pack: Pack) -> Tensor:
 
 
 def logits_of_row(lm: nn.Module, pack: Pack) -> Tensor:
-    """Logits [T, V] of a pack of one row, by transformers' own forward and eager attention."""
+    """Return the logits [T, V] of a pack of one row, by transformers' own forward and eager attention."""
     return _own_output(lm, pack).logits[0]
 
 
@@ -186,7 +189,7 @@ def _own_output(module: nn.Module, pack: Pack) -> Any:
 
 @contextmanager
 def own_attention(lm: nn.Module) -> Iterator[None]:
-    # Submodules may have configs of their own; each kernel name is restored afterwards.
+    # Use transformers' eager attention inside the body. Submodules may have their own configs, so change and restore them all.
     configs = {
         id(config): config for module in lm.modules() if isinstance(config := getattr(module, "config", None), PretrainedConfig)
     }
@@ -201,7 +204,7 @@ def own_attention(lm: nn.Module) -> Iterator[None]:
 
 
 def _registered(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
-    # Wrap a kernel in the signature that transformers calls.
+    # Wrap a kernel into the signature that transformers expects.
     def packed(
         module: Any,
         query: Tensor,
@@ -223,18 +226,18 @@ def _registered(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
 
 
 def register_kernels() -> None:
-    # Must come before a model that uses a kernel is built.
+    # Call it before a model that uses a kernel is built.
     for name, attend in KERNELS.items():
         AttentionInterface.register(name, _registered(attend))
 
 
-# The policy: log-probs (and entropies) of the response tokens, without whole logits.
+# The policy computes log-probs (and entropies) of the response tokens without the logits of all tokens at once.
 
 
 class LogProbHead(nn.Module):
     """The LM head. Its forward returns log-probs instead of logits.
 
-    The product runs inside this module's forward, so that FSDP2 gathers a head that is a sharding unit of its own.
+    The matrix product runs inside this module's forward, so that FSDP2 gathers the weight if the head is a separate unit.
     """
 
     def __init__(
@@ -247,8 +250,9 @@ class LogProbHead(nn.Module):
     ) -> None:
         """Take over the weight and bias of a linear head.
 
-        ``chunk_tokens``: response tokens per chunk, 0 = all. ``vocab_tile``: vocabulary entries per tile of a chunk, 0 = tile
-        where that is free. ``shape``: see :func:`verl_memopt.model.families.logit_shape`.
+        ``chunk_tokens`` is the number of response tokens per chunk, 0 = all. ``vocab_tile`` is the number of vocabulary entries
+        per tile of a chunk, 0 = use tiles only if they cost nothing. ``shape`` is the result of
+        :func:`verl_memopt.model.families.logit_shape`.
         """
         super().__init__()
         self.scale, self.cap = shape
@@ -269,15 +273,15 @@ class LogProbHead(nn.Module):
     ) -> Any:
         """Return log-probs and entropies (or None) of hidden states [R, h], fp32 [R] each.
 
-        Without ``targets`` it returns the product [..., V], which transformers scales and caps itself. ``statistics`` is filled
-        in a pass without gradients. Other arguments are as in :meth:`PolicyModel.forward`.
+        Without ``targets`` it returns the matrix product [..., V], which transformers itself scales and caps. ``statistics`` is
+        filled in a pass without gradients. The other arguments are as in :meth:`PolicyModel.forward`.
         """
         if targets is None:
             return linear(hidden, self.weight, self.bias)
-        # If this forward computes the head's gradient, backward never reads the weight and need not gather it.
+        # If this forward computes the head's gradient, backward does not read the weight, so FSDP2 need not gather it again.
         gathered_for_forward(self, again_in_backward=token_gradient is None)
         chunk, tile = self.chunk_tokens, self.vocab_tile
-        # A factor of the logits is a divisor of the temperature; a cap on scaled logits is another cap on unscaled ones.
+        # The head works with unscaled logits. So a factor of the logits becomes a divisor of the temperature and of the cap.
         cap = None if self.cap is None else self.cap / self.scale
         head = Head(self.weight, self.bias, temperature / self.scale, chunk, tile, with_entropy, self.compiled, cap=cap)
         return head_log_probs(head, hidden, targets, token_gradient, in_place=True, statistics=statistics)
@@ -295,14 +299,14 @@ class PolicyModel(PackedModel):
         """Arguments are as in :class:`LogProbHead` and :class:`PackedModel`.
 
         Raises:
-            ConfigError: The model has no list of decoder blocks, or its head is no plain linear layer.
+            ConfigError: The model has no list of decoder blocks, or its head is not a linear layer.
         """
         super().__init__(lm, blocks)
         head = lm.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             reason = f"have a head of class {type(head).__name__}, not a linear layer"
             raise refused(lm.config, str(lm.config.name_or_path), reason)
-        # Put into the Hugging Face model, so that names, ties and transformers' own forward find it.
+        # Set it in the Hugging Face model, so that names, tied weights and transformers' own forward use it.
         lm.set_output_embeddings(LogProbHead(head, chunk_tokens, compiled, vocab_tile, logit_shape(lm.config)))
 
     @property
@@ -322,13 +326,14 @@ class PolicyModel(PackedModel):
         """Return log-probs fp32 [R] of ``pack.targets``, and their entropies fp32 [R] if requested.
 
         Args:
-            pack: The tokens of a micro-batch, and its targets.
-            temperature: Temperature of the log-probs.
+            pack: The tokens and targets of a micro-batch.
+            temperature: The logits are divided by it.
             with_entropy: Compute entropies too.
-            token_gradient: Gives each log-prob's gradient before backward, so that the head computes its own in the forward.
-            prefix_kv: The prefix KV for a pack of ``pack_suffixes``; or a recorder for one of ``pack_prompt``, whose result is
-                that of :meth:`PackedModel.recorded`.
-            unpacked: Compute a pack of one row with eager attention and whole logits, for comparisons.
+            token_gradient: Returns the gradient of each log-prob before backward, so that the head can compute its own gradient
+                in this forward.
+            prefix_kv: The prefix KV for a pack of ``pack_suffixes``. For a pack of ``pack_prompt`` it is a recorder, and the
+                result is that of :meth:`PackedModel.recorded`.
+            unpacked: Compute a pack of one row with eager attention and all logits at once, for comparisons.
             statistics: As in :class:`LogProbHead`.
         """
         if unpacked:
@@ -341,7 +346,7 @@ class PolicyModel(PackedModel):
             log_probs, entropy = self.head(states, own.targets, temperature, with_entropy, gradient, statistics)
             return log_probs, entropy, *(() if statistics is None else statistics.values.values())
 
-        # Every rank of a sequence group gets the values of all targets, and computes the same loss.
+        # All ranks of a sequence group get the values of all targets, and compute the same loss.
         log_probs, entropy, *further = self.read(pack, head)
         if statistics is not None:
             statistics.values = {name: value for name, value in zip(statistics.values, further, strict=True) if value is not None}
@@ -356,7 +361,7 @@ class PolicyModel(PackedModel):
 
 
 def _at_places(token_gradient: TokenGradient | None, places: Tensor | None) -> TokenGradient | None:
-    # Restrict a function of a pack's targets to those at some places, int64; None stays None.
+    # Restrict the function to the targets of a pack at ``places``, int64.
     if token_gradient is None or places is None:
         return token_gradient
     return lambda rows, log_probs, entropy: token_gradient(places[rows], log_probs, entropy)

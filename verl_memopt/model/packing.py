@@ -1,4 +1,4 @@
-"""One micro-batch as the model sees it: packed sequences in one row, and the log-probs to compute."""
+"""Pack a micro-batch for the model: its sequences in one row of tokens (a pack), and the log-probs to compute."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from verl_memopt.memory.token_packing import skipped_if_many
 
 @dataclass(frozen=True)
 class LastBlockQueries:
-    """The Q tokens whose output of the last block is used: from the last token of each prompt on.
+    """The Q tokens whose output of the last block is used: the last token of each prompt, and the tokens after it.
 
     Attributes:
-        layout: These tokens as queries; all tokens of the pack are keys.
+        layout: The layout with these tokens as queries and all tokens of the pack as keys.
         predicts: int64 [R], the pack's ``predicts`` as places among these Q tokens.
     """
 
@@ -39,12 +39,12 @@ class Pack:
         input_ids: int64 [1, T].
         position_ids: int64 [1, T].
         layout: Which of the T tokens share a prefix.
-        predicts: int64 [R], the token whose last hidden state predicts each response token.
+        predicts: int64 [R], for each response token the place of the token whose last hidden state predicts it.
         targets: int64 [R], the response tokens.
         row: int64 [R], the row of each response token.
-        row_lengths: int64 [rows], response tokens of each row.
-        predicts_on_host: ``predicts`` on the host, int64 [R].
-        last_block: The queries of a pruned last block; None where too few tokens can be skipped to matter.
+        row_lengths: int64 [rows], number of response tokens of each row.
+        predicts_on_host: A copy of ``predicts`` on the host, int64 [R].
+        last_block: The queries of a pruned last block. None = pruning would skip too few tokens.
     """
 
     input_ids: Tensor
@@ -71,9 +71,9 @@ class Pack:
         return replace(self, layout=self.layout.map(change), last_block=last, **changed)
 
     def with_targets(self, places: Tensor) -> Pack:
-        """Return a pack with the same tokens that computes the log-probs of only some targets.
+        """Return a pack with the same tokens, but only some of the targets.
 
-        ``places``: int64 on the host, the places of the targets to keep, ascending.
+        ``places`` are the places of the targets to keep, int64 on the host, ascending.
         """
         return self._with_targets(self.predicts_on_host[places.numpy()], places.to(self.targets.device, non_blocking=True))
 
@@ -90,14 +90,14 @@ class Pack:
         )
 
     def share(self, group: SequenceGroup) -> tuple[Pack, Tensor]:
-        """Return what this rank of a sequence-parallel group computes of the pack, and the places of its targets, int64 [r].
+        """Return this rank's share of the pack in a sequence-parallel group, and the places of its targets, int64 [r].
 
-        The share has this rank's tokens as ``input_ids`` and the targets that they predict; ``predicts`` counts among these
-        tokens. ``position_ids`` are those of all tokens, and the layouts say how all tokens are split. Every target belongs to
-        one rank. Nothing here waits for the device.
+        The share has this rank's tokens as ``input_ids``, and the targets that these tokens predict. Its ``predicts`` are places
+        among these tokens. Its ``position_ids`` have all tokens, and its layouts say how all tokens are split. Every target
+        belongs to exactly one rank. Nothing here waits for the device.
         """
         tokens, device = self.input_ids.shape[1], self.input_ids.device
-        if tokens < group.size:  # too few to give each rank one: each computes all, and the first rank has the targets
+        if tokens < group.size:  # fewer tokens than ranks: each rank computes all of them, and only rank 0 has the targets
             own = np.arange(len(self.predicts_on_host) if group.rank == 0 else 0)
             (places,) = sent_together([_host(own)], device)
             return self._with_targets(self.predicts_on_host[own], places), places
@@ -108,7 +108,7 @@ class Pack:
         last = self.last_block
         found, among = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
         if last is not None:
-            # A rank's queries are those among its own tokens.
+            # The queries of a rank are the queries among its own tokens.
             borders = np.searchsorted(last.layout.query_places, np.cumsum([0, *sizes]))
             found = last.layout.query_places[borders[group.rank] : borders[group.rank + 1]]
             among = np.searchsorted(found, at)
@@ -132,16 +132,16 @@ def pack_groups(
 ) -> Pack:
     """Pack rows so that the rows of one group share their prompt.
 
-    ``predicts``, ``targets`` and ``row`` keep the order of the rows. Three things are left out: the last token of a response,
-    which predicts nothing; a row with an empty response; the prompt of a group whose responses are all empty. If nothing is left,
-    the pack has one placeholder token, so that ranks in step still run the same collectives. No shape depends on the values of
-    tokens, so fake tensors work.
+    ``predicts``, ``targets`` and ``row`` keep the order of the rows. The pack leaves out the last token of a response, which
+    predicts nothing, rows with an empty response, and prompts of groups whose responses are all empty. If nothing is left, the
+    pack has one placeholder token, so that this rank still runs the same collectives as other ranks. No shape depends on the
+    values of tokens, so fake tensors work.
 
     Args:
-        prompts: int64, the prompts of all rows, one after another. The first row of a group provides the prompt that is packed.
-        prompt_sizes: Tokens of each prompt.
+        prompts: int64, the prompts of all rows, one after another. The prompt of a group's first row is packed.
+        prompt_sizes: Number of tokens of each prompt.
         responses: int64, the responses of all rows, one after another.
-        response_sizes: Tokens of each response.
+        response_sizes: Number of tokens of each response.
         groups: The group of each row. Rows of one group need not be neighbours.
     """
     p, r = np.asarray(prompt_sizes, dtype=np.int64), np.asarray(response_sizes, dtype=np.int64)
@@ -149,9 +149,10 @@ def pack_groups(
     members = _members(groups, r)
     if not members:
         return _nothing(responses, len(r))
-    # A group consists of pieces: one of ``prompts``, then one of ``responses`` for each row. Both tensors are read as one.
+    # A group consists of one piece of ``prompts``, then one piece of ``responses`` per row. Start places count in both tensors,
+    # concatenated.
     prompt_start, response_start = np.cumsum(p) - p, len(prompts) + np.cumsum(r) - r
-    pieces: list[tuple[int, int, int]] = []  # (first place in both tensors, tokens, position of the first)
+    pieces: list[tuple[int, int, int]] = []  # (start place, number of tokens, position of the first token)
     prefix_groups: list[PrefixGroup] = []
     last_block_groups: list[PrefixGroup] = []
     skipped: list[int] = []
@@ -166,40 +167,41 @@ def pack_groups(
         skipped.append(prefix - 1)
         pieces.append((prompt_start[rows[0]], prefix, 0))
         token += prefix
-        # One past the prompt's last token, which predicts the first token of each answer.
+        # The place after the prompt's last token, which predicts the first token of each answer.
         prompt_end[rows] = token
         for row in rows:
             pieces.append((response_start[row], r[row] - 1, prefix))
             suffix_start[row] = token
-            # The last token of an answer predicts nothing, so it is not in the pack.
+            # The last token of an answer is not in the pack, because it predicts nothing.
             token += int(r[row]) - 1
     first, sizes, positions = np.array(pieces, dtype=np.int64).T
-    # One gather for the whole pack, whatever the number of rows.
+    # Gather all tokens of the pack at once.
     tokens = torch.cat([prompts, responses])[_host(ranges(first, sizes))]
     layout, predicts = PrefixLayout.of(tuple(prefix_groups)), _predicts(prompt_end - 1, suffix_start, r)
     pack = _pack(tokens, ranges(positions, sizes), layout, predicts, responses, r)
-    # Pruning copies the remaining rows, which costs more than it saves where few are skipped.
+    # Pruning copies the remaining rows. If few rows are skipped, this costs more than it saves.
     if not skipped_if_many(sum(skipped), token):
         return pack
-    # Beside the whole layout, which all blocks but the last use.
+    # The whole layout stays in the pack, because all other blocks use it.
     return replace(pack, last_block=_last_block(last_block_groups, skipped, predicts))
 
 
 def pack_prompt(prompt: Tensor) -> Pack:
-    """Pack a prompt alone, int64 [P], to compute its prefix KV and its last token's state. It has no targets."""
+    """Pack only a prompt, int64 [P], to compute its prefix KV and the state of its last token. The pack has no targets."""
     none = prompt.new_zeros(0)
-    # pack_rows leaves out a prompt without a response. A response of one token keeps it in and adds no token to the pack.
+    # pack_rows leaves out a prompt without a response. With a response of one token it keeps the prompt and adds no token.
     pack = pack_rows(prompt, [len(prompt)], prompt[:1], [1])
     return replace(pack, targets=none, row=none, row_lengths=none)
 
 
 def pack_suffixes(prompt_size: int, responses: Tensor, response_sizes: Sequence[int]) -> Pack:
-    """Pack the answers to a prompt whose keys and values are computed elsewhere.
+    """Pack the answers to a prompt whose keys and values are given as prefix KV.
 
-    ``predicts`` counts the state of the prompt's last token as the first. Otherwise as :func:`pack_groups`.
+    In ``predicts`` place 0 is the prompt's last token, and place 1 is the first token of the pack. Everything else is as in
+    :func:`pack_groups`.
     """
     r = np.asarray(response_sizes, dtype=np.int64)
-    # Tokens that are computed: all of an answer but its last.
+    # The pack has all tokens of an answer except the last one.
     own = np.maximum(r - 1, 0)
     start = np.cumsum(own) - own
     tokens = responses[_host(ranges(np.cumsum(r) - r, own))]
@@ -211,7 +213,7 @@ def pack_suffixes(prompt_size: int, responses: Tensor, response_sizes: Sequence[
 def _predicts(prompt_end: np.ndarray, suffix_start: np.ndarray, r: np.ndarray) -> np.ndarray:
     # For each response token, the place of the token that predicts it.
     present = r > 0
-    # Two predictors a response: its first token is predicted by the prompt's last token, the others by the answer itself.
+    # The prompt's last token predicts the first token of a response. The response's own tokens predict the others.
     predictors = np.stack([prompt_end[present], suffix_start[present]], axis=1).reshape(-1)
     predicted = np.stack([np.ones_like(r[present]), r[present] - 1], axis=1).reshape(-1)
     return ranges(predictors, predicted)
@@ -220,7 +222,7 @@ def _predicts(prompt_end: np.ndarray, suffix_start: np.ndarray, r: np.ndarray) -
 def _pack(
     tokens: Tensor, positions: np.ndarray, layout: PrefixLayout, predicts: np.ndarray, targets: Tensor, r: np.ndarray
 ) -> Pack:
-    # All index tensors are built by numpy on the host: nothing here waits for a device.
+    # numpy builds all index tensors on the host, so nothing here waits for a device.
     rows = np.repeat(np.arange(len(r)), r)
     return Pack(tokens[None], _host(positions)[None], layout, _host(predicts), targets, _host(rows), _host(r), predicts)
 
@@ -232,7 +234,7 @@ def _last_block(groups: Sequence[PrefixGroup], skipped: Sequence[int], predicts:
 
 
 def _members(groups: Sequence[int], response_sizes: np.ndarray) -> list[list[int]]:
-    # Rows of each group that have a response, groups in the order of their first such row.
+    # For each group the rows with a response. Groups are in the order of their first such row.
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         if response_sizes[row] > 0:
@@ -241,14 +243,14 @@ def _members(groups: Sequence[int], response_sizes: np.ndarray) -> list[list[int
 
 
 def _prefix_group(prefix: int, suffixes: list[int]) -> PrefixGroup:
-    if len(suffixes) == 1:  # nothing is shared: one segment costs one kernel call, not three
+    if len(suffixes) == 1:  # nothing is shared, so use one segment, which needs one kernel call instead of three
         return prefix + suffixes[0], ()
     return prefix, tuple(length for length in suffixes if length > 0)
 
 
 def _nothing(responses: Tensor, num_rows: int) -> Pack:
     zero, none = np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    # A pack without tokens would skip collectives that other ranks wait in.
+    # A pack without tokens would skip collectives in which other ranks wait.
     return _pack(_host(zero), zero, PrefixLayout.of(((1, ()),)), none, responses, np.zeros(num_rows, dtype=np.int64))
 
 
@@ -257,20 +259,20 @@ def _host(values: np.ndarray) -> Tensor:
 
 
 def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Concatenate integer ranges, each ``size`` long from its ``start``: int64 [sum of sizes]."""
+    """Concatenate the ranges from ``start`` to ``start + size - 1``, int64 [sum of sizes]."""
     before = np.cumsum(sizes) - sizes
     return np.repeat(starts - before, sizes) + np.arange(sizes.sum())
 
 
 # Which tokens of packed sequences share a prefix, and the index tensors that attention over them needs.
 #
-# A pack is one row of tokens. It holds groups, one after another; a group is a prefix followed by its suffixes. The prefix and
-# each suffix are a segment. A token sees the tokens before it in its own segment; a token of a suffix also sees the whole prefix
-# of its group. A group may skip queries: the outputs of the first tokens of its prefix are not computed, and these tokens are
-# keys only.
+# A pack is one row of tokens. It consists of groups, one after another. A group is a prefix followed by its suffixes. The prefix
+# is one segment, and so is each suffix. A token sees itself and the tokens before it in its own segment. A token of a suffix also
+# sees the whole prefix of its group. A group may skip queries: the outputs of the first tokens of its prefix are then not
+# computed, and these tokens are only keys.
 
 PrefixGroup: TypeAlias = tuple[int, tuple[int, ...]]
-"""Number of tokens of the prefix, and of each suffix. The tokens lie in this order."""
+"""Number of tokens of the prefix, and number of tokens of each suffix, in the order of the tokens."""
 
 
 @dataclass(frozen=True)
@@ -282,9 +284,9 @@ class SegmentRun:
 
 @dataclass(frozen=True)
 class PrefixSpan:
-    """One call of the prefix pass: contiguous queries that each see contiguous keys whole.
+    """One part of the prefix pass: neighbouring queries that all see the same neighbouring keys.
 
-    Places among queries and keys differ if tokens are skipped.
+    ``keys`` are places among all tokens, ``queries`` places among the queries. They differ if tokens are skipped.
     """
 
     keys: SegmentRun
@@ -296,15 +298,16 @@ class PrefixLayout:
     """The groups of a pack on the host, and the index tensors of its attention kernels on the device.
 
     Attributes:
-        groups: Query lengths of each group. A prefix may have length 0 if tokens of it are skipped.
-        skipped: For each group, the number of prefix tokens before its queries. They are keys only.
+        groups: Number of queries in the prefix and in each suffix of each group. A prefix has 0 queries if all its tokens are
+            skipped.
+        skipped: For each group, the number of prefix tokens before its first query. They are only keys.
         cu_seqlens: int32 [segments + 1], the first query of each segment, then the number of queries.
         prefix_index_q: int64, the queries of all prefix spans, in order.
         prefix_index_k: int64, the keys of all prefix spans, in order.
         prefix_cu_seqlens_q: int32 [spans + 1], where the queries of each span begin in ``prefix_index_q``.
         prefix_cu_seqlens_k: int32 [spans + 1], where the keys of each span begin in ``prefix_index_k``.
-        query_index: int64, the places of the queries among the keys; None = every key is also a query.
-        split: How the ranks of a sequence-parallel group share the tokens; None = this rank computes them all.
+        query_index: int64, the places of the queries among the keys. None = every key is also a query.
+        split: How the ranks of a sequence-parallel group share the tokens. None = this rank computes all of them.
     """
 
     groups: tuple[PrefixGroup, ...]
@@ -319,10 +322,7 @@ class PrefixLayout:
 
     @classmethod
     def of(cls, groups: tuple[PrefixGroup, ...], skipped: tuple[int, ...] | None = None) -> PrefixLayout:
-        """Build the layout of some groups, on the CPU.
-
-        ``skipped``: for each group, the tokens before its queries that are keys only; None = none.
-        """
+        """Build the layout of some groups, on the CPU. ``skipped`` is as in the class. None = no token is skipped."""
         num_skipped = (0,) * len(groups) if skipped is None else skipped
         spans = tuple(prefix_spans(groups, num_skipped))
         keys = [span.keys for span in spans]
@@ -330,7 +330,7 @@ class PrefixLayout:
         return cls(
             groups,
             num_skipped,
-            # Tensors are built on the host; the whole pack is then sent at once.
+            # Build all tensors on the host, so that the whole pack is sent to the device at once.
             cu_seqlens=_cumulative(segments(groups)),
             prefix_index_q=_host(_places(queries)),
             prefix_index_k=_host(_places(keys)),
@@ -349,7 +349,7 @@ class PrefixLayout:
         return tuple(None if tensor is None else tensor[self.query_index] for tensor in tensors)
 
     def at_keys(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Scatter a tensor of the queries [Q, ...] to all keys, with zeros for skipped tokens.
+        """Scatter a tensor of the queries [Q, ...] to the places of all keys, with zeros for skipped tokens.
 
         The result has the shape and dtype of ``like``, [T, ...].
         """
@@ -363,7 +363,7 @@ class PrefixLayout:
 
     @cached_property
     def runs(self) -> tuple[SegmentRun, ...]:
-        # Equal neighbours are one rectangle for a kernel that wants one length.
+        # Neighbouring segments of equal length form one run, for kernels that need equal lengths.
         runs: list[SegmentRun] = []
         start = 0
         for length, same in groupby(self.segments):
@@ -412,10 +412,10 @@ def segments(groups: tuple[PrefixGroup, ...]) -> Iterator[int]:
 
 
 def prefix_spans(groups: tuple[PrefixGroup, ...], skipped: tuple[int, ...]) -> Iterator[PrefixSpan]:
-    """Yield what the prefix pass computes, in order.
+    """Yield the parts of the prefix pass, in order.
 
-    For each group: the queries of its prefix over its skipped tokens, if it has both, and the queries of all its suffixes over
-    its whole prefix.
+    For each group these are the queries of its prefix over its skipped tokens, if it has both, and the queries of all its
+    suffixes over its whole prefix.
     """
     query = key = 0
     for before, (prefix, suffixes) in zip(skipped, groups, strict=True):

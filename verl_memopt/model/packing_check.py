@@ -1,7 +1,7 @@
-"""Whether a model can be used: random rows packed together are compared with the same rows computed otherwise.
+"""Check whether a model can be used: compare random rows in a pack with the same rows among other rows, and without packing.
 
 A layer that carries state from token to token (linear attention, convolutions, state spaces) treats a pack as one sequence, so
-the log-probs of a row depend on the rows before it. Nothing fails, and training goes wrong.
+the log-probs of a row depend on the rows before it. This raises no error, but training goes wrong.
 """
 
 from __future__ import annotations
@@ -57,29 +57,30 @@ from verl_memopt.model.weights import (
 GROUPS = (0, 1, 1, 2)
 PROMPTS = (7, 9, 9, 6)
 ANSWERS = (8, 10, 12, 9)
-"""Group, prompt tokens and answer tokens of each row."""
+"""Group, number of prompt tokens and number of answer tokens of each row."""
 
 WATCHED = 2
-"""The row that is compared. It lies behind a row of another group and one of its own, and before one of another."""
+"""The row that is compared. Before it are a row of another group and a row of its group, after it a row of a third group."""
 
 MIXING_BOUND = 1e-5
-"""Largest mean difference in nats of one row's log-probs between two packs that differ only in the tokens of other rows.
+"""Largest allowed mean difference, in nats, of one row's log-probs between two packs that differ only in other rows' tokens.
 
-Both packs have the same shapes, so rounding is the same too: the difference is exactly 0 for every tested type, in fp32 and in
-bfloat16.
+Both packs have the same shapes, so they round alike. For every tested type the difference is exactly 0, in fp32 and in bfloat16.
 """
 
 ROUNDINGS = {torch.float32: 400, torch.bfloat16: 40, torch.float16: 40}
-"""The bound for a model of two blocks (:func:`packing_bound`), as a multiple of the rounding error of the dtype."""
+"""Dtype -> the bound of :func:`packing_bound` for a model of two blocks, as a multiple of the dtype's rounding error."""
 
 
 def packing_bound(dtype: torch.dtype, layers: int) -> float:
-    """Return the largest acceptable mean difference in nats between a row's log-probs in a pack and alone (other order of sums).
+    """Return the largest allowed mean difference, in nats, between a row's log-probs in a pack and outside of it.
 
-    Measured with random weights (standard deviations of 0.02 and 0.06): over all tested types with 4 blocks at most 2.7e-6 in
-    fp32 and 6.5e-3 in bfloat16. With 64 blocks Qwen3 and Llama differ by 0.5 to 1.7 times as much as with 2 in fp32, and by 1.7
-    to 3 times in bfloat16. The bound grows with the fourth root of the number of blocks: 2.4 times from 2 to 64. At 4 blocks it
-    is 10 and 28 times what was measured, because trained models round worse.
+    The two differ by rounding, because sums have another order. With random weights (standard deviations of 0.02 and 0.06) and 4
+    blocks, the largest measured difference over all tested types is 2.7e-6 in fp32 and 6.5e-3 in bfloat16. With 64 blocks the
+    difference of Qwen3 and Llama is 0.5 to 1.7 times the one with 2 blocks in fp32, and 1.7 to 3 times in bfloat16.
+
+    The bound grows with the fourth root of the number of blocks: by 2.4 times from 2 to 64 blocks. For 4 blocks it is 10 times
+    the measured difference in fp32 and 28 times in bfloat16, because trained models have larger rounding errors.
     """
     rounding = torch.finfo(dtype).eps / 2
     return ROUNDINGS[dtype] * rounding * (max(layers, 2) / 2) ** 0.25
@@ -90,9 +91,9 @@ class RowDifferences:
     """Mean differences of one row's log-probs in nats.
 
     Attributes:
-        mixing: Between packs with other rows beside it.
-        packing: Between a pack and the row alone, with eager attention and whole logits. Our decoder computes the row alone in
-            the Llama family, and transformers' own forward in any other.
+        mixing: Difference between two packs in which the other rows differ.
+        packing: Difference between a pack and the row alone, with eager attention and all logits at once. In the Llama family
+            :class:`verl_memopt.model.decoder.Decoder` computes the row alone, in other families transformers' own forward.
     """
 
     mixing: float
@@ -100,21 +101,21 @@ class RowDifferences:
 
 
 def row_differences(packed_model: PackedModel, device: torch.device, prompt_groups: Sequence[int]) -> RowDifferences:
-    """Measure how far packing changes one row, by three forwards of fewer than a hundred random tokens.
+    """Measure how much packing changes one row, by three forwards of fewer than a hundred random tokens.
 
-    A value model gets a random head: a head of zeros would hide every difference. All ranks must call this in step. Rows with the
-    same number in ``prompt_groups`` compute their prompt once, together.
+    A value model gets a random head, because a head of zeros would hide every difference. All ranks must call this in step. Rows
+    with the same number in ``prompt_groups`` share the computation of their prompt.
     """
-    # The same rows on every rank, which compute the forwards in step.
+    # All ranks draw the same rows, because they compute the forwards in step.
     generator = torch.Generator().manual_seed(0)
     prompts, answers = _random_rows(packed_model, generator)
     others = _random_rows(packed_model, generator)
-    # Rows of the watched row's group keep their prompt, which they share with it.
+    # Rows of the watched row's group keep their prompt, because they share it with the watched row.
     kept = {row for row in range(len(GROUPS)) if GROUPS[row] == GROUPS[WATCHED]}
     changed_prompts = [prompts[row] if row in kept else others[0][row] for row in range(len(GROUPS))]
     changed_answers = [answers[row] if row == WATCHED else others[1][row] for row in range(len(GROUPS))]
     alone = pack_rows(prompts[WATCHED], PROMPTS[WATCHED : WATCHED + 1], answers[WATCHED], ANSWERS[WATCHED : WATCHED + 1])
-    # TF32 rounds fp32 to 10 bits, which no bound for fp32 expects.
+    # Without TF32, which rounds fp32 to 10 bits: the bound expects full fp32.
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -130,7 +131,7 @@ def row_differences(packed_model: PackedModel, device: torch.device, prompt_grou
 
 @contextmanager
 def _uncompiled(head: Any) -> Iterator[None]:
-    # Run an LM head uncompiled in the body: kernels should be compiled for the sizes of training, not for a few rows.
+    # Do not compile the LM head inside the body: kernels should be compiled for the sizes of training, not for a few rows.
     compiled, head.compiled = head.compiled, False
     try:
         yield
@@ -146,12 +147,12 @@ def check_packing(
     All ranks must call this in step. Fake and meta tensors have no values, so nothing is compared.
 
     Args:
-        packed_model: Filled with its weights.
-        device: Where it computes.
-        dtype: Compute dtype, which bounds what rounding may do.
-        actor: Says whether rows share their prompt.
-        source: The model, as errors name it.
-        key: Its settings section.
+        packed_model: The model, filled with its weights.
+        device: The device on which it computes.
+        dtype: Dtype of compute, on which the allowed rounding error depends.
+        actor: Settings that say whether rows share their prompt.
+        source: Folder of the model, for error messages.
+        key: Section of the settings for the model, for error messages.
 
     Raises:
         ConfigError: Packing changes log-probs, or a sliding window would cut a shared prompt. The message names the model type
@@ -168,13 +169,13 @@ def check_packing(
     except (AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError) as error:
         reason = f"cannot compute packed rows ({type(error).__name__}: {one_line(error)})"
         raise refused(config, source, reason, key) from error
-    # A broken download is the likely cause, and a clearer error than one about packing.
+    # A broken download is the likely cause of values that are not finite, so check the weights before blaming packing.
     if not math.isfinite(differences.mixing):
         name = _not_finite(packed_model, device)
         if name is not None:
             raise ConfigError(f"{key}.path={source}: the weight {name} is not finite everywhere. Give a whole copy of the model.")
     what, unit = ("values", "") if isinstance(packed_model, ValueModel) else ("log-probs", " nats")
-    # Written so that NaN is refused too.
+    # "not <=" and not ">", so that NaN is refused too.
     if not differences.mixing <= MIXING_BOUND:
         reason = (
             f"mix the tokens of different rows in {_mixing_layers(packed_model)}: other rows in a pack change a row's {what} by "
@@ -192,7 +193,7 @@ def check_packing(
 
 def _not_finite(packed_model: PackedModel, device: torch.device) -> str | None:
     weights = dict(packed_model.named_parameters())
-    # Each rank has its own shards, so the answer is that of all ranks together.
+    # Each rank has only its own shards, so combine the answers of all ranks.
     finite = torch.stack([local_part(parameter).isfinite().all().to(device) for parameter in weights.values()]).int()
     if dist.is_initialized():
         dist.all_reduce(finite, dist.ReduceOp.MIN)
@@ -235,7 +236,7 @@ def _outputs(packed_model: PackedModel, pack: Pack, unpacked: bool = False) -> T
 
 
 def _mixing_layers(packed_model: PackedModel) -> str:
-    # Kinds of layer in the config that are not attention, or else the classes inside the blocks.
+    # Layer types in the config that are not attention. If there are none, the classes of the modules inside the blocks.
     kinds = sorted(set(layer_types(packed_model.lm.config)) - set(PACKED_LAYERS))
     if kinds:
         return "layers of type " + ", ".join(kinds)
@@ -243,37 +244,37 @@ def _mixing_layers(packed_model: PackedModel) -> str:
     return "blocks of " + ", ".join(sorted(parts) or sorted({class_name(block) for block in packed_model.blocks()}))
 
 
-# Build a model without its weights on the driver, so that an unsupported one is refused before any worker starts.
+# Build a model without weights on the driver, so that an unsupported model is refused before any worker starts.
 
 
 class Checked(NamedTuple):
-    """What a model's files say: the shape of each weight without adapters, and the rows of the embedding."""
+    """Facts from a model's files: the shape of each weight without adapters, the number of rows of the embedding, and more."""
 
     weights: dict[str, tuple[int, ...]]
     embedding_rows: int
     window: int | None = None
-    """Of attention, in tokens; None where no layer slides."""
+    """Sliding window of attention in tokens. None = no layer has one."""
     features: tuple[str, ...] = ()
-    """As :func:`verl_memopt.model.families.features`."""
+    """Result of :func:`verl_memopt.model.families.features`."""
 
 
 def check_architecture(model: Model | CriticModel, folder: Path, longest: int, actor: Actor, key: str | None = None) -> Checked:
-    """Refuse a model that cannot be trained, as far as its files show without loading weights, and return what they say.
+    """Refuse a model if its files show that it cannot be trained. Loads no weights. Return facts from the files.
 
-    A reference is read with the policy's settings too. A critic's folder may have a value head, and needs no LM head. ``longest``
-    is the length of the longest prompt and response together. ``key`` is the section that messages name; None = the policy's or
-    the critic's.
+    A reference is checked with the policy's settings too. A critic's folder may have a value head, and needs no LM head.
+    ``longest`` is the number of tokens of the longest prompt and response together. ``key`` is the section of the settings, for
+    error messages. None = the section of the policy or the critic.
 
     Raises:
-        ConfigError: The model cannot be trained. The message names the model type, what is not supported and the types that are
-            tested. Or it names what the folder lacks, or a head of its own that the config ties to the embedding.
+        ConfigError: The model type is not supported. The message has the reason and the tested types. Or files or weights of the
+            folder are missing, or the config ties the LM head to the embedding but the files have another head.
     """
     key = key or (CRITIC_KEY if isinstance(model, CriticModel) else POLICY_KEY)
     config = load_model_config(model, folder, key)
-    # Nothing is computed. Transformers checks more of a model for this kernel than for the others.
+    # The kernel computes nothing here. With this one transformers checks more of a model than with others.
     lm = empty_model(config, REGISTERED["sdpa"], torch.float32, bool(model.trust_remote_code), key)
     packed_model = ValueModel(lm, key=key) if isinstance(model, CriticModel) else PolicyModel(lm, 0, False)
-    # The names in the folder of weights that have another name there.
+    # Weights whose name in the folder differs: name in the model -> name in the folder.
     stored = stored_head(folder, key) if isinstance(model, CriticModel) else {}
     if model.lora_rank > 0:
         chosen_layers(lm, model.target_modules, model.exclude_modules, key)
@@ -283,14 +284,14 @@ def check_architecture(model: Model | CriticModel, folder: Path, longest: int, a
     weights = WeightFolder(folder, key)
     check_dtypes(folder, f"{key}.path={folder}")
     read = {stored_name: shape for name, shape in shapes.items() if (stored_name := stored.get(name, name)) is not None}
-    # Before anything is computed: a number too many in the config would ask for any amount of memory.
+    # Check shapes before computing anything, because a wrong size in the config could need any amount of memory.
     check_shapes(weights, read, key)
     rebuild_buffers(packed_model, torch.device("cpu"), key)
     missing = sorted(read.keys() - weights.names.keys())
     left_over = sorted(weights.names.keys() - read.keys() - (LM_HEAD if stored else TIED))
     if config.model_type not in TESTED and (missing or left_over):
-        example, has, other = (missing[0], "model", "checkpoint") if missing else (left_over[0], "checkpoint", "model")
-        reason = f"name their weights in a checkpoint otherwise than in the model (the {has} has {example}, the {other} not)"
+        example, has = (missing[0], "model") if missing else (left_over[0], "checkpoint")
+        reason = f"use other names for their weights in a checkpoint than in the model (only the {has} has {example})"
         raise refused(config, str(folder), reason, key)
     embedding = packed_model.embedding_weight
     if packed_model.tied:
@@ -299,16 +300,16 @@ def check_architecture(model: Model | CriticModel, folder: Path, longest: int, a
     return Checked(shapes, int(embedding.shape[0]), window(config), features(config))
 
 
-# The folder of a reward model: what it must hold, which is checked on the driver, and how it is built.
+# The folder of a reward model. The driver checks its contents here.
 
 
 REWARD_KEY = "reward_model.model"
-"""The settings section of the reward model's own model."""
+"""Section of the settings for the model of the reward model."""
 
 
 @dataclass(frozen=True)
 class RewardFolder:
-    """A reward model that was found and checked. ``tokenizer`` is its own; None = it reads the policy's ids."""
+    """The folder of a checked reward model. ``tokenizer`` is its own tokenizer. None = it reads the policy's token ids."""
 
     folder: Path
     tokenizer: Any
@@ -316,7 +317,7 @@ class RewardFolder:
 
 def frozen_value_model(model: ScoringModel, policy: Model) -> CriticModel:
     knobs = {field.name: getattr(policy, field.name) for field in fields(ModelKnobs)}
-    # A frozen model has no backward to save memory for, and no adapters.
+    # A frozen model has no backward and no adapters.
     knobs |= {"enable_gradient_checkpointing": False, "lora_rank": 0, "lora_adapter_path": None}
     return CriticModel(
         path=model.path,
@@ -331,11 +332,11 @@ def frozen_value_model(model: ScoringModel, policy: Model) -> CriticModel:
 def find_reward_model(model: ScoringModel, policy: Model, policy_tokenizer: Any, longest: int, actor: Actor) -> RewardFolder:
     """Return the reward model's folder and its own tokenizer, if it has one.
 
-    ``longest`` is the length of the longest prompt and response together.
+    ``longest`` is the number of tokens of the longest prompt and response together.
 
     Raises:
-        ConfigError: There is no such folder, it has no head with one output, rows cannot be packed for it, it shares ids that it
-            does not know, or it lacks a tokenizer.
+        ConfigError: The folder does not exist, has no head with one output or no tokenizer. Or its rows cannot be packed, or it
+            must read token ids of the policy that it does not have.
     """
     folder = resolve_folder(str(model.path), f"{REWARD_KEY}.path", model.trust_remote_code)
     config = load_model_config(frozen_value_model(model, policy), folder, REWARD_KEY)
@@ -347,7 +348,7 @@ def find_reward_model(model: ScoringModel, policy: Model, policy_tokenizer: Any,
             f"{REWARD_KEY}.path={folder}: the folder is not of a reward model: it has no {names} of shape [1, hidden size]. "
             "Give a sequence or token classifier with num_labels=1."
         )
-    way_out = f"Add its files, or set {REWARD_KEY}.input_tokenizer=null where the model shares the policy's tokenizer."
+    way_out = f"Add its files, or set {REWARD_KEY}.input_tokenizer=null if the model has the policy's tokenizer."
     reading = f"{REWARD_KEY}.path={folder}", model.trust_remote_code, way_out
     if model.input_tokenizer is not None:
         return RewardFolder(folder, existing_tokenizer(folder, *reading))

@@ -1,4 +1,4 @@
-"""Rotary positions of queries and keys, with the norm that some models apply before them; recomputed in backward."""
+"""Rotate queries and keys by their positions, after the norm that some models apply. Backward recomputes both."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ from verl_memopt.memory.recompute_elementwise_torch import (
 
 @dataclass(frozen=True)
 class Rotary:
-    """Norms and rotates queries and keys [T, heads, D] as their projections give them.
+    """Norms and rotates queries and keys [T, heads, D], which are outputs of the projections (arXiv 2104.09864).
 
     Attention that gets a ``Rotary`` may overwrite queries, keys and values with their gradients, so nothing else may use them.
-    Source: arXiv 2104.09864.
 
     Attributes:
         cos: [T, D].
         sin: [T, D].
-        norms: Weights [D] of the norms of queries and of keys; None = no norm.
+        norms: Weights [D] of the norm of queries and of the norm of keys. None = no norm.
         eps: Epsilon of both norms.
     """
 
@@ -40,7 +39,7 @@ class Rotary:
     eps: float
 
     def query(self, x: Tensor) -> Tensor:
-        """Queries normed and rotated, in a graph of their own that keeps ``x`` for backward if there is a norm."""
+        """Norm and rotate queries, as :func:`rotary_embedding` does."""
         return rotary_embedding(x, self.norms[0], self.eps, self.cos, self.sin)
 
     def key(self, x: Tensor) -> Tensor:
@@ -50,8 +49,8 @@ class Rotary:
 def rotary_embedding(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     """Norm and rotate x [T, heads, D], differentiably.
 
-    ``cos`` and ``sin`` are [T, D]; ``weight`` [D] is the norm's, None = no norm. Keeps ``x`` for backward if it is normed, and
-    nothing of its size if not.
+    ``cos`` and ``sin`` are [T, D]. ``weight`` [D] is the weight of the norm. None = no norm. With a norm it keeps ``x`` for
+    backward. Without a norm it keeps nothing of that size.
     """
     return _RotaryEmbedding.apply(x, weight, eps, cos, sin)
 
@@ -60,7 +59,7 @@ class _RotaryEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.eps = eps
-        # A rotation alone is undone from its output's gradient; only a norm needs its input.
+        # The gradient of a rotation needs only the gradient of its output. The gradient of a norm also needs its input.
         ctx.save_for_backward(None if weight is None else x, weight, cos, sin)
         return apply_rotary(x, weight, eps, cos, sin)
 
@@ -68,7 +67,7 @@ class _RotaryEmbedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, cos, sin = ctx.saved_tensors
-        # Not empty_like, which would keep the strides of a gradient that is a transposed view.
+        # Not empty_like, because it would keep the strides of a gradient that is a transposed view.
         x_grad = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
         sums = weight_sums((weight,), ctx.needs_input_grad[1:2])[0]
         rotary_backward(grad, x, weight, ctx.eps, cos, sin, x_grad, sums)
@@ -80,9 +79,9 @@ def rotary_arguments(rotary: Rotary | None) -> tuple[Tensor | None, Tensor | Non
 
 
 def apply_rotary(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-    """As :func:`rotary_embedding`, into a new tensor outside any graph.
+    """Do as :func:`rotary_embedding`, but without autograd. The result is a new tensor.
 
-    ``x`` may have any strides. Without tables it is returned as it is.
+    ``x`` may have any strides. If ``cos`` or ``sin`` is None, ``x`` is returned unchanged.
     """
     if cos is None or sin is None:
         return x
@@ -92,19 +91,19 @@ def apply_rotary(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor | Non
 
 
 Tables = tuple[Tensor | None, Tensor | None]
-"""cos and sin of some tokens, [T, D] each; None where nothing is rotated."""
+"""Cosines and sines of some tokens, [T, D] each. None = do not rotate."""
 Norms = tuple[Tensor | None, Tensor | None]
-"""Weights [D] of the norms of queries and of keys; None for no norm."""
+"""Weights [D] of the norm of queries and of the norm of keys. None = no norm."""
 
 
 def apply_rotary_to_both(
     query: Tensor, key: Tensor, norms: Norms, eps: float, query_tables: Tables, tables: Tables
 ) -> tuple[Tensor, Tensor]:
-    # Side by side they are one kernel launch instead of two.
+    # If queries and keys are side by side in memory, one kernel launch is enough.
     both = joined((query, key), 1) if query_tables[0] is tables[0] else None
     if both is None or tables[0] is None or (norms[0] is None) is not (norms[1] is None):
         return apply_rotary(query, norms[0], eps, *query_tables), apply_rotary(key, norms[1], eps, *tables)
-    # A new tensor: the projections' outputs are kept for backward.
+    # Write to a new tensor, because the outputs of the projections are kept for backward.
     out = torch.empty(both.shape, dtype=both.dtype, device=both.device)
     over_rows(_forward_statement, (both, *tables, out), norms[0], eps, norms[1], query.shape[1])
     return out[:, : query.shape[1]], out[:, query.shape[1] :]
@@ -119,16 +118,16 @@ def rotary_backward_to_all(
     tables: Tables,
     sums: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values, given those of rotated queries, rotated keys, and values.
+    """Return the gradients of queries, keys and values. ``grads`` are the gradients of rotated queries, rotated keys and values.
 
-    The gradients of queries and keys overwrite the ``inputs``. So does the values' gradient if the three lie side by side in one
-    tensor and the statement is compiled: it then is one call. ``sums`` collect both norms' weight gradients, as in
-    :func:`rotary_backward`.
+    The gradients of queries and keys overwrite ``inputs``. If the three are side by side in memory and the statement is compiled,
+    one call computes everything, and the gradient of values overwrites its input too. The weight gradients of both norms are
+    added to ``sums``, as in :func:`rotary_backward`.
     """
     (dq, dk, dv), (query, key, _) = grads, inputs
     whole = joined(inputs, 1) if runs_compiled(dq) and query_tables[0] is tables[0] else None
     if whole is None or (norms[0] is None) is not (norms[1] is None):
-        # In place of queries and keys, which are not read again.
+        # Overwrite queries and keys, because they are not read again.
         rotary_backward(dq, query, norms[0], eps, *query_tables, query, sums[0])
         rotary_backward(dk, key, norms[1], eps, *tables, key, sums[1])
         return query, key, dv
@@ -149,16 +148,16 @@ def rotary_backward(
     into: Tensor,
     sums: Tensor | None,
 ) -> None:
-    """Write the gradient of :func:`apply_rotary`'s input into ``into``, given that of its output.
+    """Compute the gradient of the input of :func:`apply_rotary` from the gradient ``grad`` of its output. Write it into ``into``.
 
-    ``x`` is read only if there is a norm, and may be ``into``. The gradient of the norm's weight is added to ``sums`` [D], fp32
-    or wider; None = not needed. Other arguments are as in :func:`apply_rotary`.
+    ``x`` is read only if there is a norm, and may be the same tensor as ``into``. The gradient of the norm's weight is added to
+    ``sums`` [D], fp32 or longer. None = it is not needed. The other arguments are as in :func:`apply_rotary`.
     """
     if cos is None or sin is None:
         into.copy_(grad)
         return
     if sums is not None and x is not None and runs_compiled(grad):
-        # Compiled, the sum over rows has to be a statement of its own. It could otherwise run after `grad` was overwritten.
+        # In compiled code the sum over rows needs a separate statement. Otherwise it could run after `grad` is overwritten.
         over_rows(_weight_statement, (grad, x, cos, sin), eps, sums)
         sums = None
     over_rows(_backward_statement, (grad, x, cos, sin, into), weight, eps, sums)
@@ -180,7 +179,7 @@ def _forward_statement(
 
 
 def _weights(heads: int, queries: int, weight: Tensor, key_weight: Tensor) -> Tensor:
-    # Norm weights [heads, D]: the query norm's for the first `queries` heads, the key norm's for the others.
+    # Norm weights [heads, D]: the weight of the query norm for the first `queries` heads, of the key norm for the others.
     return torch.where(torch.arange(heads, device=weight.device)[:, None] < queries, weight, key_weight)
 
 
@@ -195,9 +194,9 @@ def _backward_to_all_statement(
     key_weight: Tensor | None,
     eps: float,
 ) -> None:
-    # Overwrite queries, keys and values with their gradients; `whole` [T, heads, D] is the three together.
+    # Overwrite queries, keys and values with their gradients. `whole` [T, heads, D] contains all three.
     queries, keys, values = (grads.shape[1] for grads in (dq, dk, dv))
-    # Padded and added, not concatenated: the compiler makes a kernel for each part of a concatenation.
+    # Pad and add instead of concatenating, because the compiler makes one kernel per part of a concatenation.
     grad = pad(dq, (0, 0, 0, keys + values)) + pad(dk, (0, 0, queries, values)) + pad(dv, (0, 0, queries + keys, 0))
     back = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
     _rotate(grad, cos, sin, back, -1)
@@ -234,7 +233,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None
     half = x.shape[-1] // 2
     cos, sin = cos[:, None], sin[:, None]
     torch.mul(x, cos, out=out)
-    # The transpose reads the sine of the other half.
+    # The transposed rotation (sign -1) needs the sine of the other half.
     first, second = (sin[..., :half], sin[..., half:]) if sign == 1 else (sin[..., half:], sin[..., :half])
     out[..., :half].addcmul_(x[..., half:], first, value=-sign)
     out[..., half:].addcmul_(x[..., :half], second, value=sign)

@@ -1,4 +1,4 @@
-"""The sizes of a model, from a table of published ones or from a config.json. No weights are read."""
+"""The sizes of a model, from a table of published models or from a config.json. No weights are read."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ class ModelSize:
     head_dim: int
     vocab: int
     tied: bool
-    """One matrix is embedding and LM head."""
+    """Whether embedding and LM head share one matrix."""
     qkv_bias: bool = False
-    """Projections of queries, keys and values have a bias (Qwen2)."""
+    """Whether the projections of queries, keys and values have a bias (Qwen2)."""
     qk_norm: bool = False
-    """Queries and keys of a head are normalised (Qwen3)."""
+    """Whether queries and keys have a norm (Qwen3)."""
     slides: bool = False
-    """Attention slides over a window, so that answers cannot share a prompt."""
+    """Whether attention has a sliding window, so that answers cannot share a prompt."""
     prunes: bool = True
-    """Its last block can leave out outputs that nothing reads (``prune_last_block``)."""
+    """Whether its last block can skip outputs that nothing reads (``prune_last_block``)."""
     positions: int | None = None
-    """Tokens of the longest sequence by its config; None = unknown."""
+    """Number of tokens of the longest sequence, from its config. None = unknown."""
     counted: tuple[int, int] | None = None
-    """(parameters, those of a block) of a model that was built without storage; None = from the sizes."""
+    """(parameters of the model, parameters of a block), counted in a model without storage. None = they follow from the sizes."""
 
     @property
     def widest(self) -> int:
-        # The shorter side is `hidden`.
+        # The other side of the block's largest matrix is `hidden`.
         return max(self.mlp, self.heads * self.head_dim)
 
     @cached_property
@@ -78,11 +78,11 @@ PUBLISHED = {
     "meta-llama/Llama-3.2-1B-Instruct": ModelSize(2048, 8192, 16, 32, 8, 64, 128_256, True, positions=2**17),
     "meta-llama/Llama-3.2-3B-Instruct": ModelSize(3072, 8192, 28, 24, 8, 128, 128_256, True, positions=2**17),
 }
-"""Hub id -> sizes, of the models of the presets ``model=``, so that nothing is fetched."""
+"""Hub id -> sizes, for the models of the presets ``model=``, so that nothing must be fetched for them."""
 
 
 def size_of(model: Model | CriticModel, key: str) -> ModelSize:
-    """Sizes of a model: published, from a folder, or from the hub; only config.json is read."""
+    """Return the sizes of a model from the table, from a folder or from the hub. Only config.json is read."""
     source = str(model.hf_config_path or model.path)
     if source in PUBLISHED and not model.override_config:
         return PUBLISHED[source]
@@ -102,8 +102,8 @@ def _config_of_hub(name: str, key: str) -> Path:
         return fetch(name, ["config.json"])
     except (HfHubHTTPError, OSError) as error:
         raise ConfigError(
-            f"{key}.path={name}: the hub could not give its config.json ({type(error).__name__}: {error}). Give a folder that "
-            "holds it, or a model that is known without: " + ", ".join(PUBLISHED) + "."
+            f"{key}.path={name}: the hub could not give its config.json ({type(error).__name__}: {error}). Give a folder "
+            "with the file, or a model whose sizes are built in: " + ", ".join(PUBLISHED) + "."
         ) from error
 
 

@@ -1,15 +1,15 @@
-"""Tiled blocks: a decoder block runs over tiles of tokens, and only its input, its output, keys and values are whole.
+"""Tiled blocks: a decoder block runs over tiles of tokens. Only its input, output, keys and values exist for all tokens.
 
-Forward computes the keys and values of all tokens, and then for each tile of tokens queries, attention over all keys that they
-see, output projection, residual sums and MLP. It keeps the block's input. Backward computes keys and values again, and then, from
-the last tile to the first, the tile once more and its gradients. The gradients of the keys and values of a tile are complete when
-the tile's own turn comes, because later tokens have added theirs, so one walk is enough.
+Forward first computes the keys and values of all tokens. For each tile of tokens it then computes queries, attention over all
+visible keys, output projection, residual sums and MLP. It keeps only the block's input. Backward computes keys and values again.
+From the last tile to the first it then computes the tile again, and its gradients. Only this and later tokens see the keys of a
+tile. So when backward reaches a tile, the gradients of its keys and values are complete, and one pass over the tiles is enough.
 
-Bytes: in its backward a block holds its input, the gradient of its output (whose place takes that of the input), keys and values,
-and their gradients in fp32. All else is of one tile. ``plan/formulas.py`` has the formula.
+Bytes: during its backward a block holds its input, the gradient of its output (which the gradient of its input overwrites), keys
+and values, and their gradients in fp32. All other tensors have the size of a tile. ``plan/formulas.py`` has the formula.
 
-Exact: attention over parts of the keys is merged by log-sum-exps, as in :mod:`verl_memopt.model.attention_fused` (arXiv
-2310.01889), and gradients of weights are summed over tiles in fp32.
+The result is exact: attention over parts of the keys is merged by log-sum-exps, as in :mod:`verl_memopt.model.attention_fused`
+(arXiv 2310.01889), and gradients of weights are summed over tiles in fp32.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ class TileCall:
 
 @dataclass(frozen=True)
 class QueryTile:
-    """Some queries of a pack, and their attention calls. Each query is in one causal call, which comes first."""
+    """Some queries of a pack, and their attention calls. Each query is in one causal call. Causal calls come first."""
 
     queries: slice
     calls: tuple[TileCall, ...]
 
 
 def tiles(layout: PrefixLayout, size: int) -> list[QueryTile]:
-    """Cut the queries of a layout into tiles of ``size``; the last may be shorter. No call has more than ``size`` keys."""
+    """Cut the queries of a layout into tiles of ``size``. The last tile may be shorter. No call has more than ``size`` keys."""
     pieces = list(_segments(layout))
     end = pieces[-1].query + pieces[-1].count if pieces else 0
     cut = []
     for start in range(0, end, size):
         stop = min(start + size, end)
-        # Segments that end before this tile are done.
+        # Drop segments that end before this tile.
         while pieces and pieces[0].query + pieces[0].count <= start:
             pieces.pop(0)
         own, earlier, shared = [], [], list[TileCall]()
@@ -64,7 +64,7 @@ def tiles(layout: PrefixLayout, size: int) -> list[QueryTile]:
             low, high = max(start - piece.query, 0), min(stop - piece.query, piece.count)
             queries, key = slice(piece.query + low - start, piece.query + high - start), piece.key + low
             own.append(TileCall(queries, slice(key, piece.key + high), causal=True))
-            # The segment's own keys before this tile: all are visible, so no mask is needed.
+            # Earlier keys of the segment are all visible, so they need no mask.
             if key > piece.first_key:
                 earlier += [TileCall(queries, keys, causal=False) for keys in _parts(piece.first_key, key, size)]
             if piece.prefix is not None:
@@ -87,7 +87,7 @@ def _parts(start: int, stop: int, size: int) -> list[slice]:
 
 @dataclass(frozen=True)
 class _Segment:
-    """Neighbouring queries that see each other causally, the keys of their segment before them, and a shared prefix."""
+    """Neighbouring queries that attend causally to each other, to earlier keys of their segment, and to a shared prefix."""
 
     query: int
     count: int
@@ -116,14 +116,14 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
 
 @dataclass(frozen=True)
 class BlockShape:
-    """What a block computes besides its parameters.
+    """Sizes and norms of a block.
 
     Attributes:
-        tile_tokens: Tokens of a tile.
-        mlp_tiles: Least number of parts of all tokens over which the MLP runs.
+        tile_tokens: Number of tokens in a tile.
+        mlp_tiles: Least number of parts into which the MLP cuts all tokens.
         head_dim: Size of a head.
         scale: Factor of the products of queries and keys.
-        norms: The norms before attention and MLP.
+        norms: The norm before attention and the norm before the MLP.
         rotary_eps: Epsilon of the norms of queries and keys, if there are any.
     """
 
@@ -144,19 +144,19 @@ def tiled_block(
     norm_weights: Sequence[Tensor | None],
     layers: Sequence[Any],
 ) -> Tensor:
-    """Compute a block's output [1, Q, h] for the Q queries of a layout. ``x`` and the parameters are kept for backward.
+    """Compute a block's output [1, Q, h] for the Q queries of a layout. It keeps ``x`` and the parameters for backward.
 
     Backward overwrites the gradient of the output, so nothing else may use it.
 
     Args:
-        x: [T, h].
-        cos: [T, D], as ``sin``.
-        sin: Sines of the T positions.
+        x: [T, h], the block's input.
+        cos: [T, D], cosines of the T positions.
+        sin: [T, D], sines of the T positions.
         layout: Which tokens share a prefix, and which are queries.
         shape: Sizes and norms.
-        norm_weights: Of the norms of the block's input, the MLP's input, queries and keys; None = no norm.
-        layers: Projections of queries, keys, values and output, then gate, up and down; with or without adapters. Without
-            gradients they may be of any kind.
+        norm_weights: Weights of the norms of the block's input, the MLP's input, queries and keys. None = no norm.
+        layers: Projections of queries, keys, values and output, then gate, up and down, with or without adapters. In a pass
+            without gradients they may be layers of any kind.
     """
     if not torch.is_grad_enabled():
         return _Block(shape, layout, (x, cos, sin, *norm_weights), layers).forward()
@@ -195,14 +195,14 @@ class _Block:
         tensors: Sequence[Any],
         layers: Sequence[Callable[[Tensor], Tensor]],
     ) -> None:
-        """``tensors`` are x, cos, sin and the weights of the four norms."""
+        """``tensors`` are x, cos and sin, and the weights of the four norms."""
         self.x, self.cos, self.sin, self.attention_norm, self.mlp_norm, self.query_norm, self.key_norm = tensors
         self.shape, self.layers, self.kernel = shape, layers, kernel_for(self.x.device, self.x.dtype)
         self.index, self.tiles = layout.query_index, tiles(layout, shape.tile_tokens)
         self.num_queries = self.tiles[-1].queries.stop if self.tiles else 0
 
     def forward(self) -> Tensor:
-        # Three dimensions, so that FSDP2 gets no view.
+        # The output has three dimensions, so that the block does not return a view to FSDP2.
         whole = self.x.new_empty(1, self.num_queries, self.x.shape[1])
         out = whole[0]
         keys, values = self.keys_and_values()
@@ -236,7 +236,7 @@ class _Block:
         return _parts(queries.start, queries.stop, size)
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
-        # Keys (normed and rotated) and values of all tokens, [T, kv heads, D] each.
+        # Returns normed and rotated keys, and values, of all tokens: [T, kv heads, D] each.
         keys = values = self.x.new_empty(0)
         for rows in self.all_rows():
             normal = self.shape.norms[0].compute((self.x[rows],), (self.attention_norm,))
@@ -255,11 +255,11 @@ class _Block:
         return apply_rotary(self.heads(query), self.query_norm, self.shape.rotary_eps, *tables)
 
     def after_attention(self, queries: slice, attended: Tensor) -> Tensor:
-        # State [t, h] between attention and MLP, from the heads' output [t, heads, D].
+        # Returns the state [t, h] between attention and MLP. ``attended`` [t, heads, D] is the output of the heads.
         return self.project(3, attended.flatten(1)).add_(self.at(self.x, queries))
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, calls: Sequence[TileCall]) -> tuple[Tensor, Tensor]:
-        """Attention [t, heads, D] of a tile's queries, and the log-sum-exps of its scores, fp32 [t, heads]."""
+        """Return attention [t, heads, D] for the queries of a tile, and the log-sum-exps of the scores, fp32 [t, heads]."""
         out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
         for query_heads, own_heads in key_heads(query, keys):
             q = self._working(query[:, query_heads])
@@ -268,7 +268,7 @@ class _Block:
                 k, v = (self._repeated(states[call.keys, own_heads], q) for states in (keys, values))
                 part, part_lse = self.kernel.forward(_view(q[call.queries]), k, v, call.causal, self.shape.scale)
                 into, into_lse = _view(whole[call.queries]), _view(lse[call.queries, query_heads])
-                # The causal call comes first and writes every row; later ones are merged into it.
+                # Causal calls come first and write every row. Later calls are merged into these rows.
                 if not call.causal:
                     part, part_lse = merge(into, into_lse, part, part_lse)
                 into.copy_(part)
@@ -286,9 +286,9 @@ class _Block:
         sums: Sequence[Tensor],
         calls: Sequence[TileCall],
     ) -> Tensor:
-        """Return the gradient of a tile's queries [t, heads, D], and add those of keys and values to ``sums``.
+        """Return the gradient of a tile's queries [t, heads, D], and add the gradients of keys and values to ``sums``.
 
-        ``attended``: the queries, their attention output and its log-sum-exps.
+        ``attended`` are the queries, their attention output and its log-sum-exps.
         """
         query, out, lse = attended
         into = torch.empty_like(query)
@@ -313,7 +313,7 @@ class _Block:
         return into
 
     def _working(self, tensor: Tensor) -> Tensor:
-        # In half precision a CPU is no faster, so parts are merged in fp32 and rounded once.
+        # A CPU is not faster in half precision, so merge parts in fp32 and round once.
         return tensor.float() if self.kernel.float_parts else tensor
 
     def _repeated(self, tensor: Tensor, query: Tensor) -> Tensor:
@@ -321,7 +321,7 @@ class _Block:
 
 
 def _sum_like(target: Tensor, calls: Sequence[TileCall]) -> Tensor:
-    # Where the parts of several calls are merged: fp32, rounded once, or `target` itself if no parts overlap.
+    # A tensor for merging the parts of several calls in fp32. It is `target` itself if there is nothing to merge.
     apart = target.dtype == torch.float32 or all(call.causal for call in calls)
     return target if apart else torch.empty_like(target, dtype=torch.float32)
 
@@ -334,20 +334,20 @@ class _Backward:
     def __init__(self, block: _Block, layers: Sequence[TiledLinear], mlp: TiledMlp, sums: Sequence[Tensor | None]) -> None:
         self.block, self.layers, self.mlp, self.sums = block, layers, mlp, sums
         self.keys, self.values = block.keys_and_values()
-        # In fp32: every later tile adds to them.
+        # In fp32, because several tiles add to them.
         self.key_sums = [zeros_to_sum(states) for states in (self.keys, self.values)]
         self.alone = len(block.tiles) == 1
-        # A weight with one tile needs no fp32 sum.
+        # With only one tile the gradients of weights need no fp32 sums.
         self.mlp_alone = self.alone and len(block.mlp_rows(block.tiles[0].queries)) == 1
 
     def input_gradient(self, grad: Tensor) -> Tensor:
-        """Turn the gradient of the block's output, [Q, h], which is overwritten, into that of its input, [T, h]."""
+        """Compute the gradient of the block's input [T, h] from that of its output [Q, h], which is overwritten."""
         block = self.block
         if block.index is None:
             for tile in reversed(block.tiles):
                 self._add_tile(tile, grad[tile.queries], with_keys=True)
             return grad
-        # Queries are some of the tokens, so their tiles are not those of the keys.
+        # Only some tokens are queries, so tiles of queries and tiles of keys have different tokens.
         grad_x = torch.zeros_like(block.x)
         for tile in reversed(block.tiles):
             self._add_tile(tile, grad[tile.queries], with_keys=False)
@@ -361,15 +361,15 @@ class _Backward:
         return grad_x
 
     def _add_tile(self, tile: QueryTile, grad: Tensor, with_keys: bool) -> None:
-        # Turn the gradient of a tile's output [t, h] into that of its input, in place.
+        # Compute the gradient of a tile's input from that of its output, ``grad`` [t, h], in place.
         block, queries = self.block, tile.queries
         normal = block.normal(queries)
         projected = block.project(0, normal)
-        # Recomputed from the input, as everything of a tile is.
+        # Recompute everything in the tile from the block's input.
         query = block.rotated_query(projected, queries)
         attended = query, *block.attend(query, self.keys, self.values, tile.calls)
         self._add_mlp(queries, block.after_attention(queries, attended[1]), grad)
-        # After the MLP's backward: ``grad`` now is that of the state after attention.
+        # The MLP's backward has turned ``grad`` into the gradient of the state after attention.
         self.layers[3].add(grad, attended[1].flatten(1), self.alone)
         grad_attended = torch.empty_like(query)
         self.layers[3].through(grad, grad_attended.flatten(1), add=False)
@@ -377,19 +377,19 @@ class _Backward:
         del attended, query, grad_attended
         tables = block.at(block.cos, queries), block.at(block.sin, queries)
         rest = (block.query_norm, block.shape.rotary_eps, *tables)
-        # The projection's memory takes its own gradient.
+        # The gradient of the projected queries overwrites them.
         heads = block.heads(projected)
         rotary_backward(grad_query, heads, *rest, heads, self.sums[2])
         del grad_query
         self.layers[0].add(projected, normal, self.alone)
-        # Queries, keys and values read one normed input, so their gradients add up in one tensor.
+        # The projections of queries, keys and values have the same normed input, so its gradient is a sum.
         above = [projected]
         if with_keys:
             above += self._keys_to_normal(queries, normal, self.alone)
         self._add_norm(0, self._through(range(len(above)), above, normal), block.at(block.x, queries), block.attention_norm, grad)
 
     def _keys_to_normal(self, tokens: slice, normal: Tensor, alone: bool) -> list[Tensor]:
-        # Returns the gradients [t, kv heads x D] of projected keys and values, and adds those of their layers.
+        # Returns the gradients of projected keys and values, [t, kv heads x D], and adds to the gradients of their layers.
         block = self.block
         projected = block.project(1, normal)
         heads = block.heads(projected)
@@ -402,7 +402,7 @@ class _Backward:
         return above
 
     def _add_mlp(self, queries: slice, hidden: Tensor, grad: Tensor) -> None:
-        # Turn the gradient of a tile's output [t, h] into that of the state between attention and MLP, in place.
+        # Compute the gradient of the state between attention and MLP from that of the tile's output, ``grad`` [t, h], in place.
         block = self.block
         for rows in block.mlp_rows(queries):
             tile_rows = slice(rows.start - queries.start, rows.stop - queries.start)
@@ -412,13 +412,13 @@ class _Backward:
             del normal
 
     def _through(self, places: Sequence[int], grads: Sequence[Tensor], out: Tensor) -> Tensor:
-        # Write the gradient of some layers' common input into `out`, given those of their outputs.
+        # Write the gradient of the common input of some layers into `out`. `grads` are the gradients of their outputs.
         for place, grad in zip(places, grads, strict=True):
             self.layers[place].through(grad, out, add=place != places[0])
         return out
 
     def _add_norm(self, which: int, grad: Tensor, x: Tensor, weight: Tensor, into: Tensor) -> None:
-        # Add the gradient of a norm's input to `into`, given that of its output, which is overwritten.
+        # Add the gradient of a norm's input to `into`. `grad` is the gradient of the norm's output, and is overwritten.
         self.block.shape.norms[which].differentiate(grad, (x,), (weight,), (grad,), (self.sums[which],))
-        # The residual's gradient is in ``into`` already.
+        # ``into`` already has the gradient of the residual connection.
         into.add_(grad)

@@ -1,6 +1,6 @@
-"""A tiny language model in Hugging Face format, built locally in well under a second.
+"""Build a tiny language model in Hugging Face format, locally and in well under a second.
 
-It has the architecture of a real one (Qwen3 by default), a byte-level tokenizer and random weights, so a whole run can be tried
+It has the architecture of a real model (Qwen3 by default), a byte-level tokenizer and random weights, so a whole run can be tried
 on a laptop. The default shape is the smallest that vLLM's CPU attention accepts (``head_dim`` of 32).
 """
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class TinyShape:
     model_type: str = "qwen3"
-    """Architecture by its transformers name: qwen3, qwen2, llama, mistral."""
+    """Architecture by its name in transformers: qwen3, qwen2, llama or mistral."""
     vocab_size: int = 320
-    """Rows of the embedding. The tokenizer has at most a few hundred tokens, so larger values only cost bytes."""
+    """Number of rows of the embedding. The tokenizer has at most a few hundred tokens, so larger values only cost bytes."""
     hidden_size: int = 64
-    """Width."""
+    """Hidden size."""
     intermediate_size: int = 128
     """Width of the MLP."""
     num_layers: int = 2
-    """Decoder blocks."""
+    """Number of decoder blocks."""
     num_heads: int = 2
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: int = 1
-    """Key and value heads."""
+    """Number of key heads, and of value heads."""
     head_dim: int = 32
-    """Size of a head. vLLM on a CPU takes 32, 64, 80, 96, 112, 128 and more."""
+    """Size of a head. vLLM on a CPU accepts 32, 64, 80, 96, 112, 128 and some larger sizes."""
     tie_embeddings: bool = True
-    """One matrix for the embedding and the LM head."""
+    """Whether embedding and LM head share one matrix."""
     max_positions: int = 2048
-    """Longest sequence."""
+    """Number of tokens of the longest sequence."""
     initializer_range: float = 0.02
     """Standard deviation of the random weights."""
 
@@ -55,17 +55,17 @@ SHAPES = {
         max_positions=40_960,
     )
 }
-"""Shapes of published models, for random weights of their size."""
+"""Shapes of published models, for models of their size with random weights."""
 
 
 def make_tiny_model(folder: str | Path, shape: TinyShape | None = None, *, seed: int = 0) -> Path:
     """Write a tiny model with random weights (fp32), its configs and its tokenizer into a folder.
 
-    The same shape and seed give the same bytes. The folder is written under another name and then renamed, so a folder that
-    exists is complete. An older tiny model is replaced.
+    The same shape and seed give the same bytes. The folder is written under another name and then renamed, so an existing folder
+    is always complete. It replaces an older tiny model.
 
     Raises:
-        ConfigError: Something else is in the folder.
+        ConfigError: The folder contains other files.
     """
     shape = TinyShape() if shape is None else shape
     folder = Path(folder)
@@ -100,13 +100,13 @@ def _random_model(shape: TinyShape, tokenizer: Any, seed: int) -> Any:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    # The caller's random numbers go on as if no model had been made.
+    # Do not change the state of the caller's random generator.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-# A byte-level BPE tokenizer with ChatML turns, built from inline text without a download.
+# A byte-level BPE tokenizer with ChatML turns, built from the text below without a download.
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
@@ -114,7 +114,7 @@ TURN_END = "<|im_end|>"
 SPECIALS = (END_OF_TEXT, TURN_START, TURN_END)
 
 SMALLEST_VOCABULARY = 256 + len(SPECIALS)
-"""All bytes and the special tokens, no merge."""
+"""One token per byte value, and the special tokens, without merges."""
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -133,13 +133,13 @@ what is the result, think and then answer, the user asks and the assistant answe
 
 
 def build_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
-    """Build a fast tokenizer of at most ``vocab_size`` tokens: 3 specials, 256 bytes, merges of short English words.
+    """Build a fast tokenizer of at most ``vocab_size`` tokens: 3 special tokens, 256 bytes and merges of short English words.
 
-    Every text round-trips. Each digit is a token of its own, eos is the end of a turn and pad the end of text. The merges are
-    used up at a few hundred tokens, so the tokenizer may have fewer than ``vocab_size``.
+    Decoding the encoding of a text gives the same text. Each digit is a separate token. The eos token ends a turn, and the pad
+    token is the end of text. The text has merges for only a few hundred tokens, so there may be fewer than ``vocab_size``.
 
     Raises:
-        ValueError: ``vocab_size`` is too small for bytes and specials.
+        ValueError: ``vocab_size`` is too small for the bytes and the special tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -162,7 +162,7 @@ def build_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
         eos_token=TURN_END,
         pad_token=END_OF_TEXT,
         additional_special_tokens=[TURN_START],
-        # As generation needs it: the next token follows the prompt's last.
+        # Pad on the left, because a generated token must directly follow the prompt.
         padding_side="left",
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],

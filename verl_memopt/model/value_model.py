@@ -1,6 +1,6 @@
-"""The critic's model: packed tokens in, one value for each response token out.
+"""The critic's model, which computes one value per response token from packed tokens.
 
-A value belongs to the state before its token, which is the state that the policy chooses the token from (as in verl).
+The value of a token is computed from the state before it, from which the policy chooses the token (as in verl).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from verl_memopt.model.weights import WeightFolder, local_part, local_region
 logger = logging.getLogger(__name__)
 
 CRITIC_KEY = "critic.model"
-"""The settings section of the critic's model."""
+"""Section of the settings for the critic's model."""
 STORED_HEADS = ("score", "classifier")
 """Names of the head in folders of transformers' token and sequence classifiers."""
 
 
 class ValueHead(nn.Module):
-    """A linear head with one output. It rests in the masters' dtype and computes in fp32."""
+    """A linear head with one output. It rests in the dtype of the master weights and computes in fp32."""
 
     def __init__(self, like: Tensor, hidden_size: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -45,11 +45,11 @@ class ValueHead(nn.Module):
 
 
 class ValueModel(PackedModel):
-    """A decoder with a scalar head in place of its LM head. Its forward returns the values of a pack's response tokens."""
+    """A decoder with a head of one output instead of its LM head. Its forward returns the values of a pack's response tokens."""
 
     def __init__(self, lm: PreTrainedModel, blocks: Sequence[BlockOptions] | None = None, key: str = CRITIC_KEY) -> None:
         super().__init__(lm, blocks, key)
-        # The head is no part of ``lm``, so its names are those of transformers' classifiers, and adapters leave it alone.
+        # The head is not inside ``lm``. So its parameters have the names of transformers' classifiers, and it gets no adapters.
         lm.set_output_embeddings(nn.Identity())
         self.score = ValueHead(self.embedding_weight, lm.config.hidden_size)
 
@@ -58,10 +58,10 @@ class ValueModel(PackedModel):
         return self.score
 
     def forward(self, pack: Pack, prefix_kv: Prefix | None = None, unpacked: bool = False) -> Any:
-        """Return values fp32 [R], one for each of ``pack.targets``.
+        """Return values fp32 [R], one per token of ``pack.targets``.
 
-        ``prefix_kv``: see :class:`verl_memopt.model.packed_model.PolicyModel`. ``unpacked``: compute a pack of one row with eager
-        attention, for comparisons.
+        ``prefix_kv`` is as in :meth:`verl_memopt.model.packed_model.PolicyModel.forward`. With ``unpacked`` a pack of one row is
+        computed with eager attention, for comparisons.
         """
         if isinstance(prefix_kv, PrefixRecorder):
             return self.recorded(pack, prefix_kv)
@@ -71,7 +71,7 @@ class ValueModel(PackedModel):
 
 
 def stored_head(folder: Path, key: str = CRITIC_KEY) -> dict[str, str | None]:
-    """Map the value head's parameter names in the model to those in the folder; None = the folder has none."""
+    """Map the names of the value head's parameters to their names in the folder. None = the folder lacks the parameter."""
     weights = WeightFolder(folder, key)
     stored = next((name for name in STORED_HEADS if f"{name}.weight" in weights.names), None)
     if stored is None:
@@ -79,31 +79,31 @@ def stored_head(folder: Path, key: str = CRITIC_KEY) -> dict[str, str | None]:
     shape = weights.shape(f"{stored}.weight")
     if shape[0] != 1:
         raise ConfigError(
-            f"{key}.path={folder}: its head {stored}.weight has {shape[0]} outputs, and a value head has 1. "
-            "Give a model with num_labels=1, or one without such a head."
+            f"{key}.path={folder}: its head {stored}.weight has {shape[0]} outputs, but a value head has 1. "
+            "Give a model with num_labels=1, or a model without this head."
         )
     return {f"score.{part}": name if (name := f"{stored}.{part}") in weights.names else None for part in ("weight", "bias")}
 
 
 def classifier_config(config: PretrainedConfig) -> PretrainedConfig:
-    # A copy, because the causal LM goes on with its own config.
+    # Change a copy, because the causal LM still uses its config.
     changed = type(config).from_dict(config.to_dict())
     changed.name_or_path = config.name_or_path
     changed.num_labels = 1
     classes: Any = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
     if classes is None:
-        logger.warning("transformers has no token classifier of type %s: the critic is read back here only", config.model_type)
+        logger.warning("transformers has no token classifier of type %s: only this package reads the critic", config.model_type)
     changed.architectures = ["ValueModel" if classes is None else classes.__name__]
     return changed
 
 
 @contextmanager
 def random_head(model: ValueModel, device: torch.device) -> Iterator[None]:
-    """Give the head random weights inside the body, so that its values show differences of states.
+    """Give the head random weights inside the body, so that its values show differences between states.
 
-    Every rank draws the same weights.
+    All ranks draw the same weights.
     """
-    # After a forward the module may hold the gathered parameters instead of these.
+    # Keep the sharded parameters, because after a forward the module may have gathered parameters instead.
     sharded = dict(model.score.named_parameters())
     before = {name: local_part(parameter).detach().clone() for name, parameter in sharded.items()}
     with torch.no_grad():
@@ -115,28 +115,28 @@ def random_head(model: ValueModel, device: torch.device) -> Iterator[None]:
             yield
         finally:
             model.end_pass()
-            # Copies of weights that rest on the host may still be under way.
+            # Wait for copies from the host of weights that rest there.
             synchronize(device)
             for name, parameter in sharded.items():
                 local_part(parameter).copy_(before[name])
 
 
-# One number per token: the product of states with one vector, computed in fp32 whatever dtype the states have.
+# The product of states with one vector, which is one number per token. It is computed in fp32 for states of any dtype.
 #
-# Plain autograd would keep an fp32 copy of all states for backward. Here backward reads the states themselves, and only a tile of
-# them is widened at a time.
+# Plain autograd would keep an fp32 copy of all states for backward. Here backward reads the states themselves, and converts only
+# one tile of them to fp32 at a time.
 #
-# Bytes saved: 4 x R x h, for R tokens and a hidden size of h, where the states are not fp32.
+# Bytes saved if the states are not fp32: 4 x R x h, for R tokens and a hidden size of h.
 
 TILE_TOKENS = 2048
-"""Tokens that are widened to fp32 at a time."""
+"""Number of tokens that are converted to fp32 at a time."""
 
 
 def scalar_head(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Compute ``states @ weight + bias`` in fp32, [R].
 
-    States are [R, h], weight [1, h], bias [1]. Gradients flow to all three, each in its own dtype. The weight's gradient is
-    summed in fp32.
+    ``states`` are [R, h], ``weight`` is [1, h], ``bias`` is [1]. Each gets a gradient in its own dtype. The gradient of the
+    weight is summed in fp32.
     """
     return _ScalarHead.apply(states, weight, bias)
 
@@ -145,7 +145,7 @@ class _ScalarHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(states)
-        # The weight is a parameter, which FSDP2 frees and gathers again under the same tensor.
+        # Not in save_for_backward, because FSDP2 frees the weight and gathers it again into the same tensor object.
         ctx.weight, ctx.bias_dtype = weight, bias.dtype
         vector, out = weight[0].float(), states.new_empty(states.shape[0], dtype=torch.float32)
         for rows in _tiles(states):
@@ -159,7 +159,7 @@ class _ScalarHead(torch.autograd.Function):
         needs_states, needs_weight, needs_bias = ctx.needs_input_grad
         vector = weight[0].float()
         grad_states = torch.empty_like(states) if needs_states else None
-        # Summed in fp32 over tiles, and rounded once.
+        # Sum over tiles in fp32, and round once.
         grad_vector = torch.zeros_like(vector) if needs_weight else None
         for rows in _tiles(states):
             if grad_states is not None:

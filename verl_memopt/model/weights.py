@@ -1,4 +1,4 @@
-"""Builds a causal language model without weights, and fills a sharded one from safetensors, tensor by tensor."""
+"""Build a causal language model without weights, and fill a sharded model from safetensors files, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLIC
     """Load the model's config and merge ``override_config`` into it.
 
     Raises:
-        ConfigError: ``external_lib`` cannot be imported. The config cannot be read, or has no such field, or refuses its value.
-            Or the architecture is not supported: its log-probs would be wrong.
+        ConfigError: ``external_lib`` cannot be imported, or the config cannot be read. ``override_config`` has an unknown field
+            or a wrong value. The architecture is not supported, because its log-probs would be wrong.
     """
     if model.external_lib is not None:
         try:
@@ -61,7 +61,7 @@ def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLIC
         raise ConfigError(
             f"{key}.path={source}: its config.json cannot be read: {one_line(error)}. Correct the file, or use another folder."
         ) from error
-    # First of all, because a config whose layers differ raises an error when another field is read.
+    # Check this first: reading other fields of a config whose layers differ raises an error.
     if getattr(config.get_text_config(), "is_heterogeneous", False):
         raise refused(config, source, f"{UNEVEN} (per_layer_config), which is not supported", key)
     for name, value in model.override_config.items():
@@ -71,7 +71,7 @@ def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLIC
             setattr(config, name, value)
         except (TypeError, ValueError, StrictDataclassError) as error:
             reason = one_line(error)
-            raise ConfigError(f"{key}.override_config.{name}={value}: {reason}. Give a value the field takes.") from error
+            raise ConfigError(f"{key}.override_config.{name}={value}: {reason}. Give a value that the field accepts.") from error
     impossible = impossible_size(config)
     if impossible is not None:
         name, what = impossible
@@ -88,22 +88,22 @@ def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLIC
 def empty_model(
     config: PretrainedConfig, attention: str, dtype: torch.dtype, trust_remote_code: bool, key: str = POLICY_KEY
 ) -> PreTrainedModel:
-    """Build the model without storage (on meta), or with fake storage inside a fake mode.
+    """Build the model without storage (on the meta device), or with fake storage inside a fake tensor mode.
 
     The model is in evaluation mode, because its log-probs must match those of the engine, which applies no dropout. ``dtype`` is
-    the dtype of the master weights.
+    the dtype of the parameters.
 
     Raises:
         ConfigError: Transformers cannot build the model with attention over packed rows.
     """
     register_kernels()
     source = str(config.name_or_path)
-    # A copy, because transformers writes into the config of a model, and the caller's config is shared by several models.
+    # Use a copy, because transformers changes the config of a model, and several models share the caller's config.
     config = type(config).from_dict(config.to_dict())
-    # from_dict drops the name, and errors show it.
+    # from_dict drops the name, which error messages need.
     config.name_or_path = source
     config._attn_implementation = attention
-    # Training reads no KV cache, and building one would waste memory.
+    # Training does not use a KV cache, and building it would waste memory.
     config.use_cache = False
     storage: AbstractContextManager[Any] = torch.device("meta") if detect_fake_mode() is None else nullcontext()
     with storage:
@@ -111,20 +111,20 @@ def empty_model(
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
             )
-        except Exception as error:  # the classes of transformers, or a folder's own code, may raise anything
+        except Exception as error:  # classes of transformers or code in a folder may raise anything
             reason = f"cannot be built with attention over packed rows ({type(error).__name__}: {one_line(error)})"
             raise refused(config, source, reason, key) from error
     return model.eval()
 
 
 def rebuild_buffers(model: nn.Module, device: torch.device, key: str = POLICY_KEY) -> None:
-    """Fill buffers that no checkpoint holds (rotary frequencies) by building their module again on the CPU."""
+    """Fill buffers that no checkpoint contains (rotary frequencies) by building their module again on the CPU."""
     for name, module in model.named_modules():
         missing = [buffer for buffer in module._non_persistent_buffers_set if getattr(module, buffer) is not None]
-        # Transformers also keeps non-persistent names whose buffer is None. These have nothing to compute.
+        # Transformers also keeps names of non-persistent buffers that are None. They need no values.
         if not missing:
             continue
-        if isinstance(module, nn.Embedding) and missing == ["embed_scale"]:  # Gemma's: its factor is kept as a number too
+        if isinstance(module, nn.Embedding) and missing == ["embed_scale"]:  # Gemma also keeps the value as a number
             module.embed_scale = torch.tensor(module.scalar_embed_scale, device=device)
             continue
         try:
@@ -141,11 +141,11 @@ def rebuild_buffers(model: nn.Module, device: torch.device, key: str = POLICY_KE
 
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Dtypes of weights, as the header of a safetensors file names them."""
+"""Dtypes that weights may have, by their names in the header of a safetensors file."""
 
 
 class WeightFolder:
-    """The safetensors files of a model folder, read slice by slice; only the requested slice is in memory."""
+    """Reads the safetensors files of a model folder slice by slice. Only the requested slice is in memory."""
 
     def __init__(self, folder: Path, key: str = POLICY_KEY) -> None:
         self.folder = folder
@@ -157,9 +157,9 @@ class WeightFolder:
                 f"{key}.path={folder}: {missing[0]} is missing. "
                 "Weights must be in safetensors format; save the model again with save_pretrained."
             )
-        # Opened once: files are mapped, and a slice is read where it is asked for.
+        # Open each file once. Files are memory-mapped, and bytes are read only when a slice is used.
         self._files = {name: self._open(folder / name) for name in sorted(files)}
-        # A safetensors file lists its keys and cannot be iterated itself.
+        # A safetensors file has keys() but cannot be iterated.
         self.names = {tensor: name for name, file in self._files.items() for tensor in file.keys()}  # noqa: SIM118
 
     def _open(self, path: Path) -> Any:
@@ -178,10 +178,10 @@ class WeightFolder:
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
         """Return a region of one tensor in the file's dtype, as a view of the mapped file on the host.
 
-        ``region`` has a slice for each dimension, and is empty for the whole tensor.
+        ``region`` has a slice per dimension. An empty tuple means the whole tensor.
 
         Raises:
-            ConfigError: The file's header says that the tensor holds whole numbers, or another dtype that no weight has.
+            ConfigError: By the file's header the tensor has integers, or another dtype that weights cannot have.
         """
         with mapping():
             part = self._files[self.names[name]].get_slice(name)
@@ -194,7 +194,7 @@ class WeightFolder:
 
 
 SWAPPED = {"bfloat16": "F16", "float16": "BF16"}
-"""Dtype of a config -> the other one of two bytes, as which the same bytes would be other numbers."""
+"""Dtype in a config -> the other dtype of two bytes, in which the same bytes are other numbers."""
 
 
 class _Stated(TypedDict):
@@ -203,15 +203,15 @@ class _Stated(TypedDict):
 
 
 def check_dtypes(folder: Path, address: str) -> None:
-    """Compare the dtype that the headers of the weights state with the one of config.json.
+    """Compare the dtype in the headers of the weight files with the dtype in config.json.
 
-    Weights are read as their header says, and then cast, so any float dtype is right: a config may ask for another. But a header
-    that says F16 over the bytes of BF16 turns each number into another one, and nothing in the file shows it. Where the record
-    of a run (:data:`MODEL_RECORD`) and the config beside it agree on the one, the other cannot have been written. Elsewhere a
-    warning is all that can be said: some published models differ from their config.
+    Weights are read in the dtype of their header and then cast, so header and config may differ. But if a header says F16 and the
+    bytes are BF16, all numbers are wrong, and nothing in the file shows this. If a run wrote the folder, its record
+    (:data:`MODEL_RECORD`) has the dtype that was written, so another dtype in the header is an error. For other folders there is
+    only a warning, because some published models have another dtype than their config.
 
     Raises:
-        ConfigError: A run wrote the folder, and a header has been changed since.
+        ConfigError: A run wrote the folder, and a header has changed since.
     """
     config = json_of(folder / "config.json", _Stated, "Fetch or save the model again.", ConfigError)
     stated = config.get("dtype") or config.get("torch_dtype") or ""
@@ -228,7 +228,7 @@ def check_dtypes(folder: Path, address: str) -> None:
         by_run = None
     if by_run == stated:
         raise ConfigError(
-            f"{address}: {file}: its header says that {odd} is {SWAPPED[stated]}, and the run that wrote it wrote {stated}. The "
+            f"{address}: {file}: its header says that {odd} is {SWAPPED[stated]}, and the run that saved it wrote {stated}. The "
             "file is damaged. Export the checkpoint again (verl-memopt export)."
         )
     logger.warning(
@@ -238,7 +238,7 @@ def check_dtypes(folder: Path, address: str) -> None:
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    # Without the prefix they are the names of a Hugging Face checkpoint.
+    # Without this prefix the names are those of a Hugging Face checkpoint.
     for name, parameter in model.named_parameters():
         yield name.removeprefix("lm."), parameter
 
@@ -250,17 +250,17 @@ def base_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def fill_from_folder(
     model: nn.Module, folder: Path, key: str = POLICY_KEY, stored: Mapping[str, str | None] | None = None
 ) -> None:
-    """Copy each parameter's own shard from safetensors into a model, one tensor at a time.
+    """Copy this rank's shard of each parameter from safetensors files into a model, one tensor at a time.
 
-    ``stored`` maps parameters to other names in the folder; None = not there, start with zeros.
+    ``stored`` maps the names of parameters to their names in the folder. A parameter that is mapped to None starts with zeros.
 
     Raises:
-        ConfigError: A tensor is missing, left over, or of another shape. The message lists them all.
+        ConfigError: A tensor is missing, unexpected, or has another shape. The message lists the problems.
     """
     weights, renamed = WeightFolder(folder, key), stored or {}
     named = dict(base_weights(model))
     for name in (name for name, new_name in renamed.items() if new_name is None):
-        # The parameters are leaves that may require gradients, which autograd lets nobody write to in place.
+        # Outside of autograd, which forbids in-place writes to leaves that require gradients.
         with torch.no_grad():
             named.pop(name).zero_()
     parameters = {renamed.get(name) or name: parameter for name, parameter in named.items()}
@@ -270,9 +270,9 @@ def fill_from_folder(
     shapes |= {_stored(name): (layer.out_features, layer.in_features) for name, layer in layers.items()}
     _check_names(weights, shapes, folder, key, ignored)
     for name, parameter in parameters.items():
-        # Each rank reads its own rows, so no rank ever holds a whole tensor.
+        # Each rank reads only its own rows, so no rank holds a whole tensor.
         local, region = local_part(parameter.detach()), local_region(parameter)
-        # A rank may hold no row of a small tensor, where the file has nothing to read.
+        # A rank may have no row of a small tensor, so it has nothing to read.
         if not local.numel():
             continue
         if name in layers:
@@ -282,7 +282,7 @@ def fill_from_folder(
 
 
 def _quantize_into(local: Tensor, weights: WeightFolder, name: str, first: int, packing: Packing) -> None:
-    # Quantise rows of a file's tensor, from `first` on, piece by piece on the target device.
+    # Quantise the rows of a tensor in a file from row `first` on, piece by piece on the target device.
     start, step = 0, max(QUANTIZED_AT_ONCE // packing.in_features, 1)
     for piece in local.split(step):
         rows = weights.read(name, (slice(first + start, first + start + piece.shape[0]), slice(0, packing.in_features)))
@@ -295,27 +295,27 @@ def _stored(name: str) -> str:
 
 
 TIED = frozenset({"lm_head.weight"})
-"""Weights that a folder may hold beside those of the model: a head that is tied to the embedding."""
+"""Weights that a folder may contain although the model does not have them: a head that is tied to the embedding."""
 REFERENCE_DTYPE = "actor_rollout_ref.ref.fsdp_config.model_dtype"
 LM_HEAD = frozenset({"lm_head.weight", "lm_head.bias"})
-"""The same for a model that has another head."""
+"""Weights that a folder may contain in addition if the model has another head."""
 TIED_ROWS = 4096
-"""Rows of an embedding that are compared at a time."""
+"""Number of rows of an embedding that are compared at once."""
 
 
 def check_tied_head(weights: WeightFolder, embedding: str, folder: Path) -> None:
-    """Refuse a folder whose config ties the LM head to the embedding while its files hold a head that differs.
+    """Refuse a folder whose config ties the LM head to the embedding although its files have a different head.
 
-    Such a head would be ignored. Many folders hold one that is equal.
+    This head would be ignored. Many folders contain an equal head, which is allowed.
 
     Raises:
-        ConfigError: The weights differ. The message names the first rows that do.
+        ConfigError: The weights differ.
     """
     head = "lm_head.weight"
     if head not in weights.names or embedding not in weights.names:
         return
     rows, same = weights.shape(head)[0], weights.shape(head) == weights.shape(embedding)
-    # If the shapes differ, one round is enough to raise the error.
+    # If the shapes differ, the first round raises the error.
     for start in range(0, rows if same else 1, TIED_ROWS):
         part = (slice(start, min(start + TIED_ROWS, rows)),)
         if not same or not torch.equal(weights.read(head, part).float(), weights.read(embedding, part).float()):
@@ -327,12 +327,12 @@ def check_tied_head(weights: WeightFolder, embedding: str, folder: Path) -> None
 
 
 def mapped_weights(model: nn.Module, folder: Path, dtype_key: str = REFERENCE_DTYPE) -> list[Tensor]:
-    """Return each parameter's shard as a view of the mapped file. Nothing is read yet.
+    """Return this rank's shard of each parameter as a view of the mapped file. This reads no values yet.
 
-    ``dtype_key``: the setting of the model's dtype, for errors.
+    ``dtype_key`` is the setting of the model's dtype, for error messages.
 
     Raises:
-        ConfigError: As in :func:`fill_from_folder`, or a file has another dtype than the model.
+        ConfigError: As in :func:`fill_from_folder`, or the dtype in a file is not the dtype of the model.
     """
     weights, parameters = WeightFolder(folder), dict(named_weights(model))
     _check_names(weights, {name: tuple(parameter.shape) for name, parameter in parameters.items()}, folder, POLICY_KEY, TIED)
@@ -341,8 +341,8 @@ def mapped_weights(model: nn.Module, folder: Path, dtype_key: str = REFERENCE_DT
         part = mapped(weights.read(name, local_region(parameter)))
         if part.dtype != parameter.dtype:
             raise ConfigError(
-                f"actor_rollout_ref.model.load_mode=mmap: {name} is {part.dtype} in {folder}, and the model rests as "
-                f"{parameter.dtype}. Set {dtype_key} to the file's, or load_mode=stream."
+                f"actor_rollout_ref.model.load_mode=mmap: {name} is {part.dtype} in {folder}, but {parameter.dtype} in the "
+                f"model. Set {dtype_key} to the dtype in the file, or set load_mode=stream."
             )
         shards.append(part)
     return shards
@@ -377,19 +377,21 @@ def _check_names(
         raise ConfigError(f"{key}.path={folder}: weights and config disagree: {'; '.join(problems[:8])}{more}.")
 
 
-# How weights come from their files: streamed shard by shard, or left in the mapped file until the device needs them.
+# Two load modes: ``stream`` copies weights from their files shard by shard, and ``mmap`` leaves them in the mapped files until
+# the device needs them.
 #
-# Bytes saved: in both modes no rank holds more of a model than its shard. The host holds no copy, because each file is mapped,
-# and each tensor's part of it is copied straight to its place. ``mmap`` also saves the host buffer in which a reference with
-# ``param_offload`` would rest, b_w x N / W bytes. The file takes its place, and the system may drop its pages when memory is
-# short. A rank's slice of a mapped tensor reserves the addresses of the whole tensor, but no memory.
+# Bytes saved: in both modes a rank holds only its shard of a model. The host holds no copy, because the files are mapped, and
+# each part is copied from the file straight to its place. ``mmap`` also saves the host buffer in which a reference with
+# ``param_offload`` would rest. It has b_w x N / W bytes, for N parameters of b_w bytes each over W ranks. The file replaces this
+# buffer, and the system may drop pages of the file when memory is short. A slice of a mapped tensor reserves the addresses of
+# the whole tensor, but no memory.
 
 KIND = "mapped file"
 
 
 @contextmanager
 def mapping() -> Iterator[None]:
-    """Inside the body, new tensors count as parts of a mapped file: on the host, but not memory of the process."""
+    """Count tensors that are created inside the body as mapped file: they are on the host, but are not memory of the process."""
     with scope(KIND, HOST):
         yield
 
