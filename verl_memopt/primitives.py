@@ -208,7 +208,7 @@ class Session:
         learner, batch = self._learner, answers._batch
         self._prepare("update", answers, advantages, loss)
         if self._num_gradients:
-            raise ConfigError("update: forward_backward() has left a gradient without a step. Call optim_step() first.")
+            raise ConfigError("update: a gradient of forward_backward() has no step yet. Call optim_step() first.")
         # The number of prompts and of answers per prompt may differ from the settings.
         rows, names = batch.for_update()
         policy, critic, samples = self._policy, learner.critic, batch.rows.num_rows // batch.rows.group.unique().numel()
