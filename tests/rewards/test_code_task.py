@@ -50,8 +50,8 @@ def test_assertions_need_no_inputs_and_run_after_the_program():
         ("[1]", "it is of type list"),
         ({"inputs": [], "outputs": []}, "it has no test case"),
         ({"inputs": ["1"], "outputs": "1"}, "it has no test case"),
-        ({"inputs": ["1", "2"], "outputs": ["1"]}, "it has not as many inputs as outputs"),
-        ({"inputs": ["1"], "outputs": ["1"], "assert_case": ["a", "b"]}, "it has not as many inputs as outputs"),
+        ({"inputs": ["1", "2"], "outputs": ["1"]}, "inputs, outputs and assert_case differ in length"),
+        ({"inputs": ["1"], "outputs": ["1"], "assert_case": ["a", "b"]}, "inputs, outputs and assert_case differ in length"),
         ({"inputs": ["1"], "outputs": ["1"], "assert_case": "assert f"}, "assert_case is no list of code"),
     ],
 )

@@ -190,7 +190,7 @@ def test_an_unknown_data_source_is_refused_with_its_row_and_the_known_ones():
 @pytest.mark.parametrize("source", CODE_SOURCES)
 def test_a_code_task_needs_a_sandbox_service(source):
     check([(source, "a.parquet:1", "{}"), ("toy/arithmetic", "a.parquet:2", "1")], sandbox=True)
-    wrong = rf"data_source '{source}' is of code tasks.*Set reward_model\.sandbox_fusion\.url.*custom_reward_function\.path"
+    wrong = rf"data_source '{source}' has code tasks.*Set reward_model\.sandbox_fusion\.url.*custom_reward_function\.path"
     with pytest.raises(DataError, match=rf"^a\.parquet:1: {wrong}"):
         check([(source, "a.parquet:1", "{}")])
     with pytest.raises(RewardError, match=f"^cannot score this row: {wrong}"):
@@ -255,5 +255,5 @@ def test_a_mathematical_ground_truth_is_read_as_it_is_meant(truth, answer):
 
 def test_a_thought_that_the_prompt_begins_is_refused_where_the_rule_wants_the_response_to_begin_it():
     check_rows([("format/think", "a.parquet:1", "", "so <think> of it"), ("openai/gsm8k", "a.parquet:1", "1", "<think>\n")])
-    with pytest.raises(DataError, match=r"^a\.parquet:2: data_source 'format/think' wants .* begins with <think>.* template"):
+    with pytest.raises(DataError, match=r"^a\.parquet:2: data_source 'format/think' needs .* begins with <think>.* template"):
         check_rows([("format/think", "a.parquet:2", "", "<|assistant|><think>\n")])

@@ -257,7 +257,7 @@ def test_a_service_that_recovers_is_asked_again(service, trouble):
         (fails(500, b"oops"), r"the sandbox service at http.* gave no answer in 3 attempts.*500.*\(oops\)\. Mend it\."),
         (fails(404, b"no such page"), r"refused the request: HTTP status 404 Not Found \(no such page\)"),
         (says({"hello": 1}), r'\{"hello": 1\} is no answer of a SandboxFusion service'),
-        (says(FAILS_INSIDE), r"the service failed to run the program, 3 times \(no pod is free\)"),
+        (says(FAILS_INSIDE), r"the service failed 3 times to run the program \(no pod is free\)"),
     ],
 )
 def test_a_service_that_gives_no_verdict_is_an_error_and_no_wrong_answer(service, trouble, reason):
@@ -393,7 +393,7 @@ def test_a_service_is_tried_before_a_run_begins(service):
     ("trouble", "reason"),
     [
         (fails(404), "refused the request: HTTP status 404"),
-        (says(answer("Success", "something")), "ran a first program, print.input.. . 2., and it failed"),
+        (says(answer("Success", "something")), "ran a first program, print.input.. . 2., which failed"),
         (says("hello"), "is no answer of a SandboxFusion service"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Code tasks: the program in a response, its test cases, and what one run of it shows."""
+"""Code tasks: finds the program in a response, reads the test cases, and judges one run of the program."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PREDEFINED = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json", "builtins", "typing",
 )  # fmt: skip
-"""Modules whose names a function that is called by name finds, as in verl. The later ones win."""
+"""Modules that are imported for a program whose function is called by name, as in verl. If two define a name, the later wins."""
 
 LARGEST_TOLD = 2**20
-"""Characters of what a program gives to an assertion."""
+"""Largest number of characters of the recorded values that are passed on to an assertion."""
 
 _CALL = """
 
@@ -46,31 +46,31 @@ _call_by_name({name!r})
 @dataclass(frozen=True)
 class Case:
     stdin: str | None
-    """What the program reads from its standard input."""
+    """Text on the program's standard input."""
     expected: str | None
-    """What it must print, apart from line breaks at the end. None = anything, if it ends without an error."""
+    """Text that the program must print, apart from line breaks at the end. None = any text, if it ends without an error."""
     assertion: str = ""
-    """Code that runs after the program, and must come to its end."""
+    """Code that runs after the program, and must end without an error."""
 
 
 @dataclass(frozen=True)
 class CodeTask:
     cases: tuple[Case, ...]
-    """The cases that count: the first ten."""
+    """The first ten cases. Further cases do not count."""
     function: str | None = None
-    """Name of a function, or of a method of a class ``Solution``. It is called with one argument per line of the standard input,
-    each as JSON, and its result is printed. None = the program reads and prints by itself."""
+    """Name of a function, or of a method of a class ``Solution``. Each line of the standard input is one argument in JSON. The
+    result of the function is printed. None = the program reads its input and prints its output itself."""
 
     @classmethod
     def read(cls, ground_truth: Any) -> CodeTask:
-        """Return the task of a ground truth.
+        """Read a ground truth as a code task.
 
         Args:
             ground_truth: A dict, or its JSON: ``inputs`` and ``outputs``, lists of equal length, and optionally ``fn_name``. Or
                 ``assert_case``, a list of code that runs after the program; ``inputs`` and ``outputs`` may then be left out.
 
         Raises:
-            RewardError: The ground truth is something else, or has no test case. verl gives 0 to every response then.
+            RewardError: The ground truth has another form, or no test case. verl gives every response 0 in this case.
         """
         try:
             task = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
@@ -88,7 +88,7 @@ class CodeTask:
         if not isinstance(assertions, list) or not all(isinstance(code, str) for code in assertions):
             raise _unreadable("assert_case is no list of code")
         if not len(inputs) == len(outputs) == len(assertions):
-            raise _unreadable("it has not as many inputs as outputs, or as assert_case")
+            raise _unreadable("inputs, outputs and assert_case differ in length")
         cases = (
             Case(None if stdin is None else str(stdin), None if expected is None else str(expected), code)
             for stdin, expected, code in zip(inputs[:CASES], outputs[:CASES], assertions[:CASES], strict=True)
@@ -124,20 +124,21 @@ class CodeTask:
 class Trial:
     program: str
     stdin: str | None
-    """What the program reads from its standard input."""
+    """Text on the program's standard input."""
     passes: Callable[[str], bool]
-    """Whether what a run printed shows that the case is passed, if it ended without an error."""
+    """Printed text -> whether the case is passed. Called only if the program ended without an error."""
     then: Callable[[str], Trial] | None = None
-    """Gives the run that decides where this one has passed, from what it printed. None = no other is needed."""
+    """Printed text -> a second trial, which decides if this one has passed. None = this trial alone decides."""
 
 
 def prints(expected: str | None) -> Callable[[str], bool]:
     return lambda printed: expected is None or printed.rstrip("\n") == expected.rstrip("\n")
 
 
-# An assertion passes where its program only ends early, changes what the assertion calls, or returns an object that equals
-# everything. So a program shows plain values, and they are compared elsewhere: here, where each is asserted to equal a literal,
-# else by a second program that has the assertion and the values, and nothing of the response.
+# A response could cheat if the assertion ran in its own program: the program could exit early, change a function that the
+# assertion calls, or return an object that equals everything. So the program only prints plain values, which are compared
+# elsewhere. If each assertion says that a value equals a literal, the values are compared in this process. Otherwise a second
+# program gets the assertion and the values, but no code of the response.
 
 
 _SHOW = """
@@ -163,7 +164,7 @@ def {mark}(value):
 
 
 """
-"""Gives the plain data in what a program returned: of a type of its own, the text could say anything."""
+"""Code that reduces a value to plain data. An object of the program's own class could print any text as its representation."""
 
 _RECORD = """
 def {mark}_(place, call):
@@ -181,7 +182,8 @@ def {mark}_(place, call):
 
 
 """
-"""Tells what the program gives at a place of the assertion: the names of the exception's classes, or the plain value."""
+"""Code that prints what the program returns at one place of the assertion: the plain value, or the names of the exception's
+classes."""
 
 _REPLAY = """
 import ast as {mark}a, builtins as {mark}b, collections as {mark}c, sys as {mark}s
@@ -202,13 +204,13 @@ def {mark}_(place):
 
 
 """
-"""Gives to the assertion what the program gave at the same place."""
+"""Code that returns to the assertion, at each place, the value that was recorded there, or raises the recorded exception."""
 
 
 def _compared(assertion: str, mark: str) -> tuple[str, list[Any]] | None:
-    """Return code that prints each value that is asserted to equal a literal, after the mark, and the literals in that order.
+    """Return code that prints each value that is asserted to equal a literal, and the literals in the same order.
 
-    None where the assertion says something else.
+    Each printed line begins with ``mark``. Return None if an assertion has another form.
     """
     try:
         tree = ast.parse(assertion)
@@ -234,14 +236,14 @@ def _compared(assertion: str, mark: str) -> tuple[str, list[Any]] | None:
 
 
 OF_TYPES = ("callable", "hasattr", "isinstance", "issubclass")
-"""Functions whose answer is not seen from plain values."""
+"""Functions whose result cannot be computed from plain values."""
 
 
 class _Places(ast.NodeTransformer):
-    """Replaces what an assertion takes from the program, such as ``f(1)`` or ``Solution().f``, by a call with its place.
+    """Replaces each expression of an assertion that uses the program, such as ``f(1)``, by a call with the number of its place.
 
-    To record, the place gets the expression too, and of each ``assert`` only such calls are left: what is right is in no text
-    that the program could read.
+    With ``record``, the call gets the expression too, and an ``assert`` is reduced to these calls. So the program cannot read the
+    expected result in any text.
     """
 
     def __init__(self, names: set[str], function: str, record: bool) -> None:
@@ -259,7 +261,7 @@ class _Places(ast.NodeTransformer):
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         first = len(self._calls)
-        # The message is left out: it may name what is right.
+        # The message is removed, because it may contain the expected result.
         node.test, node.msg = self.visit(node.test), None
         if not self._record:
             return node
@@ -267,7 +269,7 @@ class _Places(ast.NodeTransformer):
         return ast.Expr(node.test if whole else ast.Tuple(self._calls[first:], ast.Load()))
 
     def _leads_on(self, node: ast.AST) -> bool:
-        """Return whether a part of a test repeats others, or calls what may ask the program again."""
+        """Return whether a part of a test may evaluate a recorded call again: a comprehension, a lambda or another call."""
         harmless = {*dir(builtins), *sys.stdlib_module_names, self._function}
         return isinstance(node, ast.comprehension | ast.Lambda) or (isinstance(node, ast.Call) and _root(node) not in harmless)
 
@@ -281,7 +283,7 @@ def _own(test: ast.expr, function: str) -> Iterator[ast.AST]:
 
 
 def _root(node: ast.AST) -> str | None:
-    """Return the name that an expression like ``name.attribute[index](argument)`` begins with, if it is read."""
+    """Return the name that an expression like ``name.attribute[index](argument)`` begins with. None = the name is not read."""
     if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
         return None
     while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
@@ -295,9 +297,9 @@ def _root(node: ast.AST) -> str | None:
 
 
 def _recorded(assertion: str, mark: str) -> tuple[str, str]:
-    """Return code that tells after the mark what a program gives to an assertion, and a program that asserts it of what was told.
+    """Return code that prints, after the mark, each value that an assertion uses, and a program that asserts on these values.
 
-    Where the assertion is no Python, the first is the assertion, which fails.
+    If the assertion is not Python code, both are the assertion itself, so that the case fails.
     """
     try:
         tree = ast.parse(assertion)
@@ -313,9 +315,10 @@ def _recorded(assertion: str, mark: str) -> tuple[str, str]:
 
 
 def _of_the_program(tree: ast.Module) -> tuple[set[str], set[str]]:
-    """Return the names by which an assertion reaches the program, and those of the modules that it uses without an import.
+    """Return the names of an assertion that lead to the program, and the modules that the assertion uses without an import.
 
-    Such a name is bound nowhere in the assertion, or to what the program gives, or to a list or the like that it may change.
+    A name leads to the program if the assertion does not bind it, binds it to a result of the program, or passes it to the
+    program, which may change its value.
     """
     nodes = list(ast.walk(tree))
     read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
@@ -361,25 +364,25 @@ def _shows(mark: str, values: Sequence[Any], right: Callable[[str], bool], print
     shown, others = _parted(printed, mark)
     if len(shown) != len(values) or not right(others):
         return False
-    most = 1000 + 10 * len(ascii(values))  # a text that is far longer is not worth reading
+    most = 1000 + 10 * len(ascii(values))  # a text that is much longer cannot be right
     return all(len(text) <= most and _literal(text) == [value] for text, value in zip(shown, values, strict=True))
 
 
 class Verdict(Enum):
     PASSED = auto()
     FAILED = auto()
-    """It printed a wrong output, ended with an error, or took too much time or memory."""
+    """The program printed a wrong output, ended with an error, or took too much time or memory."""
     NOT_COMPILED = auto()
-    """It could not be compiled, so all further cases fail too."""
+    """The program could not be compiled, so all further cases fail too."""
     UNKNOWN = auto()
-    """The service could not run it."""
+    """The service could not run the program."""
 
 
 def program_in(response: str) -> str | None:
     """Return the code of a response, or None if it has no code block.
 
-    It is the last block marked ``python``, else the first block, without a first line that is a single word. An unclosed block
-    ends with the response. verl chooses in the same way.
+    The code is the last block marked ``python``. If there is none, it is the first block, without its first line if that line is
+    a single word. An unclosed block ends with the response. verl chooses in the same way.
     """
     if "```python" in response:
         return response.split("```python")[-1].split("```")[0]
@@ -391,7 +394,7 @@ def program_in(response: str) -> str | None:
 
 
 def verdict_of(answer: Any, passes: Callable[[str], bool]) -> Verdict:
-    """Return what an answer of the service shows.
+    """Return the verdict that an answer of the service gives.
 
     Raises:
         RewardError: The answer is not from a SandboxFusion service. verl counts the case as failed.

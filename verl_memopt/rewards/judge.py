@@ -1,6 +1,7 @@
-"""Ask a judge over HTTP, for reward functions: post JSON, get JSON, with retries, back-off and one time limit.
+"""Lets a reward function ask a judge over HTTP: post JSON and get JSON, with retries, back-off and one time limit.
 
-Use :func:`ask` in a plain reward function and :func:`ask_async` in an ``async def`` one, which waits for many answers at a time.
+Use :func:`ask` in a plain reward function, and :func:`ask_async` in an ``async def`` function, which can wait for many answers at
+the same time.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ class Patience:
     attempt_seconds: float = 15.0
     """Longest time of one attempt."""
     attempts: int = 4
-    """Most attempts."""
+    """Largest number of attempts."""
     backoff_seconds: float = 0.5
-    """Pause after the first failed attempt; it doubles with each further one, and up to half of it is random."""
+    """Pause after the first failed attempt. It doubles with each further attempt, and a random part of up to half is added."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Further headers, such as Authorization."""
     name: str = "judge"
     """Name of the service in messages."""
     way_out: str = "Start the judge, or allow more time."
-    """Advice in messages if the service gives no answer."""
+    """Advice in the error if the service gives no answer."""
 
 
 class LongAnswerError(RewardError):
@@ -68,7 +69,7 @@ def ask(url: str, body: Any, patience: Patience = Patience(), pause: Callable[[f
         url: Address of the judge, http or https.
         body: Anything that JSON can hold.
         patience: Time limits, attempts and headers.
-        pause: Waits for some seconds between attempts.
+        pause: Called with the seconds to wait between attempts.
 
     Raises:
         RewardError: The judge gave no answer within the limits, or refused the request. The message has the number of attempts
@@ -96,7 +97,7 @@ def ask(url: str, body: Any, patience: Patience = Patience(), pause: Callable[[f
 
 
 def _error(text: str, kind: type[RewardError] = RewardError) -> RewardError:
-    # One line, and without keys or tokens that the address or the answer may contain.
+    # The address or the answer may contain a key or a token, so these are hidden. The text becomes one line.
     return kind(hide_shapes(" ".join(text.split())))
 
 
@@ -117,7 +118,7 @@ def _attempt(url: str, text: bytes, patience: Patience, seconds: float) -> Any:
     try:
         with closing(connection):
             connection.endheaders(text)
-            # The answer is read from a stream of its own, so that its headers too are read by the deadline.
+            # The answer is read through a stream with a deadline, so that slow headers cannot exceed the limit either.
             with closing(connection.sock) as socket:
                 connection.sock = _Bounded(socket, end)
                 answer = connection.getresponse()
@@ -138,7 +139,7 @@ def _attempt(url: str, text: bytes, patience: Patience, seconds: float) -> Any:
     quoted = " ".join(received[: 4 * QUOTED_CHARACTERS].decode(errors="replace").split())[:QUOTED_CHARACTERS]
     reason = f"HTTP status {answer.status} {answer.reason}{f' ({quoted})' if quoted else ''}"
     if answer.status not in PASSING_STATUS:
-        # No redirection is followed: the headers would go with it, to whoever it names.
+        # No redirection is followed, because the headers, which may hold a secret, would be sent to the new address.
         elsewhere = f", which names {moved[:QUOTED_CHARACTERS]}" if (moved := answer.getheader("Location", "")) else ""
         raise _error(
             f"the {patience.name} at {url} refused the request: {reason}{elsewhere}. Correct the address or what is sent."
@@ -148,7 +149,7 @@ def _attempt(url: str, text: bytes, patience: Patience, seconds: float) -> Any:
 
 
 def _prepared(url: str, length: int, patience: Patience, seconds: float) -> http.client.HTTPConnection:
-    """Return a connection with the head of a request, of which nothing is sent yet.
+    """Return a connection with the prepared headers of a request. Nothing is sent yet.
 
     Raises:
         RewardError: HTTP cannot send the address or a header. The message hides the value of a header, which may be a secret.
@@ -160,7 +161,7 @@ def _prepared(url: str, length: int, patience: Patience, seconds: float) -> http
             raise ValueError("it is no http or https URL")
         place.hostname.encode("idna")
         if "@" in place.netloc:
-            raise ValueError("it holds a user or a password, which belong into the header Authorization")
+            raise ValueError("it contains a user or a password, which belong in the header Authorization")
         connection = CONNECTIONS[place.scheme](place.netloc, timeout=seconds)
         connection.putrequest(
             "POST", urlunsplit(("", "", place.path or "/", place.query, "")), skip_host="Host" in patience.headers
@@ -173,7 +174,7 @@ def _prepared(url: str, length: int, patience: Patience, seconds: float) -> http
         try:
             connection.putheader(name, value)
         except (ValueError, TypeError):
-            # The cause is not kept: its text has the value.
+            # The cause is not chained, because its text has the value.
             raise _error(
                 f"the {patience.name}'s header {name!r} cannot be sent: it must be one line of Latin-1 text. Correct it in the "
                 "reward function."
@@ -182,7 +183,7 @@ def _prepared(url: str, length: int, patience: Patience, seconds: float) -> http
 
 
 class _Bounded(io.RawIOBase):
-    """A socket as ``http.client`` reads it, with a deadline for the whole answer, even if it comes byte by byte."""
+    """A socket for ``http.client`` with a deadline for the whole answer, even if the answer arrives byte by byte."""
 
     def __init__(self, socket: socket_module.socket, end: float) -> None:
         self._socket, self._end = socket, end

@@ -10,25 +10,25 @@ from typing import Any
 from verl_memopt.errors import RewardError
 
 MATH_SECONDS = 2
-"""Longest time for math-verify to read an answer, and again to compare it."""
+"""Time limit of math-verify to read an answer, and the same limit to compare it."""
 
 UNREADABLE = "[unparseable]"
-"""Stands for an answer that math-verify cannot read, as in TRL."""
+"""Text in place of an answer that math-verify cannot read, as in TRL."""
 
 
 def math_seconds() -> int | None:
-    # Outside the main thread math-verify's alarm does not work.
+    # math-verify limits time by an alarm signal, which works in the main thread only.
     if threading.current_thread() is threading.main_thread():
         return MATH_SECONDS
-    for name in ("math_verify.parser", "math_verify.grader"):  # each would warn of the missing limit
+    for name in ("math_verify.parser", "math_verify.grader"):  # both would warn of the missing limit
         logging.getLogger(name).setLevel(logging.ERROR)
     return None
 
 
 def math_answer(solution: str, ground_truth: Any) -> float:
-    r"""Return 1.0 when the last answer of a response equals the ground truth mathematically, else 0.0.
+    r"""Return 1.0 if the last answer of a response equals the ground truth mathematically, else 0.0.
 
-    math-verify reads the last ``\boxed{...}``, else the last formula or number, and compares it with sympy:
+    math-verify reads the last ``\boxed{...}``, or without one the last formula or number, and compares it with sympy:
     ``\frac{2}{4}`` is ``0.5``, and ``x^2+2x+1`` is ``(x+1)^2``. An answer that takes longer than ``MATH_SECONDS`` to read or to
     compare, such as a tower of powers, scores 0.0.
 
@@ -47,7 +47,7 @@ def math_answer(solution: str, ground_truth: Any) -> float:
         raise RewardError(
             f"cannot score this row: math-verify cannot read the ground truth {ground_truth!r} as LaTeX. Correct it."
         )
-    # math-verify would join several boxes to a set, so an answer that the response revised would count.
+    # math-verify would join several boxes to a set, so an earlier answer that the response has corrected would still count.
     answer = parse(solution[max(solution.rfind("\\boxed"), 0) :], parsing_timeout=math_seconds())
     return float(verify(expected, answer, timeout_seconds=math_seconds()))
 
@@ -55,7 +55,7 @@ def math_answer(solution: str, ground_truth: Any) -> float:
 @dataclass(frozen=True)
 class LatexAnswer:
     score: float | None
-    """1.0 or 0.0; None where the solution cannot be read."""
+    """1.0 or 0.0. None = the solution cannot be read."""
     solution: str
     answer: str
 

@@ -1,8 +1,8 @@
 """Reward functions given as Python objects, by :func:`verl_memopt.train` or TRL's trainers.
 
-They are pickled into the run's folder (functions of a notebook, lambdas and closures by value, with cloudpickle) and run in the
-reward processes like a function of a file: under time and memory limits, in processes of their own. If a function changes a
-variable of the notebook, it changes only there.
+They are pickled into the run folder with cloudpickle: functions of a notebook, lambdas and closures with their code. They run in
+the reward processes, like a function from a file, under time and memory limits. If such a function changes a variable of the
+notebook, only the copy in the reward process changes.
 
 The names of the arguments decide between three signatures:
 
@@ -36,11 +36,11 @@ from verl_memopt.rewards.scorer import ARGUMENTS, BATCH_ARGUMENTS, is_async
 logger = logging.getLogger(__name__)
 
 FILE = "rewards.pkl"
-"""File in a run's inputs that holds its functions."""
+"""File in a run's folder ``inputs/`` with its pickled functions."""
 RM_SCORE = "rm_score"
 """Name of the reward model's score in the arguments of a reward function, and in the entries of a row."""
 RM_SCORES = "rm_scores"
-"""Name of the further reward models' scores there: a dict by name of the model."""
+"""Name of the scores of all further reward models in the same places: a dict, name of the model -> its score."""
 TRL, VERL, VERL_BATCH, PLAIN = "TRL's", "verl's", "verl's for a batch", "plain"
 Row = tuple[str, str, Any, dict[str, Any]]
 """data_source, response, ground truth, extra_info."""
@@ -93,7 +93,7 @@ class NamedFunction:
         return self.kind in (TRL, VERL_BATCH)
 
     def call(self, rows: Sequence[Row]) -> Any:
-        """Call the function: for all rows if it takes a batch, else for one row. Returns a coroutine if it is async."""
+        """Call the function: with all rows if it takes a batch, else with the only row. An async function gives a coroutine."""
         if self.kind == VERL_BATCH:
             return self.function(**dict(zip(BATCH_ARGUMENTS, map(list, zip(*rows, strict=True)), strict=True)))
         if self.kind == TRL:
@@ -122,7 +122,7 @@ class NamedFunction:
 
 
 def _trl_arguments(rows: Sequence[Row]) -> dict[str, Any]:
-    # As in TRL, a completion is a message if its prompt is messages.
+    # As in TRL, a completion is a list of messages if its prompt is a list of messages.
     extras = [extra for *_, extra in rows]
     answers = [answer for _, answer, _, _ in rows]
     chats = [[{"role": "assistant", "content": text}] for text in answers]
@@ -141,14 +141,14 @@ def _with_logged(values: Any, logged: Mapping[str, Sequence[Any]]) -> Any:
     if not logged or not isinstance(values, Sequence):
         return values
     parts = [dict(zip(logged, part, strict=True)) for part in zip(*logged.values(), strict=True)]
-    # What a function logs becomes further entries of its rows.
+    # Values that a function logs become further entries of its rows.
     return [value if value is None else {"score": value, **part} for value, part in zip(values, parts, strict=False)]
 
 
 class ModelScore:
     """A reward function that returns the score of a reward model, which the workers have computed.
 
-    ``further`` says that it is not the first of the reward models.
+    ``further``: it is not the first of the reward models.
     """
 
     def __init__(self, name: str, further: bool = False) -> None:
@@ -171,9 +171,9 @@ def reward_settings(
     """Return the settings of the rewards of a call, by key, and write functions and models into ``inputs``.
 
     Args:
-        rewards: Functions and reward models; or ``"file.py:function"``. None = the rules.
+        rewards: Functions and reward models, or ``"file.py:function"``. None = score by rules.
         weights: One per reward. None = 1 each.
-        tokenizers: One per reward, None for a function or for the tokenizer of the model's folder. None = None for all.
+        tokenizers: One per reward. An entry is None for a function, or if the model's folder has the tokenizer. None = all None.
         inputs: Folder of a run for inputs from Python.
 
     Raises:
@@ -205,7 +205,7 @@ def reward_settings(
 
 
 def with_names(rewards: Any) -> dict[str, Any]:
-    """Return name -> reward for a reward, a list, or a mapping. A repeated name gets the suffix 2, 3 and so on."""
+    """Return name -> reward for one reward, a list, or a mapping. A repeated name gets the suffix ``_2``, ``_3`` and so on."""
     if isinstance(rewards, Mapping):
         return dict(rewards)
     listed = isinstance(rewards, Iterable) and not callable(rewards) and not isinstance(rewards, str)
@@ -247,7 +247,7 @@ def save_functions(functions: Sequence[NamedFunction], path: Path) -> dict[str, 
         except Exception as problem:  # objects pickle themselves, and may raise anything
             raise RewardError(
                 f"rewards: {function.name} cannot be sent to the reward processes, because something that it uses cannot be "
-                f"pickled ({type(problem).__name__}: {problem}). Make that inside the function, or put the function into a file "
+                f"pickled ({type(problem).__name__}: {problem}). Create it inside the function, or put the function into a file "
                 "and give custom_reward_function.path."
             ) from problem
         say_secrets(f"rewards: {function.name}", function.function, pickled, path)
@@ -269,18 +269,18 @@ def save_functions(functions: Sequence[NamedFunction], path: Path) -> dict[str, 
 def say_secrets(what: str, function: Any, pickled: bytes, path: Path) -> None:
     if found := secrets_in(function, pickled):
         logger.warning(
-            "%s brings along what looks like a secret (%s), which is kept in %s as it is. Read it inside the function, from "
+            "%s contains what looks like a secret (%s), which is stored in %s unencrypted. Read it inside the function, from "
             "os.environ or a file", what, ", ".join(found), path.name,
         )  # fmt: skip
 
 
-# What the reward processes call, one of four: for a row or for a batch, plain or async.
+# The reward processes call one of four functions: for a row or for a batch, plain or async.
 
 _loaded: dict[str, list[NamedFunction]] = {}
 
 
 def _functions(path: str) -> list[NamedFunction]:
-    # Unpickled once per process: a function may load a model.
+    # The functions are unpickled only once per process, because this may load a model.
     if path not in _loaded:
         import pickle
 
@@ -342,7 +342,7 @@ def _weighed_rows(functions: Sequence[NamedFunction], columns: Sequence[Any], nu
 def _weighed(functions: Sequence[NamedFunction], values: Sequence[Any]) -> Any:
     """Return the weighted sum of the scores, with each score by name.
 
-    A function that returned None does not count. If all did, the row has no score: None.
+    A function that returned None does not count. If all functions returned None, the score of the row is None.
     """
     total = 0.0
     named: dict[str, float | None] = {}

@@ -16,7 +16,7 @@ from verl_memopt.rewards.code_task import CODE_SOURCES
 from verl_memopt.rewards.math_answers import math_answer
 
 Rule = Callable[[str, Any], Any]
-"""Returns the score of a response and its ground truth, or a dict with ``score``."""
+"""Called with a response and its ground truth. Returns the score, or a dict with ``score``."""
 
 LAST_CHARACTERS = 300
 """Number of characters at the end of a response that verl's rules for GSM8K and DAPO read."""
@@ -66,10 +66,10 @@ def think_format(solution: str, ground_truth: Any) -> float:
 
 
 def boxed_answer(solution: str, ground_truth: Any) -> float:
-    r"""Return 1.0 when the last ``\boxed{...}`` of a response is the ground truth, both in one form of LaTeX; else 0.0.
+    r"""Return 1.0 if the last ``\boxed{...}`` of a response is the ground truth, after both are normalised; else 0.0.
 
-    This is verl's rule for MATH, from the data set's own code (arXiv 2103.03874). Texts are compared, not values:
-    ``\frac12`` is ``1/2`` and ``0.5``, but ``\frac{2}{4}`` is neither.
+    This is verl's rule for MATH, from the code of that data set (arXiv 2103.03874). Texts are compared, not values: ``\frac12``
+    equals ``1/2`` and ``0.5``, but ``\frac{2}{4}`` equals none of them.
     """
     _, spaced, rest = solution.rpartition("\\boxed ")
     answer, expected = rest.partition("$")[0] if spaced else _last_box(solution), str(ground_truth)
@@ -94,7 +94,7 @@ def _last_box(text: str, command: str = "\\boxed") -> str | None:
 
 
 def _one_form(text: str) -> str:
-    """Normalise LaTeX, so that some spellings of a value become equal.
+    """Normalise LaTeX, so that some different spellings of a value become the same text.
 
     Raises:
         ValueError: A fraction, a root or a unit is incomplete.
@@ -122,7 +122,7 @@ def _one_form(text: str) -> str:
 
 
 def _with_fractions(text: str) -> str:
-    r"""Return LaTeX in which ``\frac12`` is ``\frac{1}{2}``."""
+    r"""Add missing braces: ``\frac12`` becomes ``\frac{1}{2}``."""
     first, *others = text.split("\\frac")
     parts = [first]
     for other in others:
@@ -138,10 +138,10 @@ def _with_fractions(text: str) -> str:
 
 
 def dapo_answer(solution: str, ground_truth: Any) -> dict[str, Any]:
-    r"""Return the score of DAPO's problems: 1.0 for a right answer and -1.0 for a wrong one, with ``acc`` and ``pred``.
+    r"""Return the score of a DAPO problem: 1.0 for a right answer and -1.0 for a wrong one, with ``acc`` and ``pred``.
 
-    The answer is the last ``Answer: x`` in the last 300 characters, in one form of LaTeX; where there is none, what stands in
-    the last ``\boxed{}`` of the last 100. Source: verl's ``math_dapo``, after Minerva (arXiv 2206.14858, appendix D.1).
+    The answer is the last ``Answer: x`` in the last 300 characters, normalised. If there is none, it is the contents of the last
+    ``\boxed{}`` in the last 100 characters. Source: verl's ``math_dapo``, after Minerva (arXiv 2206.14858, appendix D.1).
     """
     expected, tail = str(ground_truth), solution[-LAST_CHARACTERS:]
     answers = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", tail)
@@ -197,11 +197,11 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("math_dapo", "math", "math_dapo_reasoning"), dapo_answer),
     **{f"numina_{name}": math_answer for name in _NUMINA},
 }
-"""Rules by data source. Those of verl's sources are verl's, except for NuminaMath's. Sources that begin with ``aime`` are
-scored as ``math_dapo``, as in verl."""
+"""Data source -> rule. A source that verl scores has verl's rule, except for the sources of NuminaMath. Sources that begin with
+``aime`` are scored as ``math_dapo``, as in verl."""
 
 TOLERANT_RULES: dict[str, Rule] = {"openai/gsm8k": tolerant_gsm8k, **dict.fromkeys(_MATH, math_answer)}
-"""Rules that are more lenient than verl's, by data source."""
+"""Data source -> a rule that is more lenient than verl's."""
 
 
 def rule_of(source: str, tolerant: bool = False) -> Rule | None:
@@ -218,20 +218,20 @@ _RIGHT_ANSWERS: dict[Rule, str] = {
     dapo_answer: "Answer: {}",
     math_answer: "\\boxed{{{}}}",
 }
-"""Rule -> a response that answers with the ground truth. Rules that are missing here do not read the ground truth."""
+"""Rule -> a response whose answer is the ground truth. A rule that is missing here does not use the ground truth."""
 
 MOST_READ = 200
-"""Ground truths that math-verify checks before a run. Each takes up to 0.1 s."""
+"""Largest number of ground truths that math-verify checks before a run. Each takes up to 0.1 s."""
 
 
 def check_rows(rows: Iterable[tuple[str, str, Any, str]], sandbox: bool = False, tolerant: bool = False) -> None:
-    """Check that each row has a rule, and a ground truth that some answer can equal. For runs without a custom function.
+    """Check that each row has a rule, and a ground truth that an answer can equal. For runs without a custom function.
 
-    ``rows`` are (data_source, address, ground_truth, prompt). ``sandbox`` says that a service runs the programs of code tasks.
+    ``rows`` are (data_source, address, ground_truth, prompt). ``sandbox``: a service runs the programs of code tasks.
 
     Raises:
-        DataError: A data source has no rule, its rule lacks something, or every answer to a row would be wrong. The message names
-            the first such row.
+        DataError: A data source has no rule, the package that its rule needs is missing, or every answer to a row would be wrong.
+            The message names the first such row.
     """
     read = set[tuple[str, str]]()
     for source, address, truth, prompt in rows:
@@ -247,8 +247,8 @@ def check_rows(rows: Iterable[tuple[str, str, Any, str]], sandbox: bool = False,
             )
         if rule is think_format and prompt.rstrip().endswith("<think>"):
             raise DataError(
-                f"{address}: data_source {source!r} wants a response that begins with <think>, but the prompt ends with it "
-                "already, so that every answer would be wrong. Set another template with "
+                f"{address}: data_source {source!r} needs a response that begins with <think>, but the prompt already ends with "
+                "<think>, so every answer would be wrong. Set another template with "
                 "actor_rollout_ref.model.custom_chat_template, or custom_reward_function.path."
             )
         if rule not in _RIGHT_ANSWERS:
@@ -269,18 +269,18 @@ def _check_truth(rule: Rule, truth: str) -> None:
         number = _plain_number((_FINAL_ANSWER.findall(truth) or [truth])[-1]).strip(" %")
         way_out = f"Write it as {number}" if re.fullmatch(r"-?\d+(\.\d+)?", number) else "Write the answer alone"
         raise RewardError(
-            f"the ground truth {truth!r:.200} is no answer that the rule can find in a response, so that every answer would be "
+            f"the ground truth {truth!r:.200} is no answer that the rule can find in a response, so every answer would be "
             f"wrong. {way_out}, or set custom_reward_function.path."
         )
 
 
 def plain_truth(truth: Any) -> str:
-    """Return a ground truth as the text that rules compare: 65 for 65.0, and the only entry of a list.
+    """Return a ground truth as the text that rules compare: "65" for 65.0, and for a list of one entry the text of that entry.
 
     Raises:
-        RewardError: It is neither a text nor a number.
+        RewardError: The ground truth is neither a text nor a number.
     """
-    if hasattr(truth, "tolist"):  # of numpy
+    if hasattr(truth, "tolist"):  # a value of numpy
         truth = truth.tolist()
     if isinstance(truth, list | tuple) and len(truth) == 1:
         return plain_truth(truth[0])
@@ -318,7 +318,7 @@ def score_batch_by_rule(
 def _no_rule(source: str) -> str:
     if source in CODE_SOURCES:
         return (
-            f"data_source {source!r} is of code tasks, and programs of responses are run by a sandbox service only. Set {URL} to "
+            f"data_source {source!r} has code tasks, and only a sandbox service runs the programs of responses. Set {URL} to "
             "the address of a SandboxFusion service, or set custom_reward_function.path."
         )
     return (

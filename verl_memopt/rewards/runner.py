@@ -1,4 +1,4 @@
-"""Scores rows in reward processes, with a time limit per row, and names the row on which a function failed."""
+"""Scores rows in reward processes, with a time limit per row. An error names the row on which the function failed."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from verl_memopt.run.process_tree import END_SECONDS, STOP_SIGNALS, kill_marked,
 logger = logging.getLogger(__name__)
 
 CHUNKS_PER_PROCESS = 4
-"""Chunks per process, so that an idle process can take rows that a slow one has not begun."""
+"""Number of chunks per process. With several, an idle process can take rows that a slow process has not begun."""
 
 CHECK_SECONDS = 0.2
-"""Longest wait for scores before time limits and deaths are checked."""
+"""Longest wait for scores before time limits and dead processes are checked."""
 
 Chunk = Sequence[int]
-"""Indices of rows that one process gets at a time."""
+"""Indices of the rows that a process gets together."""
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class RewardRunner:
         logs: Folder for what the function prints, one file per process. None = the standard output of this process.
         manager: How rows reach the function, ``reward_model.reward_manager``.
         max_concurrent: Rows that an async function scores at the same time in one process.
-        sandbox: The service that runs programs for the rules, ``reward_model.sandbox_fusion``. None = none.
+        sandbox: The service that runs programs for the rules, ``reward_model.sandbox_fusion``. None = no service.
         tolerant_rules: Score GSM8K and MATH by rules that are more lenient than verl's, ``reward_model.tolerant_rules``.
     """
 
@@ -87,7 +87,7 @@ class RewardRunner:
         self.stopped: Callable[[], bool] = lambda: False
         """Called while rows are scored. Once it returns True, ``score`` abandons the rows and raises Stopped."""
         self.trainer_state: dict[str, int] = {}
-        """``global_step`` and ``max_steps`` of the run, for functions that take them."""
+        """``global_step`` and ``max_steps`` of the run, for functions that have the argument ``trainer_state``."""
         self._processes = [self._start(index) for index in range(len(self._sandboxes))]
         self._begun: Round | None = None
 
@@ -103,7 +103,7 @@ class RewardRunner:
 
     def begin(self, num_rows: int) -> Round:
         if self._begun is not None:
-            # The scores of that round were never asked for, and must not be taken for those of this one.
+            # The earlier round was abandoned. Its scores must not be mistaken for scores of the new round.
             self.close()
         if not self._processes:
             self._processes = [self._start(index) for index in range(len(self._sandboxes))]
@@ -113,7 +113,7 @@ class RewardRunner:
     def score(self, rows: Sequence[RewardRow], begun: Round | None = None) -> list[RewardResult]:
         """Return the result of each row, in order.
 
-        ``begun`` is a round of :meth:`begin` that has some of the rows already. None = a new one.
+        ``begun``: a round of :meth:`begin` that has some of the rows already. None = a new round.
 
         Raises:
             RewardError: A row failed, with ``on_error=raise``. The message names the row.
@@ -132,11 +132,11 @@ class RewardRunner:
             logger.warning("the reward function failed on %d of %d rows, which get the fallback score %s; the first is %s: %s",
                            len(failures), len(rows), fallback, rows[first].address, failures[first])  # fmt: skip
         without = [row for row, result in zip(rows, results, strict=True) if math.isnan(result.score)]
-        if without:  # the first words are those of TRL
+        if without:  # the warning begins with the words of TRL's warning
             kwargs = {**without[0].extra_info, "completion": without[0].solution}
             logger.warning(
                 "All reward functions returned None for the following kwargs: %.500s\nThis is %s, the first of %d of %d rows "
-                "without a reward. Nothing is learned from them. Let one function return a number.",
+                "without a reward. Nothing is learned from these rows. Let one function return a number.",
                 kwargs, without[0].address, len(without), len(rows),
             )  # fmt: skip
         return results
@@ -167,7 +167,7 @@ class RewardRunner:
 
 
 class Round:
-    """The rows of one call of ``score``: those that wait, those that a process scores, and the results so far."""
+    """The rows of one call of ``score``: the waiting rows, the rows that a process is scoring, and the results so far."""
 
     def __init__(self, num_rows: int, runner: RewardRunner) -> None:
         self.failures: dict[int, str] = {}
@@ -214,7 +214,7 @@ class Round:
             return [indices] if indices else []
         if self._manager.row_by_row and indices:
             self._processes[0].wait_until_loaded()
-            # An async function keeps many rows under way itself, so one row at a time would only slow it.
+            # An async function scores many rows at the same time by itself. Single rows would only make it slower.
             if not self._processes[0].runs_concurrently:
                 return [[index] for index in indices]
         return _chunks(indices, len(self._processes))
@@ -222,10 +222,10 @@ class Round:
     def _hand_out(self) -> None:
         idle = [process for process in self._processes if process not in self._at_work]
         for process in idle[: len(self._waiting)]:
-            # A process that could not load the function says why when rows are sent to it.
+            # If a process could not load the function, `send` below reports the reason.
             if process.loaded and (not process.is_alive() or process.has_news()):
-                # The function's own process may live a moment longer, and would take a row with it. One that sends while it has
-                # no rows was forked by the function, or is what the function has written.
+                # A process that is ending would lose the row, so a new one is started. A process without rows has nothing to
+                # send. If data has arrived, the function has forked, or has written to the connection itself.
                 process = self._start_again(process)
             chunk = self._waiting.popleft()
             self._at_work[process] = chunk
@@ -236,7 +236,7 @@ class Round:
         try:
             outcomes = process.receive({index for index in chunk if index not in self._results})
         except InvalidMessageError as problem:
-            text = f"sent what is no score ({problem}). Let the reward function leave open files alone."
+            text = f"sent what is no score ({problem}). The reward function must not use file descriptors that it did not open."
             self._replace(process, text, blames_row=True)
             return
         for outcome in outcomes or []:
@@ -254,9 +254,10 @@ class Round:
     def _replace(self, process: RewardProcess, failure: str, blames_row: bool = False) -> None:
         """Fail the row that the process was scoring, and put the rest of its chunk at the head of the queue.
 
-        If a process died between rows, something else ended it, and no row fails. If that happens again, the next row fails. With
-        ``blames_row`` one of the rows is at fault, although the process does not say which: they are tried again one by one, and
-        the row that does it alone fails. If one call scores all rows, they fail together.
+        If a process died between rows, something else ended it, and no row fails. If that happens again, the next row fails.
+
+        With ``blames_row`` one of the rows is at fault, but the process does not say which. All are tried again, one by one, and
+        a row that fails alone is the faulty one. If one call scores all rows, they fail together.
         """
         at, _ = process.position()
         chunk = self._at_work.pop(process)
@@ -306,17 +307,17 @@ def _chunks(indices: Sequence[int], num_processes: int) -> list[Chunk]:
 
 
 MOST_PROCESSES = 64
-"""Most processes of ``prime``, as in verl."""
+"""Largest number of processes of the manager ``prime``, as in verl."""
 
 
 @dataclass(frozen=True)
 class Manager:
     whole_batch: bool = False
-    """The function is called once, with the lists of all rows."""
+    """The function is called once, with lists of the arguments of all rows."""
     row_by_row: bool = False
-    """A process gets one row at a time, so that a slow row delays no other, and each core has at least one process."""
+    """A process gets one row at a time, so that a slow row delays no other row. There is at least one process per core."""
     calls_function: bool = True
-    """False = a recipe's model in the workers scores, and there are no reward processes."""
+    """False = a model of a recipe scores in the workers, and there are no reward processes."""
 
 
 MANAGERS = {
@@ -326,7 +327,7 @@ MANAGERS = {
     "prime": Manager(row_by_row=True),
     **dict.fromkeys(RECIPES, Manager(calls_function=False)),
 }
-"""Managers by the value of ``reward_model.reward_manager``. DAPO's penalty is subtracted by the trainer, which knows lengths."""
+"""Value of ``reward_model.reward_manager`` -> manager. The trainer subtracts DAPO's penalty, because it knows the lengths."""
 
 
 def num_processes(manager: str, num_workers: int) -> int:
@@ -336,43 +337,45 @@ def num_processes(manager: str, num_workers: int) -> int:
     return max(num_workers, min(MOST_PROCESSES, cores))
 
 
-# The run's side of one reward process: start it, send rows, receive scores, find its present row, end it.
+# One reward process as the run sees it: start it, send rows, receive scores, find the row that it is scoring, and end it.
 
 
 SEND_SECONDS = 60
 """Longest time in which a process must take rows that are sent to it."""
 SILENCE, SILENCE_SECONDS = 2, 10.0
-"""A process is ended if it sends no outcome for so many time limits of a row, plus so many seconds. An outcome may wait for the
-next one, so one limit is not enough."""
+"""A process is ended if it sends no outcome for ``SILENCE`` time limits of a row plus ``SILENCE_SECONDS``. An outcome may wait
+for the next one before it is sent, so one time limit is not enough."""
 
 LOAD_SECONDS = 120.0
-"""Longest time in which the file with the reward function must be imported."""
+"""Largest time for the import of the file with the reward function."""
 
 
 class RewardProcess:
     """A new interpreter that runs one reward function under a supervisor. It starts in the background.
 
-    It and everything that it starts end with this process, however this process ends. It has its own session and ignores the
-    signals that end a run, so that a stopped run can still finish its step. ``threads`` is OMP_NUM_THREADS of the function, which
-    may run a model. ``log`` is the file for what the function prints; None = the standard output of this process.
+    The interpreter and all processes that it starts end with this process, however this process ends. It has its own session and
+    ignores the signals that end a run, so that a stopped run can still finish its step.
+
+    ``threads``: OMP_NUM_THREADS of the function, which may run a model. ``log``: file for the output of the function; None = the
+    standard output of this process.
     """
 
     def __init__(self, call: FunctionCall, limits: Limits, threads: int, log: Path | None = None) -> None:
         self.runs_concurrently = False
-        """The function is async and scores many rows at a time. Set once it is loaded."""
+        """The function is async and scores many rows at the same time. Known only after the function is loaded."""
         run_end, process_end = socket.socketpair()
         lifeline_end, self._lifeline = os.pipe()
         self._progress = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
-        # A process that dies before its first row must not look as if it were at row 0.
+        # Without this, a process that dies before its first row would seem to have been at row 0.
         os.pwrite(self._progress.fileno(), PROGRESS.pack(-1, 0.0), 0)
         self._log = log
         self._log_start = log.stat().st_size if log is not None and log.is_file() else 0
         self._mark = f"{MARK}={secrets.token_hex(16)}"
         fds = (process_end.fileno(), lifeline_end, self._progress.fileno())
-        # The function gets this process's own import path; what runs before it does not import from the working directory.
+        # The function gets the import path of this process. The code before it must not import from the working directory.
         arguments = (*fds, None if log is None else str(log.absolute()), astuple(limits), sys.path)
         program = f"import sys; sys.path[:] = {safe_path()!r}; from verl_memopt.rewards.supervisor import main; main{arguments!r}"
-        # In this thread, and in the process until the supervisor has its handlers.
+        # The new process inherits the blocked signals, so that none can end it before the supervisor has its handlers.
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             self._process = subprocess.Popen(
@@ -384,7 +387,7 @@ class RewardProcess:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
-        # Otherwise this process would itself hold the other end open and never see the connection close.
+        # If this process kept the other end open itself, it would never see the connection close.
         process_end.close()
         os.close(lifeline_end)
         run_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
@@ -415,8 +418,8 @@ class RewardProcess:
             self.runs_concurrently = bool(concurrent)
         except (InvalidMessageError, TypeError, ValueError) as error:
             raise RewardError(
-                f"custom_reward_function.path: the import of the file sent what is no answer ({error}). Let it leave open files "
-                "alone."
+                f"custom_reward_function.path: the import of the file sent what is no answer ({error}). It must not use file "
+                "descriptors that it did not open."
             ) from error
         except (EOFError, ConnectionError):
             problem = (
@@ -432,17 +435,17 @@ class RewardProcess:
         self._round += 1
         self._heard = time.monotonic()
         sent = [(row.data_source, row.solution, row.ground_truth, row.extra_info) for row in rows]
-        # One that takes nothing from the connection is found by its silence.
+        # A process that reads nothing from the connection is found later, because it sends nothing.
         with contextlib.suppress(ConnectionError, BlockingIOError):
             self.connection.send((self._round, indices, sent))
 
     def receive(self, expected: Collection[int]) -> list[Outcome] | None:
-        """Return the outcomes that have arrived, or None if the process has died. ``expected`` are the rows without an outcome.
+        """Return the outcomes that have arrived, or None if the process has died. ``expected``: the rows without an outcome.
 
         Raises:
             InvalidMessageError: Something else than outcomes of these rows has arrived.
         """
-        # Asked before the poll: what a process sends just before its death would otherwise be lost.
+        # `alive` must be read before the poll. Otherwise outcomes that a process sends just before its death would be lost.
         alive, outcomes, left = self.is_alive(), list[Outcome](), set(expected)
         try:
             for value in self._messages() if self.connection.poll() else ():
@@ -459,7 +462,7 @@ class RewardProcess:
         data = os.read(self.connection.fileno(), LARGEST_MESSAGE)
         if not data:
             raise EOFError
-        # A message of an earlier round comes from a process that the function has forked.
+        # A message of an earlier round is from a process that the function has forked.
         return [value for number, value in self._reader.feed(data) if number == self._round]
 
     def has_news(self) -> bool:
@@ -494,8 +497,8 @@ class RewardProcess:
     def close(self) -> None:
         if self.connection.closed:
             return
-        # The supervisor ends everything once the lifeline closes. Killing it first would leave the orphans that it has
-        # adopted.
+        # The supervisor ends all its processes once the lifeline closes. If it were killed first, the orphans that it has adopted
+        # would be left behind.
         self.connection.close()
         os.close(self._lifeline)
         try:
@@ -508,7 +511,7 @@ class RewardProcess:
         self._progress.close()
 
     def _verdict(self) -> tuple[bool, str]:
-        """Return whether the supervisor left no process behind, and the limit for which it ended the process."""
+        """Return whether the supervisor left no process behind, and the exceeded limit for which it ended the process, if any."""
         record = os.pread(self._progress.fileno(), 4096, VERDICT_AT)
         if len(record) < VERDICT.size:
             return False, ""

@@ -6,8 +6,8 @@ runs in a process of the run.
 The score is the share of the first ten test cases that the program passes, and 0 for a response without code. If the service does
 not answer, or the row's ground truth is not a code task, verl counts a wrong answer. Here the row has an error, and
 ``custom_reward_function.on_error`` decides, as for every reward function. Cases after the tenth are not run, because they would
-not count. Where a function that is called by name raises, or does not exist, the case
-fails; verl compares what was printed before, so such a program passes a case that expects no output.
+not count. If a function that is called by name raises an error or does not exist, the case fails. verl then compares the text
+that was printed before the error, so such a program passes a case that expects no output.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ PATIENCE = Patience(
     name="sandbox service",
     way_out=f"Start the service, or correct {URL}.",
 )
-"""Limits of the requests for one run. The service needs up to the two time limits of a case, and may wait as long again."""
+"""Limits of the requests for one run. The service may need the time limits for compiling and for running, and may also queue."""
 
 TRIES = 3
-"""Attempts with a program that the service could not run."""
+"""Number of attempts with a program that the service could not run."""
 
 
 @dataclass(frozen=True)
 class Sandbox:
     url: str
-    """Address for programs."""
+    """Address to which programs are posted."""
     slots: int
     """Largest number of programs that this process runs at the same time."""
     memory_limit_mb: int
@@ -54,8 +54,8 @@ class Sandbox:
 def share_out(settings: SandboxFusion, num_processes: int) -> list[Sandbox]:
     """Divide the service among the reward processes, so that their slots add up to ``max_concurrent``.
 
-    There may be fewer processes than ``num_processes``, so that each has slots for all test cases of a row. One process can wait
-    for many programs at a time.
+    The result may be shorter than ``num_processes``, so that each process has slots for all test cases of a row. One process can
+    wait for many programs at the same time.
     """
     assert settings.url is not None
     total = settings.max_concurrent
@@ -66,7 +66,7 @@ def share_out(settings: SandboxFusion, num_processes: int) -> list[Sandbox]:
 class Grader:
     """Scores responses to code tasks.
 
-    No more than ``slots`` calls of the service run at a time, even if rows were given up.
+    At most ``slots`` calls of the service run at the same time, even after rows were abandoned.
     """
 
     def __init__(self, sandbox: Sandbox, patience: Patience = PATIENCE) -> None:
@@ -95,18 +95,17 @@ class Grader:
 
     async def _verdicts(self, task: CodeTask, code: str) -> Sequence[Verdict]:
         loop = asyncio.get_running_loop()
-        # All cases at once. The first error gives up those that still wait.
+        # All cases run at the same time. After the first error, the cases that still wait are cancelled.
         calls = [loop.run_in_executor(self._threads, self.run, task.trial(code, case)) for case in task.cases]
         try:
             return await asyncio.gather(*calls)
         finally:
             for call in calls:
-                # Calls that have begun cannot be stopped, but those that wait for a thread would keep the service busy for
-                # nothing.
+                # Calls that have begun cannot be stopped. Calls that wait for a thread can, and would only burden the service.
                 call.cancel()
 
     def run(self, trial: Trial) -> Verdict:
-        """Run a program on a test case. A program that prints more than an answer can hold has failed.
+        """Run a program on a test case. If its output is too long for an answer of the service, the program has failed.
 
         Raises:
             RewardError: The service gives no answer, or could not run the program in ``TRIES`` attempts.
@@ -122,7 +121,7 @@ class Grader:
             "fetch_files": [],
         }
         for attempt in range(TRIES):
-            # The first attempt waits for nothing, and each later one longer: the service may be overloaded.
+            # The first attempt starts at once. Each later one waits longer, because the service may be overloaded.
             time.sleep(self._patience.backoff_seconds * attempt)
             try:
                 answer = ask(self._sandbox.url, body, self._patience)
@@ -137,18 +136,18 @@ class Grader:
                 return verdict
         reason = " ".join(str(answer.get("message") or "without a reason").split())[:200]
         raise RewardError(
-            f"{URL}={self._sandbox.url}: the service failed to run the program, {TRIES} times ({reason}). See the service's log."
+            f"{URL}={self._sandbox.url}: the service failed {TRIES} times to run the program ({reason}). See the service's log."
         )
 
 
 def check_service(settings: SandboxFusion, patience: Patience = PATIENCE) -> None:
-    """Let the service run a first program, so that a wrong address shows before a run begins. Does nothing without a url."""
+    """Let the service run a first program, so that a wrong address is found before a run begins. Does nothing without a URL."""
     if settings.url is None:
         return
     [sandbox] = share_out(settings, 1)
     if Grader(sandbox, patience).run(Trial("print(input() * 2)", "ab", prints("abab"))) is not Verdict.PASSED:
         raise RewardError(
-            f"{URL}={settings.url}: the service ran a first program, print(input() * 2), and it failed. See its log."
+            f"{URL}={settings.url}: the service ran a first program, print(input() * 2), which failed. See the service's log."
         )
 
 

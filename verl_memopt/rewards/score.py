@@ -1,4 +1,4 @@
-"""The result or error of a reward function, as an outcome that can be sent to the run."""
+"""The outcome of a reward function for a row, its score or its error, and the messages that carry outcomes to the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from verl_memopt.config.schema import CustomReward
 
 Outcome = tuple[int, float, dict[str, Any], str | None]
-"""Row index, score, further entries, and the failure (None = none)."""
+"""Row index, score, further entries, and the description of the failure (None = no failure)."""
 
 
 def outcome_of(index: int, value: Any) -> Outcome:
@@ -28,14 +28,15 @@ def outcome_of(index: int, value: Any) -> Outcome:
     except RewardError as problem:
         return index, 0.0, {}, shortened(str(problem))
     if extra and (size := len(json.dumps(extra))) > LARGEST_ENTRIES:
-        return index, 0.0, {}, f"returned entries of {size} bytes besides the score; {LARGEST_ENTRIES} may be kept of a row"
+        return index, 0.0, {}, f"returned entries of {size} bytes besides the score; a row may have {LARGEST_ENTRIES}"
     return index, score, extra, None
 
 
 def failure(index: int, problem: BaseException, limits: Limits, frames: int = 1) -> Outcome:
     """Return the outcome of a row whose function raised.
 
-    ``limits`` are named if memory ran out. ``frames`` outermost frames belong to this package, and are left out of the traceback.
+    The failure names ``limits`` if memory ran out. The ``frames`` outermost frames belong to this package, and are left out of
+    the traceback.
     """
     if isinstance(problem, RewardError):
         return index, 0.0, {}, shortened(str(problem))
@@ -66,7 +67,7 @@ def outcomes_of_batch(indices: Sequence[int], values: Any) -> list[Outcome]:
 
 
 def read_score(value: Any) -> tuple[float, dict[str, Any]]:
-    """Return the score in the return value of a reward function, and its other entries. None = no score: NaN."""
+    """Return the score and the other entries in the return value of a reward function. A score of None becomes NaN."""
     if not isinstance(value, dict):
         return _finite(value, "returned"), {}
     if "score" not in value:
@@ -92,14 +93,14 @@ def _finite(value: Any, phrase: str) -> float:
 
 
 def _unwrapped(value: Any) -> Any:
-    # A score may come as an array or tensor of one element.
+    # A score may be an array or tensor of one element.
     numel = getattr(value, "numel", None)
     count = numel() if callable(numel) else getattr(value, "size", None)
     return value.item() if count == 1 and hasattr(value, "item") else value
 
 
 def _plain(entry: Any, name: str) -> Any:
-    # Only plain data can be sent to the other process.
+    # Only plain data can be sent to the run's process.
     entry = _unwrapped(entry)
     if isinstance(entry, str):
         return str.encode(entry, "utf-8", "replace").decode("utf-8")  # half of a surrogate pair cannot be written to any file
@@ -116,23 +117,23 @@ def _plain(entry: Any, name: str) -> Any:
     )
 
 
-# A reward process runs code of the user, and what it sends is read as data: a pickle could run code in the run's process.
+# A reward process runs code of the user. Its messages are JSON, because a pickle could run that code in the run's process.
 
 
 LARGEST_INTEGER = 2**1000
-"""Largest whole number in an entry. A float can still hold it."""
+"""Largest whole number in an entry. A float can still represent it."""
 
 
 LARGEST_ENTRIES = 2**19
-"""Largest size in bytes, as sent, of the entries of a row besides its score."""
+"""Largest size of a row's entries besides its score, in bytes of JSON."""
 LARGEST_MESSAGE = 2**24
-"""Largest size of a message in bytes. More outcomes are sent in several messages."""
+"""Largest size of a message in bytes. If the outcomes need more, they are sent in several messages."""
 _HEADER = struct.Struct("!4sQI")
 _MAGIC = b"vmr1"
 
 
 class InvalidMessageError(Exception):
-    """A reward process sent something that is no message: its function wrote to the connection, or sent too much."""
+    """A reward process sent something that is not a valid message. Its function wrote to the connection, or sent too much."""
 
 
 def as_message(round_number: int, value: Any) -> bytes:
@@ -142,7 +143,7 @@ def as_message(round_number: int, value: Any) -> bytes:
 
 @dataclass
 class MessageReader:
-    """Assembles messages from the bytes that have arrived. It never waits, and holds little more than one message."""
+    """Assembles messages from the bytes that have arrived. It never waits, and its buffer is hardly larger than one message."""
 
     _held: bytearray = field(default_factory=bytearray)
 
@@ -175,10 +176,10 @@ class MessageReader:
 
 
 def read_outcomes(value: Any, expected: Collection[int]) -> list[Outcome]:
-    """Check the outcomes that a reward process sent. ``expected`` are the rows that it may report.
+    """Check the outcomes that a reward process sent. ``expected``: the rows that it may report.
 
     Raises:
-        InvalidMessageError: They are not outcomes of these rows.
+        InvalidMessageError: The value is not a list of outcomes of these rows.
     """
     try:
         outcomes = [(index, score, extra, failed) for index, score, extra, failed in value]
@@ -215,9 +216,9 @@ class RewardRow:
 @dataclass(frozen=True)
 class RewardResult:
     score: float
-    """A finite number, or NaN for none: no reward function applies to the row."""
+    """A finite number, or NaN if no reward function applies to the row."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """The other entries, when the function returned a dict."""
+    """The other entries of the dict that the function returned."""
     failed: bool = False
     """The function failed on this row, and ``score`` is the fallback score."""
 
@@ -228,15 +229,15 @@ class RewardResult:
 KEY = "custom_reward_function"
 
 CPU_PER_SECOND = 32
-"""Default limit: processor seconds of a row for each second of its time limit."""
+"""Default limit of a row's processor time, in seconds per second of its time limit."""
 
 
 @dataclass(frozen=True)
 class Limits:
     memory_gb: float
-    """Largest GiB of one process, and of a reward process together with all that it starts."""
+    """Memory limit in GiB: of each process, and of a reward process together with all processes that it starts."""
     cpu_seconds: float
-    """Largest processor time of one row, over all threads and processes."""
+    """Largest processor time of one row in seconds, summed over all threads and processes."""
     open_files: int
     """Largest number of open files of one process."""
 

@@ -1,8 +1,7 @@
 """The program of a reward process: it receives rows from a pipe and sends scores back until the pipe closes.
 
-It imports neither torch nor an engine nor anything of the program that started it, so it starts in a fraction of a second.
-Before each row it writes its position to a small shared file. When the process hangs or dies, the parent reads there which
-row it was.
+It imports neither torch nor an engine nor the user's main program, so it starts in a fraction of a second. Before each row it
+writes the index of the row to a small shared file. If the process hangs or dies, its parent reads there which row is to blame.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ if TYPE_CHECKING:
     from verl_memopt.rewards.sandbox import Sandbox
 
 PROGRESS = struct.Struct("qd")
-"""Index of the row that is being scored (-1 = none), and when it began (seconds on the monotonic clock)."""
+"""Index of the row that is being scored (-1 = no row), and when it began (seconds of the monotonic clock)."""
 
 FLUSH_SECONDS = 0.005
 
 ROWS_OF_A_MESSAGE = LARGEST_MESSAGE // LARGEST_ENTRIES // 4
 
 ENDINGS = (Exception, SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError)
-"""Everything that a user's function may raise. It is reported as the row's failure."""
+"""Exceptions of a user's function that are reported as the failure of the row."""
 
 Row = tuple[str, str, Any, dict[str, Any]]
 """data_source, response, ground truth, extra_info."""
@@ -55,17 +54,17 @@ Row = tuple[str, str, Any, dict[str, Any]]
 @dataclass(frozen=True)
 class FunctionCall:
     path: str | None
-    """The user's Python file. None = the rules."""
+    """The user's Python file. None = score by rules."""
     name: str
-    """The function in it."""
+    """Name of the function in the file."""
     reward_kwargs: Mapping[str, Any]
     """Further keyword arguments of every call."""
     whole_batch: bool = False
-    """One call gets the lists of all rows."""
+    """One call gets lists of the arguments of all rows."""
     max_concurrent: int = 1
     """Rows that an async function scores at the same time."""
     timeout_seconds: float = 60.0
-    """Longest time of a row. If rows run concurrently, the process itself enforces it."""
+    """Longest time of a row. If rows are scored concurrently, this process enforces it; otherwise its parent does."""
     sandbox: Sandbox | None = None
     """The service that runs programs for the rules."""
 
@@ -73,8 +72,8 @@ class FunctionCall:
 def main(pipe: int, progress: int, limits: Limits) -> None:
     """Serve rows from a pipe until it closes.
 
-    The first answer is (problem with the function or None, whether it scores rows concurrently). ``pipe`` and ``progress`` are
-    file descriptors of the connection to the run and of the shared file.
+    The first message to the run is (problem with the function or None, whether it scores rows concurrently). ``pipe`` and
+    ``progress`` are the file descriptors of the connection to the run and of the shared file.
     """
     connection = Connection(pipe)
     with ExitStack() as ended_with_the_pipe:
@@ -104,8 +103,8 @@ def _send(connection: Connection, round_number: int, value: Any) -> None:
 class Serving:
     """Scores the rows that arrive, and sends their outcomes in batches, each within a few milliseconds.
 
-    ``progress`` is the file descriptor of the shared file. ``loop`` runs an async function; None for any other function.
-    ``outcomes`` are those that are not sent yet.
+    ``progress``: file descriptor of the shared file. ``loop``: runs an async function; None for any other function.
+    ``outcomes``: the outcomes that are not sent yet.
     """
 
     connection: Connection
@@ -166,8 +165,7 @@ class Serving:
         try:
             values = self.function(**dict(zip(BATCH_ARGUMENTS, map(list, zip(*rows, strict=True)), strict=True)))
             if self.loop is not None:
-                # A batch function may be async. It was called like any other, and what it gave is a coroutine that still has
-                # to run.
+                # The function is async, so its call has returned a coroutine, which runs here.
                 values = self.loop.run(values)
         except ENDINGS as problem:
             # One call scored all rows, so all of them have failed.
@@ -183,10 +181,10 @@ class Serving:
             self._flush()
 
     def _flush(self) -> None:
-        if os.getpid() != self.pid:  # the function has forked, and this is the child
+        if os.getpid() != self.pid:  # the function has forked, and this is the child process, which must send nothing
             os._exit(0)
         while self.outcomes:
-            # What a row brings is bounded, so some rows fit into a message.
+            # The size of a row's outcome is bounded, so this number of rows always fits into a message.
             _send(self.connection, self.round_number, self.outcomes[:ROWS_OF_A_MESSAGE])
             del self.outcomes[:ROWS_OF_A_MESSAGE]
         self.sent_at = time.monotonic()
@@ -204,13 +202,13 @@ def _arguments(row: Row) -> dict[str, Any]:
     return dict(zip(ARGUMENTS, row, strict=True))
 
 
-# The reward function of a run: the user's own, loaded from a file, or the rules.
+# The reward function of a run: a function of the user, loaded from a file, or the rules.
 
 
 RewardFunction = Callable[..., Any]
-"""Called with the arguments of one row by name. Returns a number, or a dict with ``score``; a coroutine of it if ``async``.
+"""Called with the arguments of one row, by name. Returns a number, or a dict with ``score``. It may be ``async``.
 
-A function for a whole batch is called with the lists of the arguments, and returns a list.
+A function for a whole batch is called with a list for each argument, and returns a list.
 """
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -225,13 +223,13 @@ def load_reward_function(
 ) -> RewardFunction:
     """Return the reward function, with its keyword arguments bound.
 
-    ``path`` is the user's Python file; None = the rules, for which ``sandbox`` runs programs.
+    ``path``: the user's Python file; None = the rules. ``sandbox``: the service that runs programs for the rules.
 
     Raises:
         RewardError: The file or the function is missing, or the function does not accept the arguments.
     """
     if path is None and sandbox is not None:
-        # Imported only where a service is asked, because its HTTP client would slow the start of every reward process.
+        # Imported only if a service is used, because its HTTP client would slow down the start of every reward process.
         from verl_memopt.rewards.sandbox import rules_with_sandbox
 
         return rules_with_sandbox(sandbox, whole_batch, **reward_kwargs)
@@ -263,14 +261,14 @@ def _check_signature(
         ) from problem
 
 
-# Async reward functions: many rows under way at a time in one process, each with its time limit.
+# Async reward functions: one process scores many rows at the same time, and each row has its time limit.
 
 
 GRACE_SECONDS = 1.0
-"""How far the oldest row may exceed its time limit before the parent ends the process, which should have cancelled the row."""
+"""The process should cancel a row at its time limit. If it does not, the parent ends the process this many seconds later."""
 
 Mark = Callable[[int, float], None]
-"""Writes the row that the process is at (-1 = none), and since when."""
+"""Writes the index of the row that the process is scoring (-1 = no row), and when the row began."""
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -282,10 +280,10 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 @dataclass
 class _UnderWay:
-    """The rows that have begun, and the note of the row to blame if the process hangs.
+    """The rows that have begun. It also writes which row is to blame if the process hangs.
 
-    While a row's own code runs, that row is noted. While all rows wait, it is the oldest: if the process does not cancel it in
-    time, something has blocked the event loop.
+    While the code of a row runs, that row is to blame. While all rows wait, it is the oldest row: if the process does not cancel
+    it in time, something has blocked the event loop.
     """
 
     mark: Mark

@@ -1,10 +1,9 @@
-"""The program between a run and a reward function: it starts the function's process and leaves no process of it behind.
+"""The program between a run and a reward function: it starts the function's process, the scorer, and leaves no process behind.
 
-A reward function may start processes, which may start others and cut every tie to their parents. This program adopts the
-orphans among its descendants (PR_SET_CHILD_SUBREAPER), so that all of them stay below it. It ends all of them when the run
-closes the pipe ``lifeline`` or dies, when the function's process ends, and when a limit is passed. Then it ends as that
-process did, with its exit code or signal. Signals that are sent to every process of the run do not end it: the run decides
-when its rewards end.
+A reward function may start processes, which may start others and detach themselves from their parents. This program adopts
+orphans among its descendants (PR_SET_CHILD_SUBREAPER), so that all of them stay its descendants. It ends all of them when the run
+closes the pipe ``lifeline`` or dies, when the scorer ends, and when a limit is exceeded. Then it ends with the same exit code or
+signal as the scorer. Signals that are sent to every process of the run do not end it: the run decides when its rewards end.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from verl_memopt.run.process_tree import (
 )
 
 MARK = "VERL_MEMOPT_REWARD_PROCESS"
-"""Environment variable with a value unique to one supervisor. Everything that a reward function starts inherits it."""
+"""Environment variable with a value that is unique to one supervisor. All processes that a reward function starts inherit it."""
 
 WATCH_SECONDS = 0.25
 WATCH_SHARE = 0.005
-"""The processes are checked this often, and less often where a check takes more than this share of the time."""
+"""Limits are checked every ``WATCH_SECONDS``, or less often if the checks would take more than ``WATCH_SHARE`` of the time."""
 
 VERDICT = struct.Struct("?H")
 """Whether no process is left, and the length of the reason that follows."""
 VERDICT_AT = 256
-"""Position of the verdict in the shared file, after the scorer's record."""
+"""Position of the verdict in the shared file. The scorer's record is before it."""
 
 MOST_PROCESSES = 1000
-"""More below one reward process are a mistake, which would take those of the whole machine."""
+"""Largest number of descendants of one reward process. More are a mistake that would use up the processes of the machine."""
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 
@@ -60,18 +59,18 @@ def main(pipe: int, lifeline: int, progress: int, log: str | None, limits: tuple
         progress: Shared file with the position of the scorer and the verdict on its end.
         log: File for what the function prints. None = the standard output of this program.
         limits: The fields of :class:`Limits`.
-        path: Where the reward function imports from.
+        path: The import path (``sys.path``) of the reward function.
     """
     for number in STOP_SIGNALS:
-        # A handler and not SIG_IGN, which programs that the function starts would inherit.
+        # An empty handler, because programs that the function starts would inherit SIG_IGN.
         signal.signal(number, _ignore)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     bound = Limits(*limits)
     output, printed = os.pipe() if log is not None else (-1, -1)
-    # The programs that a reward function starts must not hold these open: the run would never see them close.
+    # Programs that a reward function starts must not inherit these: the run would never see them close.
     for fd in (pipe, lifeline, progress):
         os.set_inheritable(fd, False)
-    # Before the fork, so that no orphan of the scorer can escape to init in between.
+    # This comes before the fork, so that no orphan of the scorer can become a child of init.
     _prctl(_SET_CHILD_SUBREAPER, 1)
     parent = os.getpid()
     child = os.fork()
@@ -79,7 +78,7 @@ def main(pipe: int, lifeline: int, progress: int, log: str | None, limits: tuple
         os.close(lifeline)
         sys.path[:] = path
         _run_scorer(parent, pipe, progress, output, printed, bound)
-    # The scorer alone holds its end now. So the run sees the connection close as soon as the scorer dies.
+    # Now only the scorer has this end open, so the run sees the connection close as soon as the scorer dies.
     os.close(pipe)
     if printed >= 0:
         os.close(printed)
@@ -108,7 +107,7 @@ def _run_scorer(parent: int, pipe: int, progress: int, output: int, printed: int
             os.dup2(printed, 1)
             os.dup2(printed, 2)
             os.close(printed)
-        # Python's own streams belong to the previous descriptors.
+        # New stream objects, which flush each line and replace characters that cannot be encoded.
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, errors="backslashreplace", closefd=False) for fd in (1, 2))
         faulthandler.enable()
         limits.bind_process()
@@ -120,8 +119,7 @@ def _run_scorer(parent: int, pipe: int, progress: int, output: int, printed: int
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
-        # os._exit, because a normal exit would run the cleanup of the supervisor's copy too, from which this process was
-        # forked.
+        # A normal exit would also run the cleanup that this process has inherited from the supervisor by the fork.
         os._exit(code)
 
 
@@ -138,7 +136,7 @@ class _Watch:
         os.set_blocking(self._wakeup, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _ignore)
-        descendants(os.getpid())  # imports psutil here: the first check's time decides when the next one comes
+        descendants(os.getpid())  # imports psutil now, because the import would make the first timed check seem slow
 
     def run(self) -> int:
         """Wait until the scorer ends, the run ends, or a limit is exceeded, and end all processes of the scorer.
@@ -147,7 +145,7 @@ class _Watch:
         """
         status, reason = self._wait()
         clean = end_descendants()
-        # What the processes printed before they were killed is still in the pipe, and explains their end.
+        # The last output of the killed processes is still in the pipe, and may explain their end.
         while self._take_output():
             pass
         text = reason.encode()
@@ -162,8 +160,8 @@ class _Watch:
                 return status, ""
             fds = [self._lifeline, self._wakeup, *([self._output] if self._output >= 0 else [])]
             ready = select.select(fds, [], [], max(0.0, next_check - time.monotonic()))[0]
-            # The parent's id is compared too: a process that still holds the pipe's other end would keep it open after the
-            # run's death.
+            # The parent's id is compared too, because another process may keep the other end of the pipe open after the run has
+            # died.
             if self._lifeline in ready or os.getppid() != self._parent:
                 return 0, ""
             if self._wakeup in ready:
@@ -180,7 +178,7 @@ class _Watch:
 
     def _ended(self) -> int | None:
         while True:
-            # Adopted orphans are collected too, or they would stay as zombies.
+            # Adopted orphans must be waited for too, or they would remain as zombies.
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid in (0, self._child):
                 return status if pid else None
@@ -200,12 +198,12 @@ class _Watch:
         tree, limits = descendants(os.getpid()), self._limits
         if len(tree) > MOST_PROCESSES:
             return f"started more than {MOST_PROCESSES} processes"
-        # The sum of resident memory counts shared pages several times but is cheap. The exact sum is asked only beyond the
-        # limit.
+        # The sum of resident memory is cheap, but counts shared pages several times. The exact sum is computed only if the first
+        # sum exceeds the limit.
         if resident_bytes(tree) > limits.memory_bytes and proportional_bytes(tree) > limits.memory_bytes:
             return f"held more memory, with the processes it started, than {KEY}.memory_gb={limits.memory_gb:g}"
         waited = os.times()
-        # Processes that have ended are not in the tree any more, and their time would be lost from the sum.
+        # `tree` has only live processes, so the time of processes that have ended is added.
         spent = cpu_seconds(tree) + waited.children_user + waited.children_system
         row = scorer.PROGRESS.unpack(os.pread(self._progress, scorer.PROGRESS.size, 0))
         if row != self._row or row[0] < 0:
@@ -218,7 +216,7 @@ class _Watch:
 def _end_as(status: int) -> None:
     # The process that waits for this one must see the true status of the scorer.
     if os.WIFSIGNALED(status):
-        # The default action, because a handler would keep this process from dying of the signal.
+        # Restore the default action, because a handler would keep this process alive.
         number = os.WTERMSIG(status)
         with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler to remove
             signal.signal(number, signal.SIG_DFL)
@@ -227,11 +225,11 @@ def _end_as(status: int) -> None:
     os._exit(os.waitstatus_to_exitcode(status))
 
 
-# The output of reward functions, in small files of the run folder.
+# The output of reward functions, in small log files in the run folder.
 
 
 LOG_BYTES = 1 << 20
-"""Largest size of one file. Beyond it the older half is dropped."""
+"""Largest size of one log file. A larger file loses its older half."""
 
 QUOTED_LINES = 5
 QUOTED_BYTES = 2000
@@ -245,7 +243,7 @@ class OutputLog:
     _warned: bool = False
 
     def write(self, data: bytes) -> None:
-        # If the disk refuses, only this output is lost.
+        # A disk error loses this output, but does not stop the run.
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab") as file:
