@@ -102,6 +102,8 @@ def test_the_weight_of_the_entropy_bonus_grows_while_the_entropy_is_low_and_acts
     resumed = EntropyController(settings, 0.5)
     resumed.load_state_dict(controller.state_dict())
     assert (resumed.applied, resumed.weight) == (controller.applied, controller.weight) == (0.5, 0.5)
+    resumed.update(0.1)  # one optimizer step, unless more are set
+    assert resumed.weight == 0.75
 
 
 @given(ragged())

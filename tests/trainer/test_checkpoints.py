@@ -18,6 +18,7 @@ from verl_memopt.run.checkpoints import (
     TRACKER,
     CheckpointStore,
     Manifest,
+    check_driver,
     check_folder,
     find_fault,
     read_checkpoint,
@@ -534,6 +535,36 @@ def test_driver_state_that_torch_cannot_read_is_a_fault_like_any_other(store):
     write_manifest(folder, Manifest(8, 2, 1, "2.13.0", None, {"data.pt": record}))
     (store.root / TRACKER).write_text("8\n")
     assert store.newest({}).step == 6
+
+
+LOADER = {"seed": 0, "epoch": 0, "position": 0, "num_rows": 4, "digest": None}
+DRIVER = {"seed": 0, "loader": LOADER, "token_budgets": {}, "settings": {}, "weights": {}}
+
+
+@pytest.mark.parametrize("loader", [LOADER, {}], ids=["rows", "no rows"])
+def test_a_drivers_state_as_a_run_writes_it_is_accepted(store, loader):
+    store.begin(1)
+    store.commit(1, {**DRIVER, "loader": loader, "more": None}, 1)
+    check_driver(store.newest())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("seed", "7"), ("seed", -1), ("epoch", -1), ("position", [1]), ("num_rows", 2.5), ("digest", 3)]
+)
+def test_a_drivers_state_of_another_form_is_refused_with_its_folder_and_entry(store, name, value):
+    store.begin(1)
+    store.commit(1, {**DRIVER, "loader": {**LOADER, name: value}}, 1)
+    with pytest.raises(
+        CheckpointError, match=rf"/global_step_1: no run wrote this .* \(its state\.loader\.{name}: .*\)\. Give an"
+    ):
+        check_driver(store.newest())
+
+
+def test_a_drivers_state_without_an_entry_is_refused(store):
+    store.begin(1)
+    store.commit(1, {"loader": {}}, 1)
+    with pytest.raises(CheckpointError, match=r"/global_step_1: no run wrote this checkpoint \(its state\b.*seed"):
+        check_driver(store.newest())
 
 
 # Checkpoints that somebody else made, with valid checksums.
