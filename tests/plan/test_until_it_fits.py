@@ -279,7 +279,10 @@ def changed(line, changes=0, goes_on=False):
 def test_a_run_does_not_go_on_from_a_checkpoint_under_settings_that_change_numbers(values, command):
     line = command(limited(values, 1))
     assert changed(line, goes_on=True).settings().actor_rollout_ref.model.enable_gradient_checkpointing
-    with pytest.raises(DeviceMemoryError, match=r"does not go on under them: .* Start anew: .* trainer.resume_mode=disable"):
+    with pytest.raises(
+        DeviceMemoryError,
+        match=r"cannot continue with such settings: .* Start from the beginning: .* trainer.resume_mode=disable",
+    ):
         changed(line, changes=2, goes_on=True)
     assert changed(line, changes=2).settings().actor_rollout_ref.actor.fsdp_config.model_dtype == "bfloat16"
 

@@ -35,13 +35,14 @@ def test_the_command_says_what_fits_on_card_and_host(capsys):
     code, text = said(capsys, *arguments, "--host-memory", "64")
     assert code == 0
     assert "Verdict: fits: gen" in text
-    assert "1 x of 64.0 GiB" in text
+    assert "1 x on a host of 64.0 GiB" in text
     assert "longest response" in text
     assert "sequences at once" in text
     settings = settings_of(*arguments)
     little = judge(settings, card_asked_for(settings, None, 8))
     assert little.too_much.keys() == {"host"}
-    assert "on a host of 8.0" in little.line
+    assert "the host needs" in little.line
+    assert "of 8.0 GiB" in little.line
 
 
 def test_json_has_the_figures_and_their_sums(capsys):

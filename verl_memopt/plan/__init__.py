@@ -1,9 +1,12 @@
-"""What fits on a card, and what would make a run fit: from settings and sizes of models alone, without weights or a device.
+"""Find out whether a run fits on a card, and what would make it fit, without weights and without a device.
 
-From the answer down to its parts: ``report`` prints what ``verl-memopt fit`` found. ``search`` finds it, over the ``levers`` that
-a run may set. ``verdict`` compares a run with a card: ``peaks`` are its bytes in each phase, ``held`` those of one model,
-``formulas`` those of a block and its attention. ``seconds`` estimates the time of a step, by rates that ``calibrate`` measures.
-``advice`` is the
-error of a run that ran out of memory, ``until_it_fits`` starts it again with what the error advises, and ``list_knobs`` lists all
-knobs.
+Only the settings of the run and the sizes of its models are read. From the answer down to its parts:
+
+- ``report`` prints what ``verl-memopt fit`` finds, and ``search`` finds it by trying the ``levers``, the settings that may
+  change.
+- ``verdict`` compares a run with a card. ``peaks`` has the bytes of each phase, ``held`` the bytes of one model, and ``formulas``
+  the bytes of one decoder block.
+- ``seconds`` estimates the time of a step, with rates that ``calibrate`` measures.
+- ``advice`` writes the error of a run that runs out of memory, and ``until_it_fits`` starts the run again with that advice.
+- ``list_knobs`` prints all knobs.
 """

@@ -1,4 +1,4 @@
-"""The error when device memory runs out: the phase, what is on the device, and which settings to change."""
+"""The error when device memory runs out: it names the phase, what the device holds, and which settings to change."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class RunParts:
     settings: schema.ActorRolloutRef
     critic: schema.Critic | None = None
     reference: bool = True
-    """The run has a reference model of its own."""
+    """The run has a separate reference model."""
     reward_model: schema.RewardModel | None = None
     devices: int = 1
-    """Those that have these parts."""
+    """Number of devices that hold these parts."""
     rank: int = 0
-    """The worker that ran out of memory."""
+    """Rank of the worker that ran out of memory."""
     policy: bool = True
 
     def seen(self) -> schema.Settings:
@@ -48,7 +48,7 @@ class RunParts:
         present |= {"reward_model.": self.reward_model is not None, "reward_model.model.": own_student}
         policys = ("actor.fsdp_config.", "actor.optim.", "model.", "rollout.", "ref.")
         present |= {f"actor_rollout_ref.{start}": False for start in policys if not self.policy}
-        # Prefixes of keys that have no effect in the run.
+        # The prefixes of keys that have no effect in the run.
         return tuple(start for start, is_there in present.items() if not is_there)
 
 
@@ -61,17 +61,18 @@ def out_of_memory_report(
     limit: int | None,
     work: Work | None = None,
 ) -> Iterator[None]:
-    """Turn an out-of-memory error inside the body into a DeviceMemoryError that says what to do about it.
+    """Turn an out-of-memory error in the body of the ``with`` statement into a DeviceMemoryError with advice.
 
-    The tensors of the body are freed; its lines stay in the traceback.
+    The local variables of the body are cleared, so that its tensors are freed. The traceback still shows the body's lines.
 
     Args:
         phase: Phase of the step, for the message.
         device: Device of the body.
-        resident: Called after an error only: (kind, tensor) pairs of what existed before the body. They may rest on the host.
-        parts: Sections of the run that advice may name.
-        limit: Bytes this process may take; None = all.
-        work: What the body computes; None = no advice depends on it.
+        resident: Called only after an error. Returns (kind, tensor) for each tensor that existed before the body. Some of them
+            may be on the host.
+        parts: The parts of the run. Advice names only their keys.
+        limit: Bytes of the device that this process may use; None = all of them.
+        work: The work of the body; None = unknown, so that advice does not depend on it.
     """
     try:
         yield
@@ -93,7 +94,7 @@ def _refused_by_allocator(
 ) -> Shortage:
     kinds, part = _bytes_by_kind(resident, device), error if isinstance(error, PartDoesNotFitError) else None
     before = ledger_of(device).peak_allocated() if part is None else part.held_bytes
-    # No list says what the rest of the allocator's peak was. What is not resident is what passes have made.
+    # The rest of the allocator's peak is not in the list of resident tensors, so passes have allocated it.
     kinds["activations"] += max(before - sum(kinds.values()), 0)
     if part is None:
         return Shortage(kinds, before, limit, str(error).split(". ")[0], _requested_bytes(str(error)), before)
@@ -102,13 +103,13 @@ def _refused_by_allocator(
 
 
 def _requested_bytes(message: str) -> int | None:
-    # Parse how much torch's out-of-memory message says it tried to allocate; None if it does not say.
+    # Parse the size of the failed allocation from torch's message; None if the message does not have it.
     match = re.search(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message)
     return None if match is None else round(float(match[1]) * {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}[match[2]])
 
 
 def _bytes_by_kind(resident: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> Counter[str]:
-    # Bytes on the device by kind. Each storage counts once, under the first kind that names it.
+    # Kind -> bytes on the device. A storage counts once, under the kind of the first tensor that uses it.
     kinds: Counter[str] = Counter()
     counted: set[int] = set()
     for kind, tensor in resident:
@@ -120,14 +121,21 @@ def _bytes_by_kind(resident: Iterable[tuple[str, torch.Tensor]], device: torch.d
 
 
 GROWING = ("activations", "logits", "kv")
-"""Kinds of bytes that grow with the tokens or sequences that a call computes at once."""
+"""Kinds of bytes that grow with the number of tokens or sequences that a call computes at once."""
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """What was on the device (kind -> bytes, ``held`` in total) when it had no room for ``what``.
+    """What the device held when an allocation failed.
 
-    ``first`` is the kind to make smaller before any other; default: the largest.
+    Attributes:
+        kinds: Kind -> bytes.
+        held: Bytes on the device in total.
+        limit: Bytes that the process may use; None = unknown.
+        what: What failed, for the message: an operator or an error text.
+        requested: Bytes of the failed allocation; None = unknown.
+        held_before: Bytes on the device before the allocation; None = unknown.
+        first: The kind that advice makes smaller first; None = the largest kind.
     """
 
     kinds: Mapping[str, int]
@@ -154,8 +162,8 @@ class Shortage:
         return DeviceMemoryError(text, OutOfMemory(phase, self.requested, self.held_before, self.limit), ways)
 
     def _need(self, work: Work, kind: str) -> Need:
-        # What was live when the device was full is not the peak: of bytes that grow with the work, half of the room is kept
-        # free for what the call had still to make.
+        # The call failed before it reached its peak. So for kinds that grow with the work, half of the room is kept free for what
+        # the call would still have allocated.
         grows, limit = kind in GROWING, self.held if self.limit is None else self.limit
         own = sum(num_bytes for name, num_bytes in self.kinds.items() if name == kind or (grows and name in GROWING))
         share = max(limit - (self.held - own), 0) / max(own, 1)
@@ -164,19 +172,19 @@ class Shortage:
 
 def advice(phase: str, kinds: Iterable[str], parts: RunParts, need: Callable[[str], Need]) -> list[Way]:
     seen = parts.seen()
-    # What is being built has one label: whatever a model or an engine consists of.
+    # While a model or an engine is built, all of its bytes have the kind "built", so advice for any of its parts applies.
     kinds = [part for kind in kinds for part in (("params", "rollout weights", "optimizer") if kind == "built" else (kind,))]
-    # Settings that already have the value are left out.
     found = [advice for kind in kinds for advice in advices() if advice.kind == kind and advice.helps_in(phase)]
     found = [advice for advice in found if not advice.key.startswith(parts.absent()) and advice.when(seen)]
     asked = [(advice, need(advice.kind)) for advice in found]
     asked.sort(key=lambda pair: not _is_enough(*pair))
+    # `_way` returns None for a setting that already has the advised value.
     ways = [_way(advice, seen, asked) for advice, asked in asked]
     return list({way.text: way for way in ways if way is not None}.values())
 
 
 def _is_enough(advice: Advice, asked: Need) -> bool:
-    # Whether this advice is likely to be enough alone: not where even the longest sequence has no room.
+    # The advice alone is likely to be enough, unless even the longest sequence alone has no room.
     return advice.ends_it and (not asked.work.tokens or asked.one_fits)
 
 

@@ -1,4 +1,4 @@
-"""``verl-memopt calibrate``: measure what this machine's device does in a second, for the estimates of ``verl-memopt fit``."""
+"""``verl-memopt calibrate``: measure the speed of this machine's device, for the time estimates of ``verl-memopt fit``."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from verl_memopt.plan.seconds import Rates
 from verl_memopt.records import RecordError, checked, parse_json, read_record
 
 SIDES = (2048, 1024)
-"""Rows and columns of the timed products, as large as those of a micro-batch; on a GPU four times as many."""
+"""Rows and columns of the matrix products that are timed, about as many as in a micro-batch. A GPU uses four times as many."""
 BLOCK_BYTES = 2**27
-"""Size of the timed copies, larger than any cache."""
+"""Bytes of the copies that are timed; more than a processor's caches hold."""
 CALLS = 1000
-"""Small operations that are timed."""
+"""Number of small operations that are timed together."""
 SEQUENCES, VOCABULARY = 16, 16_384
-"""Sequences that the timed sampling decodes at once, and entries of their vocabulary."""
+"""Number of sequences for which tokens are sampled at once when sampling is timed, and size of the vocabulary."""
 
 
 def stored() -> Path:
@@ -48,11 +48,14 @@ def store(rates: Rates, device: str) -> Path:
 
 
 def measure(device: torch.device, seconds: float = 30, clock: Callable[[], float] = time.perf_counter) -> Rates:
-    """Measure what a device does in a second.
+    """Measure the rates of a device.
 
-    A CPU has no bus between host and device: a copy there is a copy of its memory.
+    A CPU has no bus between host and device, so the rate of copies within its memory is used for it.
 
-    ``seconds``: about how long it may take. ``clock``: in seconds.
+    Args:
+        device: The device.
+        seconds: About how long the measurement may take.
+        clock: Returns the time in seconds.
     """
     share = seconds / 7
     scale = 4 if is_gpu(device) else 1
@@ -66,7 +69,7 @@ def measure(device: torch.device, seconds: float = 30, clock: Callable[[], float
     sampled = scores.numel() * _repeated(lambda: torch.multinomial(scores.softmax(-1), 1), 1, device, share, clock)
     linear, one_row = torch.nn.Linear(64, 64, device=device).requires_grad_(False), torch.zeros(1, 64, device=device)
     call = 1 / (CALLS * _repeated(lambda: linear(one_row), CALLS, device, share, clock))
-    # A GPU reads the weights of a narrow product from its memory, which is counted apart.
+    # On a GPU, reading the weights from memory limits a narrow product, and `memory` already counts that.
     narrow = 1.0 if is_gpu(device) else min(narrow, 1.0)
     name = f"this machine's {name_of(device)}"
     return Rates(name, half, whole, memory, bus, sampled, narrow, call, is_measured=True)
@@ -80,13 +83,13 @@ def _products(
 
 
 def _copies(source: Tensor, device: torch.device, seconds: float, clock: Callable[[], float]) -> float:
-    # Bytes per second that a copy reads and writes.
+    # Return the bytes that copies read plus those that they write, per second.
     target = torch.empty_like(source, device=device, pin_memory=False)
     return 2 * source.numel() * _repeated(lambda: target.copy_(source, non_blocking=True), 1, device, seconds, clock)
 
 
 def _repeated(work: Callable[[], Tensor], times: int, device: torch.device, seconds: float, clock: Callable[[], float]) -> float:
-    # How often ``times`` calls run in a second: the median of those that were timed, without the first.
+    # Return how often per second `times` calls run: the median of all repetitions except the first, which warms up.
     took: list[float] = []
     ends = clock() + seconds
     while clock() < ends or len(took) < 3:
@@ -105,11 +108,11 @@ def lines(rates: Rates) -> str:
         f"  matrix products      {rates.half_flops / 1e12:.3g} TFLOP/s in bfloat16, {rates.fp32_flops / 1e12:.3g} in fp32\n"
         f"  memory               {rates.memory_bytes / 1e9:.3g} GB/s read and written\n"
         f"  host to device       {rates.bus_bytes / 1e9:.3g} GB/s\n"
-        f"  drawing tokens       {rates.sampled / 1e6:.3g} million entries of the vocabulary a second\n"
+        f"  sampling             {rates.sampled / 1e6:.3g} million vocabulary entries per second\n"
         f"  a small operation    {rates.call_seconds * 1e6:.3g} us\n"
     )
 
 
 def command(device: torch.device, seconds: float) -> str:
     rates = measure(device, seconds)
-    return f"{lines(rates)}stored in {store(rates, device.type)}; verl-memopt fit estimates seconds with them\n"
+    return f"{lines(rates)}stored in {store(rates, device.type)}; verl-memopt fit uses these rates to estimate seconds\n"

@@ -1,4 +1,7 @@
-"""The symbols of the knobs' formulas: a model, the largest micro-batch of a pass, and the settings."""
+"""The inputs of the knobs' byte formulas, and the bytes of one decoder block.
+
+A docstring that begins with a symbol, such as ``b``, says which symbol of the formulas the value is.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,24 @@ from verl_memopt.model.sizes import ModelSize
 
 @dataclass(frozen=True)
 class Pass:
-    """The largest micro-batch of a pass on one rank, and the tokens of all its micro-batches."""
+    """The largest micro-batch of a pass on one rank."""
 
     tokens: int
     responses: int
+    """Response tokens among ``tokens``."""
     rows: int
+    """Prompts and answers that attention treats as separate sequences."""
     all_tokens: int
+    """Tokens of all micro-batches of the pass."""
     prefix: int = 0
-    """Tokens of a prompt whose answers may lie in several micro-batches, which then read its prefix KV."""
+    """Tokens of a prompt whose answers may be in several micro-batches; the later ones read its prefix KV. 0 = none."""
     alone: bool = False
-    """It is the only micro-batch of its optimizer step, so that no gradients exist when it begins."""
+    """It is the only micro-batch of its optimizer step, so no gradients exist when it begins."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The inputs of a formula of *Saves*: a model, the largest micro-batch of a pass, and the settings."""
+    """The inputs of a knob's formula: sizes of a model, sizes of the largest micro-batch of a pass, and the settings."""
 
     settings: ActorRolloutRef
     """``Settings.actor_rollout_ref``."""
@@ -43,22 +49,22 @@ class Shapes:
     head_dim: int
     vocab: int
     params: int
-    """N, a tied matrix once."""
+    """N, the parameters of the model; a tied matrix counts once."""
     block_params: int
-    """N_l, of one decoder block."""
+    """N_l, the parameters of one decoder block."""
     tied: bool
     tokens: int
-    """T, computed by a device in the largest micro-batch: with sequence parallelism its share of the tokens."""
+    """T, the tokens that a device computes of the largest micro-batch; with sequence parallelism its share of them."""
     responses: int
-    """R, response tokens that a device computes of that micro-batch."""
+    """R, the response tokens among T."""
     suffix_tokens: int = 0
-    """Those of its computed tokens that are answers sharing a prompt."""
+    """The tokens among T that belong to answers which share a prompt."""
     skipped: int = 0
-    """U, those of its computed tokens that ``prune_last_block`` leaves out of the last block."""
+    """U, the tokens among T that ``prune_last_block`` leaves out of the last block."""
     segments: int = 1
-    """n, its prompts and answers that attention takes as sequences."""
+    """n, the prompts and answers that attention treats as separate sequences."""
     device: str = "cpu"
-    """Where it is computed: ``cpu`` or ``cuda``."""
+    """``cpu`` or ``cuda``."""
 
     @classmethod
     def of(cls, size: ModelSize, roles: ActorRolloutRef, work: Pass, device: str) -> Shapes:
@@ -75,7 +81,7 @@ class Shapes:
 
     @property
     def sequence_ranks(self) -> int:
-        """S, the devices that share the tokens of a micro-batch. Attention sees S x T tokens and 1/S of the heads."""
+        """S, the number of devices that share the tokens of a micro-batch. Attention has S x T tokens and 1/S of the heads."""
         return self.settings.actor.fsdp_config.sequence_ranks
 
     @property
@@ -86,28 +92,28 @@ class Shapes:
     def exchanged_bytes(self) -> int:
         if self.sequence_ranks == 1:
             return 0
-        # A second copy of attention's output, and copied keys and values.
+        # A second copy of the attention's output, and keys and values that are repeated for further devices.
         return self.tokens * self.compute_bytes * self.head_dim * (self.heads + 2 * (self.key_copies - 1) * self.kv_heads)
 
     @property
     def _tables_of_others(self) -> int:
-        # Bytes of rotary tables for the other devices' tokens: attention rotates all of them here.
+        # Bytes of rotary tables for the tokens of the other devices: each device rotates all S x T tokens.
         return (self.sequence_ranks - 1) * self.tokens * 2 * self.head_dim * self.compute_bytes
 
     @cached_property
     def compute_bytes(self) -> int:
-        """b, of an activation's element."""
+        """b, the bytes per element of activations."""
         return width(self.settings.actor.fsdp_config.dtype)
 
     @property
     def master_bytes(self) -> int:
-        """b_w, of an element of the policy's resting parameters."""
+        """b_w, the bytes per element of the policy's stored parameters."""
         fsdp = self.settings.actor.fsdp_config
         return width(fsdp.dtype if fsdp.split_master_weights or fsdp.streams else fsdp.model_dtype)
 
     @property
     def gradient_bytes(self) -> int:
-        """b_g, of an element of the policy's gradients."""
+        """b_g, the bytes per element of the policy's gradients."""
         fsdp = self.settings.actor.fsdp_config
         return width(fsdp.mixed_precision.reduce_dtype if fsdp.split_master_weights else fsdp.model_dtype)
 
@@ -118,7 +124,7 @@ class Shapes:
 
     @property
     def state_bytes(self) -> float:
-        """b_o, a parameter's bytes of both moments, and of its master's remainder if masters are split."""
+        """b_o, the bytes per parameter of the optimizer's moments, and of the remainder of split fp32 master weights."""
         actor = self.settings.actor
         return actor.optim.state_bytes(width(actor.fsdp_config.model_dtype)) + self.remainder_bytes
 
@@ -128,7 +134,7 @@ class Shapes:
 
     @property
     def input_bytes(self) -> int:
-        """X, of a block's input."""
+        """X, the bytes of a block's input."""
         return self.tokens * self.hidden * self.compute_bytes
 
     @property
@@ -164,7 +170,7 @@ class Shapes:
 
     @property
     def states_bytes(self) -> int:
-        """What lies above the blocks at the end of a forward: the last block's output, and states of the response tokens."""
+        """Bytes of the last block's output and of three states of the response tokens, which exist at the end of a forward."""
         return self.input_bytes + 3 * self.responses * self.hidden * self.compute_bytes
 
     @property
@@ -174,7 +180,7 @@ class Shapes:
 
     @property
     def final_norm_bytes(self) -> int:
-        # Of response tokens only, beside what the last block keeps.
+        # The final norm has response tokens only. The last block's kept tensors exist beside it.
         return self.kept_bytes + 3 * self.responses * self.hidden * self.compute_bytes + self._at_norm(self.responses)
 
     @property
@@ -188,39 +194,40 @@ class Shapes:
 
     @property
     def pruned_backward_bytes(self) -> int:
-        """Peak of the last block, final norm included, where it computes only keys and values for U tokens."""
+        """Peak bytes at the last block and the final norm, if this block computes only keys and values for U tokens."""
         b, query, key, model = self.compute_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.settings.model
         queries = replace(self, tokens=self.tokens - self.skipped, skipped=0)
         if not model.recompute_elementwise:
-            # The norm of the whole input, of which what is read is kept once more; norms of queries and keys keep nothing here.
+            # The block's norm has all tokens, and the rows that queries read are copied. Norms of queries and keys keep nothing.
             norm = (4 + 2 * b) * self.skipped * self.hidden + b * queries.tokens * self.hidden
             return queries.backward_bytes + norm + 2 * b * self.skipped * key - (4 + b) * queries.tokens * (query + key)
-        extra = b * self.skipped * (self.hidden + 2 * key)  # inputs, keys and values of U more
+        extra = b * self.skipped * (self.hidden + 2 * key)  # inputs, keys and values of the U tokens
         normal = self.final_norm_bytes if model.checkpointing is not None else extra + queries.final_norm_bytes
-        # One head's: its keys turned, gradients of keys and values, over all tokens in place of those that are read.
+        # For one key head: rotated keys, and gradients of keys and values, over all tokens instead of those with queries.
         head = b * self.head_dim * (3 * self.skipped + 4 * queries.tokens)
         call = b * (3 * self.heads // self.kv_heads * self.head_dim) * max(self.skipped - queries.tokens, 0)
-        # Flash kernels run over all heads, and the gradients of keys and values are of all tokens.
+        # Flash kernels compute all heads at once, and gradients of keys and values for all tokens.
         flash = queries.flash_backward_bytes(self.tokens) + 2 * b * self.skipped * key if self.flash else 0
         attention = flash or queries.attention_backward_bytes + head + call
         mlp = queries.mlp_bytes(self.tokens if self.recomputes_mlp else queries.tokens)
-        mlp += queries.input_bytes if self.recomputes_mlp else 0  # it keeps a copy of the rows that are read
-        # At the products of keys and values: the input and its gradient, their gradients, rotary tables, and a tile of the norm.
+        mlp += queries.input_bytes if self.recomputes_mlp else 0  # the MLP keeps a copy of the rows that it reads
+        # At the backward of the key and value projections: the block's input and its gradient, the gradients of keys and values,
+        # rotary tables, and one tile of the norm.
         tile = -(-self.tokens // -(-self.tokens // PRODUCT_ROWS[self.device]))
         last = b * (self.tokens * 2 * (self.hidden + key + self.head_dim) + (tile + 2 * queries.tokens) * self.hidden)
         return max(normal, extra + max(mlp, attention), last + self._at_norm(tile))
 
     def tiled_block_bytes(self, tile: int) -> int:
-        """Return what a block holds at the peak of its own backward if it runs over tiles of ``tile`` tokens.
+        """Return the peak bytes of a block's backward that runs over tiles of ``tile`` tokens.
 
-        For all tokens it holds: its input, the gradient of its output, rotary tables, keys and values, and their gradients in
-        fp32. For all its weights: sums of gradients. Everything else is of one tile, at the MLP or at attention.
+        These tensors have all tokens: the block's input, the gradient of its output, rotary tables, keys and values, and their
+        gradients in fp32. All weights have a gradient sum. All other tensors have one tile, at the MLP or at the attention.
         """
         b, wide = self.compute_bytes, max(self.compute_bytes, 4)
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         left_out = self.settings.model.left_out(self.skipped)
         tokens, queries = self.tokens, self.tokens - left_out
-        # With a pruned block the gradient of the input has a place of its own.
+        # In a pruned block the gradient of the input needs a separate buffer.
         whole = tokens * (b * (self.hidden + 2 * self.head_dim) + 2 * key * (b + wide))
         whole += b * self.hidden * (queries + (tokens if left_out else 0))
         rows = min(tile, queries)
@@ -239,9 +246,12 @@ class Shapes:
         return model.recompute_elementwise and (model.checkpointing == "full" or model.mlp_tiles is not None)
 
     def mlp_bytes(self, cut: int) -> int:
-        """Return what a block with recomputed norms holds at its MLP's backward, if tiles are cut as for ``cut`` tokens.
+        """Return the bytes of a block with recomputed norms at the backward of its MLP.
 
-        This includes the weight gradient that is summed over tiles; once given to its parameter it counts as another kind.
+        They include the weight gradient that is summed over tiles. When it becomes the gradient of its parameter, it counts as
+        another kind of bytes.
+
+        ``cut``: the number of tokens from which the number of tiles follows.
         """
         b, inputs, least = self.compute_bytes, self.input_bytes, self.settings.model.mlp_tiles or 1
         tiles = max(-(-cut // PRODUCT_ROWS[self.device]), least if self.recomputes_mlp else 1)
@@ -252,15 +262,15 @@ class Shapes:
         if self.recomputes_mlp:
             at_gate, at_norm = 3 * wide + normal + whole * (1 if tiles == 1 else 3), 2 * wide + normal + 3 * whole
             return self.attention_bytes + 2 * inputs + max(at_gate + gate, at_norm + norm)
-        # Gradients of gate and up take their place.
+        # The gradients of gate and up overwrite gate and up.
         return self.block_bytes + inputs + max(wide + whole + gate, inputs + normal + 2 * whole + norm)
 
     def _at_gate(self, rows: int) -> int:
-        # Scratch beside the gradients of `rows` rows of gate and up: an activation and a product of one tile.
+        # Temporary bytes at the gradients of `rows` rows of gate and up: an activation and a product of one tile.
         return self._elementwise_bytes(rows * self.mlp, NARROW_TILE_ELEMENTS, 2 * self.compute_bytes)
 
     def _at_norm(self, rows: int) -> int:
-        # Fp32 scratch beside the gradient of a norm over `rows` rows: two tensors of one tile, or three.
+        # Temporary fp32 bytes at the gradient of a norm over `rows` rows: two tensors of one tile, in half precision three.
         return self._elementwise_bytes(rows * self.hidden, TILE_ELEMENTS, 4 * (2 if self.compute_bytes == 4 else 3))
 
     def _elementwise_bytes(self, elements: int, tile: dict[str, int], per_element: int) -> int:
@@ -271,15 +281,15 @@ class Shapes:
     @property
     def attention_bytes(self) -> int:
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        # Two inputs, queries, keys, values and output. The norms are computed again.
+        # The inputs of attention and MLP, queries, keys, values, and the attention's output. The norms are recomputed.
         return self.tokens * self.compute_bytes * (2 * self.hidden + 2 * query + 2 * key) + self.exchanged_bytes
 
     @property
     def attention_backward_bytes(self) -> int:
-        """What a block with recomputed norms holds at the backward of its attention, itself included.
+        """Bytes of a block with recomputed norms at the backward of its attention, with all that the block keeps.
 
-        Flash kernels run over all heads; a GPU's memory-efficient kernel over as many as fit in a tile; a CPU's kernel over one
-        key head at a time.
+        Flash kernels compute all heads at once. On a GPU the memory-efficient kernel computes as many key heads as fit in a tile.
+        On a CPU the kernel computes one key head at a time.
         """
         if self.flash:
             return self.flash_backward_bytes(self.tokens)
@@ -291,7 +301,8 @@ class Shapes:
         held = self.compute_bytes * self.sequence_ranks * (head + call)
         if self.device == "cuda":
             held = self._efficient_backward_bytes(query_elements)
-        # Tensors of these key heads are of the tokens of all devices. Before, two buffers exchange the heads of the gradient.
+        # With sequence parallelism these key heads have the tokens of all devices. Two buffers exchange the gradient's heads
+        # before.
         exchange = 0 if self.sequence_ranks == 1 else 2 * self.tokens * query
         return self._at_attention + max(held, self.compute_bytes * exchange)
 
@@ -301,14 +312,18 @@ class Shapes:
         return key_heads_at_once(ranks * self.tokens * query_elements, kv_heads // ranks, ATTENTION_ELEMENTS["cuda"])
 
     def _efficient_backward_bytes(self, query_elements: int) -> int:
-        """Return what the backward of memory-efficient attention allocates for the heads it computes at once.
+        """Return the bytes that the backward of memory-efficient attention allocates for the key heads of one call.
 
-        ``query_elements`` is the number of elements that share a key head. For all tokens there are rotated queries and keys, and
-        gradients, unless one call makes them all. One call has: keys and values repeated for the query heads, if it takes several
-        key heads; columns of the output and of its gradient, if further key heads remain; gradients of queries, and of keys and
-        values for each query head. Answers that share prompts have a call of their own. Source: ``_efficient_attention_backward``
-        in ``aten/src/ATen/native/transformers/cuda/attention_backward.cu``. Its workspace holds the gradient of queries in fp32,
-        each sequence as long as the longest.
+        - For all tokens: rotated queries and keys, and gradients, unless one call computes all gradients.
+        - Per call: keys and values that are repeated for the query heads, if the call has several key heads; columns of the
+          output and of its gradient, if the call does not have all key heads; gradients of the queries, and of keys and values
+          for each query head; a workspace with the gradient of the queries in fp32, in which each sequence is as long as the
+          longest.
+
+        Answers that share a prompt have a separate call. Source: ``_efficient_attention_backward`` in
+        ``aten/src/ATen/native/transformers/cuda/attention_backward.cu``.
+
+        ``query_elements``: elements per token of the query heads that share one key head.
         """
         b, tokens, key = self.compute_bytes, self.sequence_ranks * self.tokens, self.head_dim
         heads, answers, tile = self.efficient_heads(), self.sequence_ranks * self.suffix_tokens, ATTENTION_ELEMENTS["cuda"]
@@ -329,10 +344,10 @@ class Shapes:
 
     @property
     def _at_attention(self) -> int:
-        # What a block with recomputed norms holds when its attention's backward begins.
+        # Bytes of a block with recomputed norms when the backward of its attention begins.
         query, tables = self.heads * self.head_dim, 2 * self.head_dim
-        # The place of the MLP's input is the gradient's now, the output has a gradient, and rotary tables are of two halves.
-        # What the output projection read is gone.
+        # A gradient has replaced the MLP's input. The attention's output has a gradient too, and rotary tables have two halves.
+        # With sequence parallelism the input of the output projection is freed already.
         gone = 0 if self.sequence_ranks == 1 else query
         return self.attention_bytes + self.tokens * self.compute_bytes * (query + tables - gone) + self._tables_of_others
 
@@ -342,11 +357,11 @@ class Shapes:
         return named and self.device == "cuda" and self.compute_bytes == 2
 
     def flash_backward_bytes(self, keys: int) -> int:
-        """Return what a block with recomputed norms holds at the backward of flash attention over ``keys`` tokens.
+        """Return the bytes of a block with recomputed norms at the backward of flash attention over ``keys`` tokens.
 
-        These are: rotated queries and keys, the gradients of queries, keys and values, and the kernel's own buffers. Answers that
-        share prompts see them in a second call with gathered inputs. Source: ``mha_varlen_bwd`` in
-        ``csrc/flash_attn/flash_api.cpp`` of flash-attn 2.8; torch has it as
+        In addition to what the block keeps, there are rotated queries and keys, the gradients of queries, keys and values, and
+        the kernel's buffers. Answers that share a prompt attend to it in a second call, with gathered inputs. Source:
+        ``mha_varlen_bwd`` in ``csrc/flash_attn/flash_api.cpp`` of flash-attn 2.8; torch has it as
         ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``. It allocates ``dq_accum`` [T + 128 n, H, D rounded up
         to 32, or to 64 above 128] and ``softmax_d`` [H, T + 128 n], fp32 both, and with fewer key heads ``dk_expanded`` and
         ``dv_expanded`` [T, H, D].
@@ -357,13 +372,13 @@ class Shapes:
     @property
     def plain_flash_backward_bytes(self) -> int:
         b, mlp = self.compute_bytes, 4 * self.mlp if self.settings.model.mlp_tiles is None else 0
-        freed = b * mlp + (4 + 2 * b) * self.hidden  # of the MLP, and of its norm
+        freed = b * mlp + (4 + 2 * b) * self.hidden  # what the MLP and its norm kept
         gradients = b * (self.hidden + self.heads * self.head_dim)  # of the state between attention and MLP, and of the output
-        # Everything but the MLP, and the kernel's buffers.
+        # What the block keeps without its MLP, these gradients, and the kernel's buffers.
         return self.block_bytes + self.tokens * (gradients - freed) + self._flash_calls(self.tokens)
 
     def _flash_calls(self, keys: int) -> int:
-        # Bytes of the larger call of flash attention's backward, including gradients that exist already.
+        # Bytes of the larger of the two calls of flash attention's backward, with gradients that exist already.
         query, key, b = self.heads * self.head_dim, self.kv_heads * self.key_copies * self.head_dim, self.compute_bytes
         round_to = 32 if self.head_dim <= 128 else 64
         rounded = -(-self.head_dim // round_to) * round_to
@@ -380,7 +395,7 @@ class Shapes:
 
     @property
     def norm_backward_bytes(self) -> int:
-        """What checkpointed blocks hold when the last block's backward reaches the norm of its queries."""
+        """Bytes of checkpointed blocks at the moment when the last block's backward reaches the norm of its queries."""
         b, query, key = self.compute_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim
         others = self.kept_on_device(self.layers - 1, 1)
         kept = (4 + 2 * b) * (self.hidden + query + key) + b * (query + key)
@@ -388,7 +403,7 @@ class Shapes:
         return others + self.tokens * (kept + passing) + b * (self.suffix_tokens * query + 2 * self.responses * self.hidden)
 
     def tiled_bytes(self, n: int) -> int:
-        """What an MLP in n tiles saves at its own backward, if its block is recomputed."""
+        """Bytes that an MLP in ``n`` tiles saves at its backward, if its block is recomputed."""
         wide = self.mlp * self.compute_bytes
         return round(6 * self.tokens * wide * (1 - 1 / n) - 2 * self.hidden * wide - self.input_bytes * (1 + 1 / n))
 
@@ -404,10 +419,10 @@ class Shapes:
 
     @property
     def block_bytes(self) -> int:
-        """A, of what a Qwen3 block keeps for its backward."""
+        """A, the bytes that a Qwen3 block keeps for its backward."""
         b, query, key, model = self.compute_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.settings.model
         if model.recompute_elementwise:
             return self.attention_bytes + (2 * self.tokens * self.mlp * b if model.mlp_tiles is None else 0)
-        norms = (4 + 2 * b) * (2 * self.hidden + query + key)  # of each input, norm and output the first is fp32
+        norms = (4 + 2 * b) * (2 * self.hidden + query + key)  # each norm keeps three tensors, its input in fp32
         kept = norms + b * (query + key + (4 * self.mlp if model.mlp_tiles is None else 0))
         return self.tokens * kept + self.exchanged_bytes

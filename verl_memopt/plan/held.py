@@ -1,6 +1,6 @@
-"""The bytes of one model on one device, for ``peaks.py``: what it holds at rest, and what its passes add.
+"""The bytes of one model on one device, for ``peaks.py``: at rest, and at the peak of each pass.
 
-What decoder blocks and logits hold comes from the knobs' own formulas. Every figure is an upper bound.
+The bytes of decoder blocks and of logits come from the knobs' formulas. Every figure is an upper bound.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from verl_memopt.observe.phase import MIB
 from verl_memopt.plan.formulas import Pass, Shapes
 
 SUM_BYTES = 4 * 2**22
-"""Bytes at most of what comes back to the device of a sum of gradients on the host: ``PIECE`` of ``grad_offload_torch``."""
+"""Largest piece in bytes of a gradient sum on the host that is copied back to the device: ``PIECE`` of ``grad_offload_torch``."""
 
 PACKED_TOKEN, PACKED_RESPONSE = 160, 96
-"""Bytes at most of a token's ids, positions and places in a pack, and of a response token's log-probs, advantages and so on."""
+"""Upper bounds in bytes: per token of a packed micro-batch its ids, positions and indices; per response token also its log-probs,
+advantages and similar values."""
 
 
 Kinds = Mapping[str, float]
@@ -34,12 +35,12 @@ Kinds = Mapping[str, float]
 
 @dataclass(frozen=True)
 class _Windows:
-    """Kind -> bytes at the moments of an update that may hold most: at the head, at a block, and at the end of a backward."""
+    """Kind -> bytes at three moments of an update that can be its peak: at the head, at a block, at the end of a backward."""
 
     kept: float
-    """Bytes of what all blocks keep."""
+    """Bytes that all blocks keep."""
     states: float
-    """The same with the states that the head reads."""
+    """Bytes that all blocks keep, and those of the states that the head reads."""
     head: dict[str, float]
     block: dict[str, float]
     end: dict[str, float]
@@ -47,7 +48,7 @@ class _Windows:
 
 @dataclass(frozen=True)
 class Held:
-    """One model of a run. In ``roles`` its sharding and knobs stand where the actor's and the policy's are."""
+    """One model of a run. ``roles`` has its sharding and knobs in the places of the actor's sharding and the policy's knobs."""
 
     part: str
     roles: ActorRolloutRef
@@ -58,9 +59,9 @@ class Held:
     has_logits: bool = True
     quantization: str = "none"
     whole: bool = False
-    """Its weights lie whole on each rank, where the engine computes with them too."""
+    """Each rank holds all weights, because its engine computes with them too."""
     replicas: int = 1
-    """Groups of ``ranks`` devices, each of which holds the whole model (HSDP)."""
+    """Number of groups of ``ranks`` devices. Each group holds the whole model (HSDP)."""
 
     @cached_property
     def fsdp(self) -> TrainedFsdp:
@@ -68,7 +69,7 @@ class Held:
 
     @property
     def params_count(self) -> int:
-        # A critic has a vector in place of the LM head.
+        # A critic has a value head, a vector and a bias, instead of the LM head.
         head = 0 if self.has_logits else self.size.hidden + 1 - (0 if self.size.tied else self.size.vocab * self.size.hidden)
         return self.size.params + head
 
@@ -97,7 +98,7 @@ class Held:
 
     @property
     def decode_scratch(self) -> float:
-        # Upper bound of the scratch of a quantised layer: its decoded weight, its codes' positions and its scales.
+        # Upper bound of the temporary bytes of a quantised layer: its decoded weight, the positions of its codes and its scales.
         return (2.25 + self.at_rest.compute_bytes) * self.size.hidden * self.size.widest if self.is_quantized else 0
 
     @property
@@ -106,7 +107,7 @@ class Held:
 
     @property
     def _alone(self) -> bool:
-        # Whether there is one device in all. With replicas FSDP2 gathers copies even of what is whole on each device.
+        # Whether the run has a single device. With replicas, FSDP2 gathers copies even of weights that are whole on each device.
         return self.ranks * self.replicas == 1
 
     @property
@@ -120,13 +121,13 @@ class Held:
         size, dtype = self.size, self.roles.actor.optim.state_dtype
         if not self.at_rest.state_bytes:
             return 0
-        # Each tensor has a step counter, and its part of the state begins at a multiple of 64 bytes.
+        # Each tensor has a step counter, and its state starts at a multiple of 64 bytes.
         tensors = 64 * 5 * (14 if self.adapters else 12) * (size.layers + 1)
         per_param = self.at_rest.state_bytes
         if dtype in MOST_BLOCK:
             rows = (size.hidden, size.mlp, size.heads * size.head_dim)
             blocks = [block_size(row, MOST_BLOCK[dtype]) for row in rows]
-            # A row that has no blocks keeps fp32 moments, as those of adapters do, and vectors with biases.
+            # These keep fp32 moments: rows that do not divide into blocks, adapters, and vectors such as biases.
             exact = bool(self.adapters) or None in blocks
             per_param = 8 if exact else 2 * ((1 if dtype == "int8" else 0.5) + 4 / min(block or 1 for block in blocks))
             per_param += self.at_rest.remainder_bytes
@@ -151,13 +152,13 @@ class Held:
 
     @cached_property
     def is_cast(self) -> bool:
-        """Whether FSDP2 gathers each unit to compute: with several ranks, two dtypes, or weights on the host."""
+        """Whether FSDP2 makes a copy of each unit to compute with: with several ranks, two dtypes, or weights on the host."""
         two_dtypes = self.at_rest.master_bytes != self.at_rest.compute_bytes and not self._base_rests_as_computed
         return not self.whole and (not self._alone or two_dtypes or self.fsdp.offload_policy)
 
     @cached_property
     def _matrices(self) -> tuple[int, int]:
-        """Elements of the vocabulary's matrices that the root unit gathers, and of the largest that is a unit of its own."""
+        """(Elements of the embedding and head matrices in the root unit, elements of the largest that is a separate unit)."""
         matrix, has_value_head = self.size.vocab * self.size.hidden, not self.has_logits
         tied = self.size.tied and not has_value_head
         if self.fsdp.own_units and not tied:
@@ -165,28 +166,29 @@ class Held:
         return matrix * (1 if tied or has_value_head else 2), 0
 
     def forward(self, work: Pass) -> dict[str, float]:
-        """Kind -> bytes at the peak of a pass without gradients, parameters included."""
+        """Kind -> bytes at the peak of a pass without gradients, with the parameters."""
         s, b = Shapes.of(self.size, self.roles, work, self.device), self.at_rest.compute_bytes
         h, query, key = s.hidden, s.heads * s.head_dim, s.kv_heads * s.head_dim
-        # Gate, up and their product; with adapters also what an adapter adds, and the sum. A norm computes in fp32.
+        # Gate, up and their product; with adapters also an adapter's output, and its sum with the layer's output. A norm computes
+        # in fp32.
         wide = 5 if self.roles.model.lora_rank else 3
         norm = 12 * work.tokens * max(h, query)
         if self.roles.model.recompute_elementwise:
             norm = 0 if s.compiles else min(norm, 12 * TILE_ELEMENTS[self.device])
         attention = b * work.tokens * (3 * h + (2 + wide) * query // 2 + 4 * key + 2 * s.head_dim)
         if s.flash:
-            # Two states, the product, queries and keys turned, and the output. Answers that share prompts have queries, or a
-            # second output, of their own, and merge two.
+            # Two states, the product, rotated queries and keys, and the output. Answers that share a prompt also have separate
+            # queries or a second output, and two outputs are merged.
             shares = self.roles.actor.use_prefix_grouper and not self.size.slides
             answers = min(work.responses, work.tokens) if shares else 0
             attention = b * work.tokens * (2 * h + (3 + wide) * query // 2 + 3 * key + 2 * s.head_dim) + 2 * b * answers * query
         elif self.device == "cuda":
-            # Of the key heads of a call: queries and keys turned, keys and values repeated for query heads, and the output.
+            # For the key heads of one call: rotated queries and keys, keys and values repeated for query heads, and the output.
             query_elements = query // (s.kv_heads * s.key_copies)
             turned = s.efficient_heads() * (4 * query_elements + s.head_dim)
             attention = b * work.tokens * (2 * h + 2 * query + 2 * key + 2 * s.head_dim + s.sequence_ranks * turned)
         attention = max(attention + (norm if self.size.qk_norm else 0), 2 * b * work.tokens * h + norm)
-        # Also the state before the block, and rotary tables.
+        # The MLP's peak also has the state before the block, and rotary tables.
         mlp = b * work.tokens * (4 * h + wide * s.mlp + 2 * s.head_dim)
         block = max(mlp, attention) + self._prefixes(work, b)
         block += self.decode_scratch
@@ -200,7 +202,8 @@ class Held:
 
     @property
     def _streamed(self) -> tuple[float, float]:
-        # Bytes of streamed parameters at a block (two blocks) and at the head (a vocabulary matrix); the final norm in both.
+        # (bytes of streamed parameters at a block, bytes of them at the head): two blocks, or the head's matrix, and the final
+        # norm.
         per_param, hidden, vocab = self.at_rest.master_bytes, self.size.hidden, self.size.vocab
         matrices = vocab * hidden * (1 if self.size.tied or not self.has_logits else 2)
         blocks = self.params - per_param * matrices
@@ -210,7 +213,7 @@ class Held:
         if not self.is_cast:
             return [{"activations": block}, head]
         (root, own), unit, stay, first = self._gathered_matrices, self._unit, self._stay, self._first_stays
-        # A head that stays gathered is there in the next micro-batch too.
+        # A head that stays gathered also exists during the blocks of the next micro-batch.
         stays = own if stay and self.has_logits else 0
         if not self._alone:
             blocks = {"activations": block, "gathered parameters": stay + first + root + stays + 2 * unit}
@@ -237,7 +240,7 @@ class Held:
 
     @property
     def _passing(self) -> float:
-        # Scratch of a matrix from the host while it is cast into the gathered one; on one rank other casts are in place.
+        # Temporary bytes of a matrix from the host while it is cast into the gathered matrix. On one rank other casts need none.
         per_param = self.at_rest.compute_bytes + self.at_rest.master_bytes
         return per_param * self.size.vocab * self.size.hidden if self.fsdp.offload_policy else 0
 
@@ -261,19 +264,19 @@ class Held:
         return logit_bytes(s, update) + (4 * chunk * min(s.vocab, 4096) if entropy else 0)
 
     def update(self, work: Pass, exact_ratio: bool) -> dict[str, float]:
-        """Kind -> bytes at the peak of an update, parameters and gradients included, optimizer moments not.
+        """Kind -> bytes at the peak of an update, with parameters and gradients, without optimizer moments.
 
-        ``exact_ratio``: the update has old log-probs, so that a loss of sequences computes its gradient in backward.
+        ``exact_ratio``: the update gets old log-probs, so a loss over sequences computes its gradient in the backward.
         """
         s = Shapes.of(self.size, self._with_kept(work), work, self.device)
-        if not exact_ratio:  # strictly on-policy, where whole rows of logits exist
+        if not exact_ratio:  # the update may be strictly on-policy, and then whole rows of logits exist
             s = replace(s, settings=replace(s.settings, actor=replace(s.settings.actor, policy_loss=PolicyLoss())))
         windows = self._update_windows(s, work)
         grads = 0 if self.fsdp.offload_policy else s.gradient_bytes * self.learning
         if self.roles.actor.optim.in_backward and not self.adapters and not self.is_cast:
             grads = min(grads, s.gradient_bytes * 2 * max(s.vocab * s.hidden, s.block_params))
         if self.fsdp.grad_offload:
-            # FSDP2 reduces both matrices of the vocabulary together where they are no units of their own.
+            # FSDP2 reduces embedding and head together if they are not separate units.
             at_once = (self.is_cast or self.whole) and tile_params(s, self.ranks) is None
             matrices = max(*self._matrices, s.vocab * s.hidden) if at_once else matrix_params(s, self.ranks)
             passing = s.block_params + max(s.block_params, matrices)
@@ -283,9 +286,10 @@ class Held:
         whole = {"grads": grads}
         if not work.alone:
             return sum_kinds(largest([*windows]), held, whole)
-        # Gradients come block by block while what blocks keep goes, so the peak is at one end: at the last block, or the first.
+        # In a backward, gradients grow block by block while the blocks' kept tensors are freed. So the peak is at one of the two
+        # ends: at the last block, where the backward starts, or at the first block.
         matrix = 0 if self.adapters else s.gradient_bytes * matrix_params(s, self.ranks) / self.ranks
-        if self._reduces_alone:  # a head that is no unit of its own is reduced with the embedding
+        if self._reduces_alone:  # a head that is not a separate unit is reduced with the embedding
             matrix = s.gradient_bytes * (self._matrices[1] if self.has_logits else 0)
         first = dict(top) | {
             "activations": top["activations"] - s.kept_bytes * (s.layers - 1 if s.settings.model.in_flight is None else 0)
@@ -294,7 +298,7 @@ class Held:
             sum_kinds(head, {"grads": min(grads, matrix)}),
             sum_kinds(top, {"grads": min(grads, matrix + 2 * s.gradient_bytes * s.block_params / self.ranks)}),
         ]
-        # One rank reduces a matrix of the vocabulary last. In fp32 its gradient then is the second of the reduction's buffers.
+        # A single rank reduces a matrix of the vocabulary last. In fp32 its gradient is also the second buffer of the reduction.
         last = s.gradient_bytes * max(self._matrices) if self._reduces_alone else 0
         end, step = later
         at_end = grads - last if s.gradient_bytes == 4 else grads
@@ -303,19 +307,19 @@ class Held:
 
     @property
     def _reduces_alone(self) -> bool:
-        # Whether FSDP2 "reduces" gradients on a single rank: it copies them in the wider dtype, twice.
+        # Whether FSDP2 runs its reduction on a single rank. It then copies the gradients twice in the wider dtype.
         away = self.fsdp.offload_policy or self.fsdp.grad_offload
         return self.is_cast and self._alone and not self.adapters and not away
 
     def _with_kept(self, work: Pass) -> ActorRolloutRef:
-        # Settings whose formulas bound what blocks keep. Tensors below the offload's minimum size stay on the device.
+        # Return settings for which the formulas are upper bounds. Tensors below the offload's minimum size stay on the device.
         model = self.roles.model
         offloads = model.enable_activation_offload
         x = work.tokens * self.size.hidden * self.at_rest.compute_bytes
         if offloads and x < model.activation_offload_min_bytes:
             model = replace(model, enable_activation_offload=False)
         if model.checkpointing in ("selective", "every_n"):
-            # Every block, or all but some, keeps more than its input.
+            # Every block, or every block that is not checkpointed, keeps more than its input.
             model = replace(model, enable_gradient_checkpointing=False)
         return replace(self.roles, model=model)
 
@@ -335,7 +339,7 @@ class Held:
             block={"activations": self._block_bytes(s, work) + self.decode_scratch + prefixes + lows},
             end={"activations": 2 * s.input_bytes + prefixes},
         )
-        # Over several micro-batches whole gradients are summed, and reduced at the last.
+        # With gradient_sync=last, unsharded gradients are summed over the micro-batches, and reduced after the last one.
         summed = self.fsdp.gradient_sync == "last" and not work.alone
         if self.is_cast and self._alone:
             windows = self._cast_by_one(s, windows, summed)
@@ -346,12 +350,12 @@ class Held:
         return [windows.head, windows.block, windows.end, {"optimizer scratch": self._step_scratch}]
 
     def _cast_by_one(self, s: Shapes, windows: _Windows, summed: bool) -> _Windows:
-        # Add what FSDP2 casts and reduces on one rank. A unit's reduced gradients stay until the next reduction.
+        # Add the copies that FSDP2 makes on a single rank. The buffers of one reduction stay until the next reduction.
         b, (root, own), trained = s.compute_bytes, self._matrices, not self.adapters
         root_size, _, matrix_size, tile = self._whole_gradients
         grads, reduce = (b, 4) if trained else (0, 0)
         stay, first = self._stay, self._first_stays
-        # Each whole gradient takes the place of the one that it becomes.
+        # An unsharded gradient occupies the memory of the gradient that it becomes, so only the difference counts.
         whole = max((4 - s.master_bytes) * self.learning, 0) if summed else 0
         head_alone = own if self.has_logits and tile is None else 0
         before = reduce * max(head_alone, s.block_params)
@@ -367,14 +371,14 @@ class Held:
         }
         block = {**largest([windows.block | {"collective buffers": before}, reduction]), **gathered}
         block["whole gradients"] = grads * (root_size + s.block_params) + whole
-        if head_alone and trained:  # it is reduced while all that blocks keep is there
+        if head_alone and trained:  # it is reduced while all blocks' kept tensors exist
             at_head = {"activations": windows.states, "collective buffers": 2 * reduce * own, **gathered}
             block = dict(largest([block, at_head | {"whole gradients": grads * own + whole}]))
 
         end = windows.end | {"gathered parameters": b * (root + own), "whole gradients": grads * matrix_size + whole}
         end["collective buffers"] = 2 * reduce * matrix_size
         if self._reduces_alone and not summed:
-            # All are gone when they are reduced, as what was gathered is.
+            # When they are reduced, the unsharded gradients and the gathered parameters are freed already.
             adding = {"whole gradients": grads * max(root, own), "collective buffers": reduce * s.block_params}
             end = dict(largest([end | adding, end | {"gathered parameters": 0, "whole gradients": 0}]))
         return replace(windows, head=head, block=block, end=end)
@@ -392,7 +396,7 @@ class Held:
         if self.adapters:
             gathered, buffers, gradients = max(stay, 2 * unit), 2 * unit, whole
         else:
-            # As fake runs of FSDP2 over several ranks have it; the input of the head's reduction is still alive.
+            # These numbers are from runs of FSDP2 on fake tensors. The input of the head's reduction is still alive here.
             gathered, gradients = max(stay, unit), grads * (root_size + s.block_params) + whole
             buffers = 4.5 * s.block_params + 4 * (own if tile is None else 0)
         block = windows.block | {"gathered parameters": b * root + first + gathered, "collective buffers": buffers}
@@ -403,11 +407,11 @@ class Held:
     def _reduced_by_ranks(self, s: Shapes, windows: _Windows, summed: bool) -> _Windows:
         root_size, head_size, matrix_size, tile = self._whole_gradients
         size, per_block = s.compute_bytes, float(s.block_params)
-        # Adapters have the masters' dtype, and lie in blocks only.
+        # Adapters have the dtype of the master weights, and exist only in blocks.
         if self.adapters:
             size, per_block, root_size, head_size, matrix_size = s.master_bytes, self.adapters / s.layers, 0, 0, 0
         whole = size * self.learning * self.ranks if summed else size * root_size
-        # The root's gradients stay whole to the end of a backward.
+        # The root unit's gradients stay unsharded until the end of a backward.
         head = windows.head | {"whole gradients": whole + size * head_size} | ({} if tile is None else self._reduction(tile))
         at_head = {"activations": windows.states, **self._reduction(head_size), "whole gradients": whole + size * head_size}
         block = windows.block | self._reduction(per_block) | {"whole gradients": whole + size * per_block}
@@ -416,16 +420,16 @@ class Held:
 
     @property
     def _whole_gradients(self) -> tuple[int, int, int, int | None]:
-        """Elements of unsharded gradients: the root's (until backward ends), the head's, and those of the last reduction.
+        """Elements of unsharded gradients: (root unit until the backward ends, head, last reduction, tile of the vocabulary).
 
-        The fourth number is the size of a tile of the vocabulary; None = the vocabulary's gradients are not tiled.
+        The fourth is None if the gradients of the embedding and the head are not tiled.
         """
         root, own = self._matrices
         tile = None if self.adapters else tile_params(self.at_rest, self.ranks)
         return (root, own, max(root, own), None) if tile is None else (0, tile, tile, tile)
 
     def _low_bytes(self, s: Shapes) -> float:
-        # What adapters keep: the input of each, and with selective checkpointing their products.
+        # Bytes that adapters keep: the low-rank input of each, and with selective checkpointing their outputs.
         model = self.roles.model
         if not self.adapters:
             return 0
@@ -435,8 +439,8 @@ class Held:
         return s.tokens * s.compute_bytes * kept
 
     def _block_bytes(self, s: Shapes, work: Pass) -> float:
-        # Activations at a block's backward: the larger of all answers sharing prompts and none doing so.
-        # A micro-batch with fewer responses leaves out more.
+        # Activations at a block's backward. The larger of two cases counts: all answers share prompts, or none does. And with
+        # fewer responses in a micro-batch, a pruned block skips more tokens.
         least = max(work.tokens - work.responses, 0) if self.size.prunes else 0
         most = max(work.tokens - 1, 0) if least else 0
         cases = [replace(s, suffix_tokens=answers, skipped=left) for answers in (0, work.responses) for left in (least, most)]
@@ -444,7 +448,7 @@ class Held:
         model, wide = s.settings.model, 2 * max(s.mlp, s.heads * s.head_dim)
         adapted = work.tokens * s.compute_bytes * wide if self.adapters else 0
         if model.recompute_elementwise and s.flash and model.block_tile_tokens is None:
-            # Adapters add to wide tensors at the MLP, where flash attention holds nothing.
+            # Adapters add to the wide tensors of the MLP, and flash attention holds nothing at that time.
             return max(block, s.kept_on_device(s.layers - 1) + s.mlp_bytes(work.tokens) + adapted)
         return block + adapted
 
@@ -469,7 +473,7 @@ class Held:
             return 0
         moment_scratch = 4 * optim.num_moments if optim.moment_bytes(width(self.fsdp.model_dtype)) != 4 else 0
         copies = 8 if moment_scratch or s.master_bytes != 4 else 0
-        # Weights that compute in half precision are compared before and after: both, and whether they differ.
+        # Weights in half precision are compared before and after the step: two copies, and a mask of the differences.
         copies += 5 if s.compute_bytes == 2 and not self.adapters else 0
         passing = s.state_bytes if self.fsdp.optimizer_offload else 0
         passing += s.gradient_bytes if self.fsdp.grad_offload else 0

@@ -1,4 +1,4 @@
-"""What the search of ``verl-memopt fit`` may set: each knob with a row in the ladder, and sizes that only the run knows."""
+"""The settings that the search of ``verl-memopt fit`` may change: the knobs of the ladder, and sizes that depend on the run."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ BUDGETS = (
     BUDGET, f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", f"{_AR}.ref.log_prob_max_token_len_per_gpu",
     "critic.ppo_max_token_len_per_gpu", "critic.forward_max_token_len_per_gpu",
 )  # fmt: skip
-"""Tokens of a micro-batch in each pass."""
+"""Keys of the largest number of tokens per micro-batch, for each pass."""
 UPDATES = (BUDGET, "critic.ppo_max_token_len_per_gpu")
 SHARES = tuple(percent / 100 for percent in range(95, 15, -5))
-"""Shares of the card that are tried for the engine."""
+"""The shares of the card's memory that are tried for the engine."""
 RANKS = (16, 8, 4)
-"""Ranks of adapters that are tried."""
+"""The LoRA ranks that are tried."""
 
 Keys = Mapping[str, Any]
 
@@ -47,43 +47,44 @@ class Level:
 
 
 AS_IS = Level("", {})
-"""The run's own values."""
+"""The level that keeps the run's values."""
 
 
 @dataclass(frozen=True)
 class Lever:
     levels: tuple[Level, ...]
-    """The run's own state first, then others. If the lever is not a choice, each level holds less and takes more time."""
+    """First the run's values, then others. If ``is_choice`` is false, each level needs less memory and more time than the one
+    before."""
     cost: int
-    """How much time it takes, relative to other levers. Levers that change numbers have the highest cost."""
+    """How much time the lever costs, compared with other levers. Levers that change numbers have the highest costs."""
     is_choice: bool = False
-    """Which level holds the least depends on other levers, so each is tried."""
+    """Which level needs the least memory depends on the other levers, so every level is tried."""
 
 
 def levers_of(settings: Settings, size: ModelSize, host_is_bounded: bool) -> tuple[Lever, ...]:
-    """Return what may be set, in the order in which values win: of two levers that set one key, the later one does.
+    """Return the levers of a run. If two levers set the same key, the later one wins.
 
-    ``host_is_bounded``: what moves to the host may be too much there, so each such knob is a choice.
+    ``host_is_bounded``: host memory has a limit. Offloading to the host may then be too much, so each offload is a choice.
     """
     made = (*_passes(settings, size), *_engine(settings, size), *_weights(settings, host_is_bounded), *_lossy(settings, size))
     return tuple(lever for candidate in made if (lever := _useful(settings, candidate)) is not None)
 
 
 def _useful(settings: Settings, lever: Lever) -> Lever | None:
-    # Keep the levels of a lever that differ from the run's own state and from each other; None if there are none.
+    # Keep the levels of a lever that differ from the run's values and from each other; return None if there are none.
     kept: list[Level] = [AS_IS]
     differing = [{key: value for key, value in level.keys.items() if value_at(settings, key) != value} for level in lever.levels]
-    # Where the run is at a level already, those before it hold more.
+    # If the run already has the values of a level, the levels before it need more memory.
     own = max((at for at, keys in enumerate(differing) if not keys), default=-1)
     for level, keys in list(zip(lever.levels, differing, strict=True))[0 if lever.is_choice else own + 1 :]:
         if keys and keys not in [dict(kept_level.keys) for kept_level in kept]:
-            # Keys that the run has already stay, as a later lever may set one otherwise.
+            # Keep also the keys that have this value already, because an earlier lever may set them to another value.
             kept.append(Level(level.knob, level.keys, level.changes_numbers))
     return Lever(tuple(kept), lever.cost, lever.is_choice) if len(kept) > 1 else None
 
 
 def _row(settings: Settings, name: str, changes_numbers: bool = False) -> Level:
-    # The level that a row of the ladder switches on, for the critic too.
+    # Return the level that a row of the ladder switches on, also for the critic.
     row = knob_named(name).row
     assert row is not None, name
     return Level(name, _with_critic(settings, dict(_parsed(row.on))), changes_numbers)
@@ -106,17 +107,18 @@ def _levels(settings: Settings, knob: str, key: str, values: Iterable[Any]) -> t
 
 
 def _below(value: float | None, steps: Sequence[int]) -> list[int]:
-    # None = no limit, which is above all numbers.
+    # None = no limit, so all steps are below it.
     return [step for step in steps if value is None or step < value]
 
 
-# What a pass holds: activations and logits.
+# Levers for the memory of a pass: activations and logits.
 
 
 def _passes(settings: Settings, size: ModelSize) -> Iterator[Lever]:
     model = settings.actor_rollout_ref.model
     yield Lever(_levels(settings, "chunked_logprob", f"{_MODEL}.logprob_chunk_tokens", _chunks(model.logprob_chunk_tokens)), 2)
-    # Recomputed values and pruned blocks have other tiles and copies, and a prompt whose group is cut is carried on.
+    # These are choices, because each of them can also need more memory: recomputed values and pruned blocks have other tiles and
+    # copies, and a shared prompt is kept for later micro-batches if its group is split.
     for cost, knob, key in (
         (1, "recompute_elementwise", f"{_MODEL}.recompute_elementwise"),
         (1, "prune_last_block", f"{_MODEL}.prune_last_block"),
@@ -151,7 +153,7 @@ def _chunks(present: int) -> list[int]:
 
 
 def _budgets(settings: Settings) -> Iterator[Lever]:
-    # Caps of micro-batches, down to the longest row: of updates, and of passes without gradients.
+    # Levers for the largest number of tokens per micro-batch, down to the longest row: one for updates, one for other passes.
     longest, devices = longest_sample(settings), num_devices(settings)
     read = [key for key in BUDGETS if has_critic(settings) or not key.startswith("critic.")]
     read = [key for key in read if needs_reference(settings) or ".ref." not in key]
@@ -182,7 +184,7 @@ def _dynamic(settings: Settings) -> Keys:
     return {DYNAMIC: True, "critic.use_dynamic_bsz": True} if has_critic(settings) else {DYNAMIC: True}
 
 
-# What the engine holds.
+# Levers for the memory of the engine.
 
 
 def _engine(settings: Settings, size: ModelSize) -> Iterator[Lever]:
@@ -202,14 +204,14 @@ def _engine(settings: Settings, size: ModelSize) -> Iterator[Lever]:
         sizes = [rollout.kv_cache_memory_gb / part for part in (2, 4, 8, 16, 32)]
         yield Lever(_levels(settings, "rollout_memory", CACHE, sizes), 3)
     elif rollout.kv_cache_memory_gb != AUTO:
-        # Too large a share leaves no room for what lies beside, too small a one none for the cache.
+        # A share can be too large, with no room for the trainer, or too small, with no room for the KV cache.
         yield Lever(_levels(settings, "rollout_memory", SHARE, SHARES), 3, is_choice=True)
     parts = [ranks for ranks in range(2, devices + 1) if devices % ranks == 0 and size.heads % ranks == 0]
     key = f"{_ROLLOUT}.tensor_model_parallel_size"
     yield Lever(_levels(settings, "rollout_memory", key, [1, *parts] if devices > 1 else []), 6, is_choice=True)
 
 
-# Where weights, gradients and moments lie.
+# Levers for the place of weights, gradients and optimizer moments.
 
 
 def _weights(settings: Settings, host_is_bounded: bool) -> Iterator[Lever]:
@@ -246,7 +248,8 @@ def _weights(settings: Settings, host_is_bounded: bool) -> Iterator[Lever]:
 
 
 def _homes(settings: Settings) -> Iterator[Level]:
-    # The policy's weights may be the engine's own, on the host between their phases, or always on the host.
+    # The policy's weights can be shared with the engine, be on the host between their phases, stay on the device, or always be on
+    # the host.
     share, native = f"{_ROLLOUT}.share_weights", f"{_ACTOR}.fsdp_config.offload_policy"
     settled = {share: "auto"} if settings.actor_rollout_ref.rollout.share_weights is True else {}
     yield Level("shared_weights", {share: True, ACTOR_KEY: False, native: False})
@@ -256,7 +259,7 @@ def _homes(settings: Settings) -> Iterator[Level]:
     yield Level("native_offload", _with_critic(settings, {**keys, native: True, **settled}))
 
 
-# What changes numbers: half precision, moments in 8 bits, adapters, quantised models.
+# Levers that change numbers: half precision, moments in 8 bits, adapters, quantised models.
 
 
 def _lossy(settings: Settings, size: ModelSize) -> Iterator[Lever]:

@@ -1,4 +1,4 @@
-"""What ``verl-memopt knobs`` prints: a table of all knobs, or one knob in full."""
+"""The output of ``verl-memopt knobs``: a table of all knobs, or the full text of one knob."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.table import Table
 from verl_memopt.memory.knob import PARTS, Knob, in_yaml, knobs, text_of
 
 WIDE = 120
-"""Columns of a terminal that has room for the table of knobs."""
+"""Least width of a terminal, in characters, for which the table of knobs is printed. Below it, knobs are printed as a list."""
 
 
 def print_knobs(console: Console) -> None:
@@ -44,9 +44,10 @@ def print_knobs(console: Console) -> None:
             )
             console.print((f"  saves {amount} MiB; " if amount else "  ") + f"costs: {escape(cost)}", highlight=False)
         console.print("\nKeys are below actor_rollout_ref.", highlight=False)
-    console.print(f"Saves: measured on {example().work}.", highlight=False)
+    console.print(f"The savings were measured on {example().work}.", highlight=False)
     console.print(
-        "One knob in full: verl-memopt knobs NAME. On your model: verl-memopt knobs --measure --model FOLDER.", highlight=False
+        "For one knob in full: verl-memopt knobs NAME. For savings on your model: verl-memopt knobs --measure --model FOLDER.",
+        highlight=False,
     )
 
 
@@ -75,9 +76,9 @@ def _plain(text: str) -> str:
     return text.replace("``", "")
 
 
-# What each knob saved in one measured ladder.
+# The savings of each knob in one measured ladder, stored in ``example.json``.
 #
-# ``python -m verl_memopt.plan.list_knobs LADDER.json`` prints ``verl_memopt/plan/example.json`` anew.
+# ``python -m verl_memopt.plan.list_knobs LADDER.json`` prints the new content of that file for another ladder.
 
 MIB = 2**20
 _FILE = Path(__file__).with_name("example.json")
@@ -95,7 +96,7 @@ class Example:
     work: str
     """Model and batch, in words."""
     savings: dict[str, Saved]
-    """Name of a knob -> its largest saving, which may be 0 or less; a knob without a formula is left out."""
+    """Name of a knob -> its largest saving, which may be 0 or negative. Knobs without a formula are missing."""
 
 
 @cache
@@ -105,7 +106,7 @@ def example() -> Example:
 
 
 def example_of(ladder: dict[str, Any]) -> Example:
-    """Convert a ladder as written by ``verl-memopt knobs --measure --json``."""
+    """Convert a ladder that ``verl-memopt knobs --measure --json`` wrote."""
     work = ladder["work"]
     words = (
         f"{ladder['model']}, {work['rows']} rows of {work['prompt']} + {work['response']} tokens that share a prompt; "

@@ -1,8 +1,8 @@
-"""Predict how many bytes a run holds on each device, phase by phase, from its settings and the sizes of its models.
+"""Predict the bytes of a run on each device in each phase, from its settings and the sizes of its models.
 
-Needs neither weights nor a device. ``held.py`` says what one model holds; here are the engine and the phases of a step. Every
-figure is an upper bound: rows have their longest lengths, and a token budget is full. On a GPU come the CUDA context, CUDA
-graphs and what torch's allocator reserves.
+No weights and no device are needed. ``held.py`` has the bytes of one model; this file adds the engine and the phases of a step.
+Every figure is an upper bound: all rows have the largest lengths, and micro-batches are full. On a GPU the CUDA context, CUDA
+graphs and memory that torch's allocator only reserves are added.
 """
 
 from __future__ import annotations
@@ -31,34 +31,38 @@ from verl_memopt.plan.formulas import Pass
 from verl_memopt.plan.held import Held, Kinds, largest, sum_kinds
 
 CONTEXT = round(1.3 * GIB)
-"""Of a process on a GPU beside torch's allocator: CUDA context, libraries, what a sleeping engine keeps (reported by others)."""
+"""GPU bytes of a process outside torch's allocator: CUDA context, libraries, rest of a sleeping engine (reported by others)."""
 GRAPHS = round(0.7 * GIB)
-"""CUDA graphs of the engine, which do not sleep (0.4 to 1 GiB, reported by others); none with ``enforce_eager``."""
+"""Bytes of the engine's CUDA graphs, which stay while it sleeps (0.4 to 1 GiB, reported by others); 0 with ``enforce_eager``."""
 RESERVED = 0.14
-"""What torch's allocator reserves on a GPU beyond what lives (simulated for a model of 0.6 billion parameters, checkpointed)."""
+"""Bytes that torch's allocator reserves on a GPU but does not use, as a share of the live bytes.
+
+It was simulated for a model of 0.6 billion parameters with gradient checkpointing.
+"""
 CPU_KV_GIB = 1.0
-"""KV cache of vLLM on a CPU where ``kv_cache_memory_gb`` is not set."""
+"""GiB of vLLM's KV cache on a CPU if ``kv_cache_memory_gb`` is null."""
 OTHER = 2**17
-"""Small tensors of all kinds: rotary frequencies, counters, seeds, indices of tokens."""
+"""Bytes of small tensors of all kinds: rotary frequencies, counters, seeds, indices of tokens."""
 CHECK_TOKENS, CHECK_RESPONSES = 80, 48
-"""Tokens of the forwards that compare packed rows when a model is built (``model/packing_check.py``), and answers of them."""
+"""Tokens, and response tokens among them, of the forwards that check packing when a model is built
+(``model/packing_check.py``)."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The models of a run. None means the policy's size, or no such model."""
+    """The sizes of a run's models. None means that the model has the policy's size or that the run has no such model."""
 
     policy: ModelSize
     reference: ModelSize | None = None
     critic: ModelSize | None = None
     student: ModelSize | None = None
-    """Of the model that scores."""
+    """Size of the model that scores: reward model or student."""
     further: tuple[ModelSize, ...] = ()
-    """Of further reward models."""
+    """Sizes of the further reward models."""
 
 
 CERTAIN = ("params", "rollout weights", "grads", "optimizer")
-"""Kinds of bytes that no length and no budget makes smaller."""
+"""Kinds of bytes that do not depend on lengths and token budgets."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,9 @@ class Peaks:
     host: Mapping[str, int]
     """Kind -> bytes that rest on the host."""
     kv_tokens: int
-    """Tokens that the KV cache of one engine holds."""
+    """Number of tokens for which one engine's KV cache has room."""
     pool_hosts: Mapping[str, int] = field(default_factory=dict)
-    """Role with devices of its own -> all that rests on the host of one of its processes. Its phases are among ``phases``."""
+    """Role with a resource pool -> bytes on the host of each of its processes. The role's phases are in ``phases``."""
 
     @cached_property
     def totals(self) -> dict[str, int]:
@@ -79,7 +83,7 @@ class Peaks:
     @property
     def binding(self) -> str:
         totals = self.totals
-        # A phase of the step wins a tie against the start.
+        # If the start and a phase of the step are equal, name the phase of the step.
         return max(totals, key=lambda phase: (totals[phase], phase != "init"))
 
     @property
@@ -96,22 +100,23 @@ class Peaks:
 
 
 POOL_PHASES: dict[str, tuple[str, ...]] = {"critic": CRITIC_PHASES, "reward_model": ("reward",)}
-"""Role that may have devices of its own -> the phases that no other role has."""
+"""Role that can have a resource pool -> the phases that only this role has."""
 SHARED_PHASES: dict[str, tuple[str, ...]] = {"critic": ("init", "save_checkpoint"), "reward_model": ("init",)}
-"""Such a role -> its phases that other roles have too."""
+"""Role that can have a resource pool -> its phases that other roles have too."""
 
 
 def predict(
     settings: Settings, sizes: Sizes, phases: Collection[str], device: str = "cuda", card_bytes: int | None = None
 ) -> Peaks:
-    """Return an upper bound of the bytes that ``phases`` hold on one device.
+    """Return upper bounds of the bytes on one device in each of ``phases``.
 
-    On a CPU only live bytes count, as its tracker and ``memory.device_limit_gb`` count them. vLLM takes its share of
-    ``card_bytes``, the device's size; None = the run has no such engine.
+    On a CPU only the bytes of live tensors count, as in ``memory.device_limit_gb``.
+
+    ``card_bytes``: size of the device, of which vLLM takes a share; None = no engine needs it.
     """
     prediction = _Prediction(settings, sizes, device, card_bytes)
     if settings.actor_rollout_ref.rollout.kv_cache_memory_gb == AUTO:
-        # The worker asks a GPU what it has free, and a context is there already by then.
+        # The worker reads the free memory of a GPU when its CUDA context exists already.
         free = (card_bytes or 0) - (CONTEXT if device == "cuda" else 0)
         left = free - bytes_beside_cache(settings, sizes, phases, device)
         prediction = replace(prediction, left_for_cache=max(left, 0))
@@ -119,16 +124,17 @@ def predict(
 
 
 def on_one_machine(settings: Settings, peaks: Peaks) -> tuple[int, int]:
-    """Return (processes, host bytes) of a run whose roles all share one machine, including roles with their own devices."""
+    """Return (number of processes, their host bytes) of one machine, if roles with a resource pool are on the same machine."""
     bytes_per_process = {"trainer": peaks.host_bytes, **peaks.pool_hosts}
     processes = {section: value_at(settings, f"{section}.n_gpus_per_node") for section in bytes_per_process}
     return sum(processes.values()), sum(number * bytes_per_process[section] for section, number in processes.items())
 
 
 def bytes_beside_cache(settings: Settings, sizes: Sizes, phases: Collection[str], device: str) -> int:
-    """Return the most that a run with ``kv_cache_memory_gb=auto`` holds beside its KV cache, over the phases that have the cache.
+    """Return the largest number of bytes beside the KV cache, over the phases in which the cache exists.
 
-    Arguments are as in :func:`predict`. An engine that sleeps has its cache only in rollout and validation.
+    It is for runs with ``kv_cache_memory_gb=auto``. If the engine sleeps, the cache exists only in rollout and validation.
+    Arguments are as in :func:`predict`.
     """
     empty = _Prediction(settings, sizes, device, None)
     totals = empty.own_peaks(phases).totals
@@ -147,7 +153,7 @@ class _Prediction:
     left_for_cache: int = 0
     """Bytes of the KV cache with ``kv_cache_memory_gb=auto``."""
     pool: Literal["critic", "reward_model"] | None = None
-    """The role whose own devices are predicted. None = those of the policy, and of all roles that have none of their own."""
+    """Role whose resource pool is predicted; None = the devices of the policy and of all roles without a pool."""
 
     def peaks(self, phases: Collection[str]) -> Peaks:
         peaks, hosts = self.own_peaks(phases), dict[str, int]()
@@ -167,11 +173,11 @@ class _Prediction:
         graphs = GRAPHS if on_gpu and not eager and self.roles.rollout.name == "vllm" else 0
         for phase, kinds in found.items():
             if on_gpu:
-                # The engine's share has its own context, graphs and reserve in it.
+                # vLLM's share of the device includes the context, the graphs and the reserve.
                 generates = phase in ("gen", "testing") or (phase == "init" and "engine" in kinds)
                 in_share = generates and self.roles.rollout.name == "vllm"
                 live = sum(num_bytes for kind, num_bytes in kinds.items() if kind not in ("kv", "rollout weights", "engine"))
-                # Weights that the trainer shares lie in the engine's own memory, which it takes once.
+                # Shared weights are in memory that the engine allocates once, outside of the trainer's allocator.
                 in_engine = min(kinds.get("params", 0), self.shared_weights)
                 kinds["allocator"] = RESERVED * (live - in_engine)
                 if not in_share:
@@ -249,7 +255,7 @@ class _Prediction:
         else:
             apart = own_pools(self.settings)
             others = [model for role, models in own.items() if role not in apart for model in models]
-            # In the order in which a worker builds them.
+            # A worker builds the models in this order.
             held = [self.policy, self.reference, *others]
         return [model for model in held if model is not None]
 
@@ -267,12 +273,12 @@ class _Prediction:
         rollout, vllm = self.roles.rollout, self.roles.rollout.name == "vllm" and self.device == "cuda"
         weights = self.shared_weights or width(rollout.dtype) * self.sizes.policy.params / rollout.tensor_model_parallel_size
         rank, size = self.roles.model.lora_rank, self.sizes.policy
-        weights += size.layers * 4 * 512 * width(rollout.dtype) if self._packed else 0  # what bytes of codes stand for
-        if rank and self.shares:  # the engine's places for adapters of a base that it shares; vLLM's embedding and head have some
+        weights += size.layers * 4 * 512 * width(rollout.dtype) if self._packed else 0  # placeholders of quantised layers
+        if rank and self.shares:  # room in the engine for adapters of the shared base; in vLLM also for its embedding and head
             matrices = 2 * (size.vocab + size.hidden) if rollout.name == "vllm" else 0
             places = slot_rank(rank) if rollout.name == "vllm" else rank
             weights += width(rollout.dtype) * places * (self.policy.adapters / rank + matrices)
-        # The sampler sleeps and wakes with the weights.
+        # The sampler's buffers are freed and allocated together with the weights.
         return weights + (sampler_bytes(rollout.max_num_seqs, size.vocab) if vllm else 4096)
 
     @cached_property
@@ -300,10 +306,10 @@ class _Prediction:
 
     @property
     def _scratch(self) -> float:
-        # Activations and logits of one vLLM step, in bytes.
+        # Bytes of the activations and logits of one step of vLLM.
         size, rollout = self.sizes.policy, self.roles.rollout
         step = rollout.max_num_batched_tokens * (2 * size.hidden + 3 * size.mlp) * width(rollout.dtype)
-        decode_scratch = 2 * self.policy.decode_scratch if self._packed else 0  # gate and up are one layer
+        decode_scratch = 2 * self.policy.decode_scratch if self._packed else 0  # in vLLM gate and up are one layer
         return step + 3 * rollout.max_num_seqs * size.vocab * 4 + decode_scratch
 
     @property
@@ -335,7 +341,7 @@ class _Prediction:
 
     @property
     def _sequences(self) -> int:
-        # Sequences that transformers' generate runs at once on one device.
+        # Number of sequences that transformers' generate computes at once on one device.
         data, rollout = self.settings.data, self.roles.rollout
         return min(-(-(data.gen_batch_size or data.train_batch_size) * rollout.n // self.ranks), rollout.max_num_seqs)
 
@@ -350,7 +356,7 @@ class _Prediction:
         return {"rollout weights": self.engine_copy, "kv": self.kv_bytes, "engine": self._scratch + extra}
 
     def _hf_step(self) -> float:
-        # Peak of transformers' generate: the prompts' forward, or one token's scores.
+        # Peak bytes of transformers' generate: in the forward of the prompts, or at the scores of one token.
         size, rollout, s, b = self.sizes.policy, self.roles.rollout, self._sequences, width(self.roles.rollout.dtype)
         prompt = s * min(self.settings.data.max_prompt_length, self._longest)
         query = size.heads * size.head_dim
@@ -421,13 +427,13 @@ class _Prediction:
         for model in self.models:
             whole = {"logits": 16 * 12 * model.size.vocab if model.has_logits else 0}
             matrix = model.size.hidden * model.size.widest
-            compared = min(256, model.roles.model.logprob_chunk_tokens or 256)  # of the tokens that quantisation is compared by
+            compared = min(256, model.roles.model.logprob_chunk_tokens or 256)  # tokens that measure the error
             quantized = (
                 {"activations": 8 * model.size.vocab * compared + 8 * matrix + 17 * min(matrix, QUANTIZED_AT_ONCE)}
                 if model.is_quantized
                 else {}
             )
-            # A tied head has memory of its own until the tie is made.
+            # A tied head is a separate tensor until it is tied to the embedding.
             tie = {"params": model.at_rest.master_bytes * model.size.vocab * model.size.hidden} if model.size.tied else {}
             moments.append(built if model.fsdp.streams else sum_kinds(built, {"params": model.params}, tie))
             moments.append(sum_kinds(built, model.forward(check), whole, quantized))
@@ -447,9 +453,9 @@ class _Prediction:
         if self.sleeps and not self.shares:
             parts.append({"rollout weights": self.engine_weights})
         bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB if policy.ranks > 1 and not self.shares else 0
-        # A tensor of LoRA is merged with its adapter in fp32, and cast.
+        # With LoRA each weight is merged with its adapter in fp32, and then cast.
         merged = 14 * policy.size.hidden * max(policy.size.mlp, policy.size.heads * policy.size.head_dim)
-        if self.shares:  # vLLM gets copies of adapters, and puts those of fused layers together
+        if self.shares:  # vLLM gets copies of the adapters, and concatenates those of its fused layers
             merged = 3 * width(rollout.dtype) * policy.adapters if rollout.name == "vllm" else 0
         merged = merged if policy.adapters else 0
         whole = width(rollout.dtype) * policy.size.params
@@ -457,27 +463,27 @@ class _Prediction:
         return parts
 
     def _save(self) -> list[Kinds]:
-        # Held while a checkpoint is written. The engine's weights are awake already, for the sync.
+        # While a checkpoint is written, the engine's weights are on the device already, for the next sync.
         awake = self.engine_weights if self.sleeps and not self.shares else 0
         parts: list[Kinds] = [self._others("save_checkpoint"), {"rollout weights": awake}]
         if self.device == "cpu":
-            # Adapters are copied to the host for peft's file. A CPU's tracker counts that as the device's.
+            # Adapters are copied to the host to write peft's file. On a CPU this copy counts as device memory.
             copied = [model.at_rest.master_bytes * model.adapters for model in self.models if model.trained]
             parts.append({"activations": max(copied, default=0)})
         return parts
 
     @property
     def _start_bytes(self) -> float:
-        # Bytes of the initial adapters, which the host keeps for the reference.
+        # Bytes of the initial adapters, which the host keeps as the reference.
         starts = self.roles.model.lora_adapter_path is not None and self.pool is None
         return self.policy.at_rest.compute_bytes * self.policy.adapters if starts else 0
 
     def _host(self) -> Kinds:
         model, parts = self.roles.model, [*(held.on_host for held in self.models), {"params": self._start_bytes}]
-        # Each parameter that streams begins at a multiple of the alignment. A block has 32 at most, with biases and scales.
+        # Each streamed parameter starts at a multiple of ALIGNMENT. A block has at most 32 parameters, with biases and scales.
         parts += [{"params": ALIGNMENT * 32 * (held.size.layers + 1)} for held in self.models if held.fsdp.streams]
         if self.sleeps and not self.shares and self.roles.rollout.sleep_level == 1:
-            parts.append({"rollout weights": 2 * self.engine_weights})  # at most: each segment is rounded up to a power of two
+            parts.append({"rollout weights": 2 * self.engine_weights})  # each segment is rounded up to a power of two
         offloading: list[tuple[Held | None, Literal["actor", "critic"], bool]] = [
             (self.policy, "actor", model.enable_activation_offload),
             (self.critic, "critic", self.settings.critic.model.enable_activation_offload),
@@ -501,7 +507,7 @@ class _Prediction:
         sharing_rows = n if shares and self.ranks == 1 else 1
 
         def computed(count: int) -> int:
-            # Rows of a group lie side by side, so that `count` rows are of so many groups at most.
+            # Rows of a group are neighbours, so `count` rows belong to at most this many groups.
             groups = count if sharing_rows == 1 else min(count, -(-(count - 1) // sharing_rows) + 1)
             return groups * prompt + count * (response - 1)
 
@@ -509,19 +515,19 @@ class _Prediction:
         all_tokens = everything if role not in ("actor", "critic") else 0
         if by_tokens:
             tokens = min(most_tokens or everything, everything)
-            # A row has one token at least.
+            # Each row has at least one token.
             in_micro = min(rows, most_tokens or rows)
         else:
             in_micro = min(most_rows or rows, rows)
             tokens = min(computed(in_micro), everything)
         responses = min(tokens, in_micro * response)
-        # A prompt whose group is cut is carried to the later parts, except by ranks that share a sequence.
+        # If a group is split over micro-batches, the prompt's KV is kept for the later ones, except with sequence parallelism.
         carries = tokens < everything and shares and n > 1 and sharing == 1
         prefix = min(prompt, tokens) if carries else 0
         alone = (most_tokens or everything) >= everything if by_tokens else in_micro == rows
-        # A rank's share of the tokens may predict a larger share of the responses.
+        # Among its share of the tokens, a rank may have more than its share of the response tokens.
         share = -(-tokens // sharing)
-        # Without gradients all micro-batches of a rank are on the device at once.
+        # In a pass without gradients, the inputs of all micro-batches of a rank are on the device at once.
         return Pass(share, min(responses, share), min(in_micro * 2, tokens), max(all_tokens, tokens), prefix, alone)
 
     def _student_pass(self, student: Held) -> Pass:

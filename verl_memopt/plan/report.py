@@ -1,4 +1,4 @@
-"""What ``verl-memopt fit`` prints: the bytes by phase and kind, the verdict, what would make it fit, and the most that fits."""
+"""The output of ``verl-memopt fit``: bytes by phase and kind, the verdict, what would make the run fit, and the largest sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from verl_memopt.plan.verdict import Card, FitVerdict, machines, seconds_with
 
 
 def as_json(settings: Settings, found: Findings, line: CommandLine) -> dict[str, Any]:
-    """Return the findings as plain values. Sizes are bytes, lengths are tokens. ``line``: the command of the settings."""
+    """Return the findings as plain values for JSON. ``line``: the command that gave the settings."""
     last = found.after if found.after is not None and found.after.fits else found.verdict
     return {
         "model": settings.actor_rollout_ref.model.path,
@@ -68,9 +68,9 @@ def estimated(settings: Settings, last: FitVerdict, found: Findings, rates: Rate
 def _print_seconds(settings: Settings, found: Findings, last: FitVerdict, console: Console) -> None:
     rates_of_cards = machines(last.card)
     if not rates_of_cards:
-        console.print("\nSeconds a step: verl-memopt calibrate measures this machine first (30 seconds).")
+        console.print("\nFor estimated seconds per step, first measure this machine: verl-memopt calibrate (30 seconds).")
         return
-    console.print("\nSeconds a step, estimated; rewards, checkpoints and exchanges between cards are not in it:")
+    console.print("\nEstimated seconds per step, without rewards, checkpoints and communication between cards:")
     for rates in rates_of_cards:
         seconds = estimated(settings, last, found, rates)
         parts = ", ".join(f"{phase} {_short(phase_seconds)}" for phase, phase_seconds in seconds.items())
@@ -95,14 +95,14 @@ GROUPS = {
     "engine": ("engine",),
     "context": ("context", "allocator", "other"),
 }
-"""Column of the table -> kinds of bytes in it."""
+"""Column of the table -> the kinds of bytes that it sums."""
 
 
 def print_findings(settings: Settings, found: Findings, line: CommandLine, console: Console) -> None:
     verdict, roles, data = found.verdict, settings.actor_rollout_ref, settings.data
     devices = num_devices(settings)
     of = f"{devices} x " if devices > 1 else ""
-    apart = "".join(f"; {role} on {devices_of(settings, role)} of its own" for role in own_pools(settings))
+    apart = "".join(f"; {role} on {devices_of(settings, role)} other devices" for role in own_pools(settings))
     console.print(f"{roles.model.path}, {settings.algorithm.adv_estimator}, {of}{verdict.card.num_bytes / GIB:.1f} GiB{apart}")
     _print_peaks(verdict, console)
     console.print(f"\nVerdict: {verdict.line}")
@@ -113,7 +113,7 @@ def print_findings(settings: Settings, found: Findings, line: CommandLine, conso
         last = found.after
     if not last.fits:
         if has_critic(settings):
-            console.print("PPO has a critic beside the policy. RLOO and GRPO have none: --config-name rloo_trainer.")
+            console.print("PPO also trains a critic. RLOO and GRPO need none: --config-name rloo_trainer.")
         return
     given = {override.lstrip("+").partition("=")[0] for override in line.overrides}
     files = [f"{key}=FILE" for key in ("data.train_files", "data.val_files") if key not in given and line.config_dir is None]
@@ -123,25 +123,25 @@ def print_findings(settings: Settings, found: Findings, line: CommandLine, conso
     console.print(f"\nThe most that fits{with_changes}:")
     reach = f"data.max_response_length, now {data.max_response_length}"
     if found.response >= found.most:
-        reach = "the longest that was tried" if found.most == LONGEST else "the model has no positions for more"
+        reach = "the longest that was tried" if found.most == LONGEST else "the model's limit of positions"
     console.print(f"  longest response       {found.response:,} tokens ({reach})")
     if found.budget:
         console.print(f"  largest micro-batch    {found.budget:,} tokens ({BUDGET.removeprefix('actor_rollout_ref.')})")
     if "gen" in last.peaks.phases and roles.rollout.name == "vllm":
         console.print(
-            f"  KV cache               {last.peaks.kv_tokens:,} tokens, which are {_at_once(settings, last):,} sequences at once"
+            f"  KV cache               {last.peaks.kv_tokens:,} tokens, enough for {_at_once(settings, last):,} sequences at once"
         )
-    console.print(f"  sequences a step       {_sequences(found.step, data.train_batch_size * roles.rollout.n)}", soft_wrap=True)
+    console.print(f"  sequences per step     {_sequences(found.step, data.train_batch_size * roles.rollout.n)}", soft_wrap=True)
     _print_seconds(settings, found, last, console)
 
 
 def _sequences(step: Step, now: int) -> str:
-    host = f"{step.host_bytes / KIB:,.0f} KiB or more of the driver's host"
+    host = f"at least {step.host_bytes / KIB:,.0f} KiB of the driver's host"
     if not step.phase:
         return f"as many as the host can hold (now {now:,}); the longest takes {host}"
     count = f"{step.sequences:,}{' or more' if step.is_all else ''}" if step.sequences else "unknown"
     on_device = f"{step.sequence_bytes / KIB:,.0f} KiB of a device in {step.phase}"
-    return f"{count} (now {now:,}); the longest takes {on_device}, and {host}"
+    return f"{count} (now {now:,}); the longest takes {on_device} and {host}"
 
 
 def _print_peaks(verdict: FitVerdict, console: Console) -> None:
@@ -159,25 +159,26 @@ def _print_peaks(verdict: FitVerdict, console: Console) -> None:
         table.add_row(phase + marked, *(f"{size / GIB:.2f}" if size else "" for size in groups), over)
     console.print(table)
     host = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in peaks.host.items())
-    text = f"{peaks.host_bytes / GIB:.1f} GiB a process ({host})" if host else "nothing rests there"
-    limit = "" if verdict.card.host_bytes is None else f", {verdict.processes} x of {verdict.card.host_bytes / GIB:.1f} GiB"
-    console.print(f"* the binding phase. Host: {text}{limit}.")
+    text = f"{peaks.host_bytes / GIB:.1f} GiB per process ({host})" if host else "nothing"
+    host_bytes = verdict.card.host_bytes
+    limit = "" if host_bytes is None else f", {verdict.processes} x on a host of {host_bytes / GIB:.1f} GiB"
+    console.print(f"* the largest phase. Host: {text}{limit}.", soft_wrap=True)
 
 
 def _print_changes(found: Findings, console: Console) -> None:
     assert found.after is not None
     if not found.after.fits:
         why = found.after.line.removeprefix("does not fit: ")
-        console.print(f"It cannot fit, because even with all that helps {why}.")
+        console.print(f"It cannot fit: even with all settings that help, {why}.")
         console.print("Use a smaller model, more or larger cards (--gpus, --memory), or shorter lengths.")
         if not found.changes:
             return
-    console.print("It fits with:" if found.after.fits else "What helps, and is not enough:")
+    console.print("It fits with:" if found.after.fits else "These settings help, but are not enough:")
     for change in found.changes:
         lossy = "; changes numbers" if change.changes_numbers else ""
         for key, value in change.keys.items():
             console.print(f"  {key}={shown(value)}")
-        without = f"without it too large: {change.without}" if change.without else "another change needs it"
+        without = f"without it, missing memory: {change.without}" if change.without else "another change needs it"
         console.print(f"      {change.name}: {without}{lossy}")
 
 
@@ -187,5 +188,5 @@ def command(settings: Settings, card: Card, line: CommandLine, as_json_text: boo
         sys.stdout.write(json.dumps(as_json(settings, found, line), indent=2) + "\n")
     else:
         print_findings(settings, found, line, Console(highlight=False, width=max(Console().width, 110)))
-    # Scripts ask by the exit code whether the run fits.
+    # The exit code tells scripts whether the run fits.
     return 0 if found.verdict.fits else 1

@@ -1,8 +1,8 @@
-"""The search of ``verl-memopt fit``: what would make a run fit, how long a response may be, and how large a micro-batch.
+"""The search of ``verl-memopt fit``: changes that make a run fit, the longest response, and the largest micro-batch.
 
-By construction nothing is called impossible that some of the levers make possible. Levers that hold less at each level are all
-set to the last one, under each combination of the others; only if that fits nowhere, no setting fits. What is found then gives
-back, the most time first, all that it does not need.
+The search first takes every combination of the levers that are choices. With each, all other levers are at their last level,
+which needs the least memory. So if no combination fits, no setting of the levers fits. From a combination that fits, the search
+then takes back every change that is not needed, and begins with the changes that cost the most time.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ _AR = "actor_rollout_ref"
 RESPONSE = "data.max_response_length"
 PROMPTS, ROUND, MINI = "data.train_batch_size", "data.gen_batch_size", f"{_AR}.actor.ppo_mini_batch_size"
 MOST_STEPS = 4096
-"""How many times the present step is tried at most."""
+"""Largest step that is tried, as a multiple of the run's step."""
 LONGEST = 2**20
-"""Tokens of the longest response that is tried."""
+"""Largest number of tokens of a response that is tried."""
 CANDIDATES = 3
-"""Ways to fit that are compared by the seconds that they take."""
+"""Number of states that fit, of which the one with the fewest estimated seconds is taken."""
 BOUND_BY_SHARE = {"init", "gen", "testing", "KV cache"}
-"""What the engine's share can make fit."""
+"""Phases, and the KV cache, that another share of the card for the engine can make fit."""
 
 State = tuple[int, ...]
-"""The level of each lever."""
+"""For each lever the index of its level."""
 PLANS: tuple[Callable[[Level], bool], ...] = (
     lambda level: not level.changes_numbers,
     lambda level: level.knob not in ("lora", "quantized_base"),
     lambda level: True,
 )
-"""Which levels may be used: those that change no number, then all that train all weights, then all."""
+"""Predicates of the levels that may be used, tried in this order: levels that change no number; levels that still train all
+weights; all levels."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Change:
     changes_numbers: bool = False
     saved_bytes: int = 0
     without: str = ""
-    """What is too large without it, in words; "" if it only comes with another change."""
+    """What is too large without the change, in words; "" if the change is only there because another change needs it."""
 
     @property
     def cost(self) -> str:
@@ -64,35 +65,35 @@ class Change:
 
 @dataclass(frozen=True)
 class Step:
-    """The largest step that fits, with the same mini-batches."""
+    """The largest step that fits, with mini-batches of the same size."""
 
     sequences: int = 0
-    """Answers of the step; 0 = not even the present one was found to fit."""
+    """Number of responses in the step; 0 = unknown."""
     is_all: bool = False
-    """No larger one was tried."""
+    """The largest step that the search tries fits, so a still larger one may fit too."""
     phase: str = ""
-    """The phase in which further sequences take the most device memory; "" if they take none."""
+    """The phase in which a further sequence needs the most device memory; "" if it needs none in any phase."""
     sequence_bytes: float = 0.0
-    """Bytes of a further sequence there: its tokens wait on the device until their micro-batch is computed."""
+    """Device bytes of a further sequence in this phase: its tokens are on the device until their micro-batch is computed."""
     host_bytes: int = 0
-    """Bytes that a sequence takes at least on the driver's host: its ids, and what each pass adds to them."""
+    """Lower bound of the bytes of a sequence on the driver's host: its token ids, and the values that each pass adds."""
 
 
 @dataclass(frozen=True)
 class Findings:
     verdict: FitVerdict
     changes: tuple[Change, ...] = ()
-    """What makes it fit, if it does not and can."""
+    """Changes that make the run fit, or that help most if nothing makes it fit. Empty if it fits already."""
     after: FitVerdict | None = None
-    """The verdict with the changes, or with everything that helps if they are not enough."""
+    """The verdict with the changes; None if the run fits already."""
     response: int = 0
-    """Tokens of the longest response that fits, with the changes; 0 = none."""
+    """With the changes: tokens of the longest response that fits; 0 = none."""
     most: int = 0
     """Tokens of the longest response that was tried."""
     budget: int = 0
-    """Tokens of the largest micro-batch of the update that fits, with the changes."""
+    """With the changes: tokens of the largest micro-batch of the update that fits."""
     step: Step = Step()
-    """How many sequences a step may have, with the changes."""
+    """With the changes: the largest step that fits."""
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -119,10 +120,10 @@ def find_out(settings: Settings, card: Card) -> Findings:
 def refuse_what_cannot_fit(settings: Settings) -> None:
     """Refuse a run whose weights, gradients and optimizer state alone are too large for ``memory.card_gb``.
 
-    A model that is not on this machine yet is not checked.
+    Nothing is checked if a model is not on this machine yet.
 
     Raises:
-        ConfigError: It cannot fit. The message says what would make it fit.
+        ConfigError: The run cannot fit. The message says what would make it fit.
     """
     gigabytes = settings.memory.card_gb
     if gigabytes is None or not is_here(settings):
@@ -134,14 +135,14 @@ def refuse_what_cannot_fit(settings: Settings) -> None:
         return
     changes, after = Search(settings, card).changes()
     way = " ".join(f"{key}={shown(value)}" for change in changes for key, value in change.keys.items())
-    out = "No setting makes it fit: take a smaller model, or more or larger cards."
+    out = "No setting makes it fit: use a smaller model, or more or larger cards."
     if after.fits:
         out = f"It fits with {way}."
     parts = ", ".join(f"{kind} {size / GIB:.1f}" for kind in CERTAIN if (size := peaks.phases[phase].get(kind, 0)))
     raise ConfigError(
         f"memory.card_gb={gigabytes:g}, {_AR}.model.path={settings.actor_rollout_ref.model.path}: {phase} needs at least "
         f"{peaks.least[phase] / GIB:.1f} GiB of {card.num_bytes / GIB:.1f} ({parts}). {out} Set memory.card_gb=null to start it "
-        "all the same."
+        "anyway."
     )
 
 
@@ -157,7 +158,7 @@ class Search:
         self._accepted: dict[State, bool] = {}
 
     def judged(self, keys: Mapping[str, Any]) -> FitVerdict | None:
-        # The verdict with other values of some keys; None if the rules refuse the combination.
+        # Return the verdict with new values of some keys; None if the rules refuse the combination.
         with suppress(ConfigError):
             with silent():
                 settings = changed(self.settings, keys)
@@ -165,11 +166,12 @@ class Search:
         return None
 
     def changes(self, plans: Sequence[Callable[[Level], bool]] = PLANS) -> tuple[tuple[Change, ...], FitVerdict]:
-        """Return changes that make the run fit, and the verdict with them. Of those that were found, they take the least time.
+        """Return (changes that make the run fit, verdict with these changes).
 
-        None of them can be left out. If nothing is enough, those that help most are returned with their verdict.
+        The changes are the cheapest of those that were found, and each of them is needed. If nothing is enough, the changes that
+        help most are returned.
 
-        ``plans``: which levels may be used, one plan after another.
+        ``plans``: predicates of the levels that may be used. A later plan is tried only if the earlier plans find nothing.
         """
         closest = self.as_it_is
         if self.verdict(closest).fits:
@@ -190,11 +192,11 @@ class Search:
         merged: dict[str, Any] = {}
         for lever, level in zip(self.levers, state, strict=True):
             merged |= lever.levels[level].keys
-        # Keys that the run has already are left out.
+        # Leave out the keys that already have this value in the run.
         return {key: value for key, value in merged.items() if value_at(self.settings, key) != value}
 
     def verdict(self, state: State) -> FitVerdict:
-        # Also for a state that the rules refuse.
+        # This also works for a state that the rules refuse.
         if state not in self._verdicts:
             self._verdicts[state] = judge(replaced(self.settings, self.keys(state)), self._card)
         return self._verdicts[state]
@@ -213,10 +215,10 @@ class Search:
         shares = (_with(state, self._share, level) for level in range(len(self.levers[self._share].levels)))
         return next((shared for shared in shares if self.verdict(shared).fits), None)
 
-    # From the most that saves to the least that is needed.
+    # From the state that saves the most to the changes that are needed.
 
     def _found(self, may: Callable[[Level], bool], closest: State) -> tuple[list[State], State]:
-        # The first states that fit, with the levels that may be used, and the state that comes closest.
+        # Return (the first states that fit with the allowed levels, the state that is closest to fitting).
         found: list[State] = []
         allowed = [[number for number, level in enumerate(lever.levels) if may(level)] for lever in self.levers]
         tried = [
@@ -235,11 +237,11 @@ class Search:
         return found, closest
 
     def _price(self, state: State) -> tuple[float, float]:
-        # What a state costs: how much it changes numbers, then the estimated seconds of a step.
+        # Return (cost of the levels that change numbers, estimated seconds of a step). States are compared in this order.
         chosen = ((lever, lever.levels[level]) for lever, level in zip(self.levers, state, strict=True))
         lossy = sum(lever.cost for lever, level in chosen if level.changes_numbers)
         settings = replaced(self.settings, self.keys(state))
-        # Of a named card, so that the answer is the same on every machine.
+        # Use the rates of a named card, so that the result is the same on every machine.
         return lossy, sum(seconds_with(settings, self.verdict(state), cards_like(self._card)[0]).values())
 
     def _choices_cost(self, state: State) -> float:
@@ -248,13 +250,14 @@ class Search:
         )
 
     def _settled(self, state: State) -> State | None:
-        # A state that fits and is accepted: levers that the rules refuse beside the choices are taken back.
+        # Return a state that fits and that the rules accept, or None. Levels that the rules refuse together with the choices are
+        # replaced by lower ones.
         if self.accepts(state):
             return state
         settled = tuple(level if lever.is_choice else 0 for lever, level in zip(self.levers, state, strict=True))
         if not self.accepts(settled):
             return None
-        # Those that change numbers come last in the list, and save most.
+        # Levers that change numbers are last in the list. They save the most, so they are restored first.
         for at in reversed(range(len(state))):
             downwards = (_with(settled, at, level) for level in range(state[at], settled[at], -1))
             settled = next((lower for lower in downwards if self.accepts(lower)), settled)
@@ -262,9 +265,9 @@ class Search:
         return fits if fits is not None and self.accepts(fits) else None
 
     def _backed_off(self, state: State) -> State:
-        """Bring each lever as near to the run's own state as the others allow, the most expensive ones first.
+        """Return each lever to the run's values as far as the other levers allow, the levers with the highest cost first.
 
-        A state that does not fit stays as close to one that does.
+        A state that fits still fits afterwards. A state that does not fit does not get further from fitting.
         """
         order = sorted(range(len(state)), key=lambda at: -self.levers[at].cost)
         fits, before = self.verdict(state).fits, None
@@ -285,7 +288,7 @@ class Search:
         return _missing(self.verdict(state)) <= _missing(self.verdict(other))
 
     def _descended(self, state: State, may: Callable[[Level], bool]) -> State:
-        # Ends in a state from which no single lever comes closer to one that fits.
+        # Change one lever after another, until no change of a single lever brings the state closer to fitting.
         state = state if self.accepts(state) else self._closest_accepted(state)
         before: State = ()
         while state != before:
@@ -360,7 +363,7 @@ class Search:
             verdict = larger(times)
             return verdict is not None and verdict.fits
 
-        few, more = larger(2), larger(4)  # a step of one mini-batch may have phases of its own
+        few, more = larger(2), larger(4)  # a step of a single mini-batch may have other phases, so compare two larger ones
         if few is None or more is None:
             return Step()
         rows = data.train_batch_size * samples
@@ -372,7 +375,7 @@ class Search:
 
 
 def _driver_bytes(settings: Settings) -> int:
-    # Tensors of the longest sequence in the batch of a step.
+    # Bytes of the tensors of the longest sequence in a step's batch.
     added = 2 + settings.actor_rollout_ref.rollout.calculate_log_probs  # old log-probs and advantages
     added += needs_reference(settings) + 2 * has_critic(settings)  # the reference's log-probs; values and returns
     return 8 * settings.data.max_prompt_length + (8 + 4 * added) * settings.data.max_response_length
@@ -385,12 +388,12 @@ def _with(state: State, at: int, level: int) -> State:
 def _missing(verdict: FitVerdict) -> float:
     over = dict(verdict.too_much)
     cache_tokens = over.pop("KV cache", 0)
-    # A missing token of the cache counts as 128 KiB, to compare it with bytes.
+    # A missing token of the KV cache counts as 128 KiB, so that it can be compared with bytes.
     return sum(over.values()) + cache_tokens * 2**17
 
 
 def _largest(fits: Callable[[int], bool], largest: int, smallest: int = 1) -> int:
-    """Return the largest number that fits, to one part in 64, by bisection; 0 if ``smallest`` does not."""
+    """Return the largest number that fits, found by bisection with an error of at most 1/64; 0 if ``smallest`` does not fit."""
     if not fits(smallest):
         return 0
     if fits(largest):

@@ -1,8 +1,9 @@
-"""Estimate the seconds of a step, phase by phase, from counted FLOPs and bytes and the rates of a machine.
+"""Estimate the seconds of each phase of a step, from counted FLOPs and bytes and the rates of a machine.
 
-Every row has its longest length, as in ``peaks.py``. A phase computes and reads at once, and takes the longer of the two; copies
-to the host and back are added, except those of a phase that hides them. Reward functions, checkpoints and exchanges between
-devices are not counted. The rates of a named card are its datasheet's, times what programs usually reach of them.
+All rows have the largest lengths, as in ``peaks.py``. In a pass of the trainer, the times of matrix products and of memory
+traffic are added; in a decoding step the longer of the two counts. Copies to the host and back are added to the time of a phase,
+or overlap with its computation if the phase hides them. Reward functions, checkpoints and communication between devices are not
+counted. The rates of a named card are those of its datasheet, multiplied by the shares that programs usually reach.
 """
 
 from __future__ import annotations
@@ -23,32 +24,35 @@ from verl_memopt.model.sizes import ModelSize
 from verl_memopt.plan.formulas import Pass, Shapes
 
 REACHED_PRODUCTS, REACHED_MEMORY, REACHED_BUS = 0.5, 0.8, 0.8
-"""Shares of a datasheet's rates that large products, elementwise kernels and pinned copies usually reach."""
+"""Shares of a datasheet's rates that large matrix products, elementwise kernels and copies from pinned memory usually reach."""
 SAMPLED_BYTES = 40
-"""Read and written of an entry of the vocabulary as a token is drawn, in fp32."""
+"""Bytes read and written per vocabulary entry when a token is sampled, in fp32."""
 LOGIT_BYTES = 8
-"""Read and written of a logit in fp32, each time that a pass goes over a chunk of them."""
+"""Bytes read and written per fp32 logit, each time that a pass goes over a chunk of logits."""
 LAUNCH_SECONDS = 1e-5
-"""Of a small operation on a GPU, as Python starts it."""
+"""Seconds of a small operation on a GPU that Python launches."""
 
 
 @dataclass(frozen=True)
 class Rates:
+    """The rates of a device. All but ``narrow`` and ``call_seconds`` are per second."""
+
     name: str
     half_flops: float
-    """Of matrix products in bfloat16; a multiplication and an addition are two."""
+    """FLOPs of matrix products in bfloat16. A multiplication and an addition are two FLOPs."""
     fp32_flops: float
     memory_bytes: float
-    """Read and written, of the device's own memory."""
+    """Bytes read plus bytes written in the device's memory."""
     bus_bytes: float
-    """Between host and device, one way."""
+    """Bytes copied between host and device in one direction."""
     sampled: float
-    """Entries of the vocabulary whose scores are turned into probabilities, of which one token is drawn."""
+    """Vocabulary entries whose scores become probabilities when tokens are sampled."""
     narrow: float = 1.0
-    """Share of the products' rate that products of a token a sequence reach, where their weights come from a cache."""
+    """Share of the FLOPs that a narrow product reaches: one token per sequence, with weights in the processor's cache."""
     call_seconds: float = LAUNCH_SECONDS
-    """Of a small operation."""
+    """Seconds per small operation."""
     is_measured: bool = False
+    """``verl-memopt calibrate`` measured the rates; false = they come from a datasheet."""
 
     def products(self, dtype: str) -> float:
         return self.fp32_flops if width(dtype) == 4 else self.half_flops
@@ -61,30 +65,32 @@ def rates_of(card: Datasheet) -> Rates:
 
 
 FORWARD_CALLS, BACKWARD_CALLS, DECODE_CALLS, STEP_CALLS = 60, 120, 76, 300
-"""Small operations of a block in a forward, in a backward and in transformers' step of a token, and of it beside blocks.
+"""Numbers of small operations: per block in a forward, per block in a backward, per block when transformers decodes one token,
+and outside of the blocks when it decodes one token.
 
-The last two are measured on a CPU, as calls of a small linear layer that take as long."""
+The last two were measured on a CPU, in calls of a small linear layer that take as long."""
 COPIED_CACHE = 5
-"""How often transformers' step of a token goes over its cache: it is copied with one token more, and attention reads it."""
+"""How often the KV cache is read or written when transformers decodes a token: it is copied to a larger one, and attention reads
+it."""
 EAGER_CALLS, GRAPH_CALLS = 15, 1
-"""The same in vLLM's step of one token, whose kernels are fused, and with CUDA graphs."""
+"""Numbers of small operations per block when vLLM decodes a token: with eager kernels, which are fused, and with CUDA graphs."""
 OPTIMIZER_BYTES = 28
-"""Read and written of a parameter in a step of AdamW: weight, gradient and two moments in fp32."""
+"""Bytes read and written per parameter in a step of AdamW: weight, gradient and two moments in fp32."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a step on one device, with every row at its longest."""
+    """Sizes of a step on one device. All rows have the largest lengths."""
 
     rows: float
     prompt: int
     response: int
     groups: float
-    """Prompts that are computed, each once for the answers that share it."""
+    """Number of prompts that are computed. A shared prompt is computed once for all its answers."""
 
     @property
     def tokens(self) -> float:
-        # Computed tokens: the last token of an answer predicts nothing.
+        # The last token of an answer is not computed, because it predicts nothing.
         return self.groups * self.prompt + self.rows * (self.response - 1)
 
     @property
@@ -96,7 +102,7 @@ class Lengths:
 def seconds_of(
     settings: Settings, size: ModelSize, phases: Collection[str], rates: Rates, kv_tokens: int, device: str = "cuda"
 ) -> dict[str, float]:
-    """Return phase -> estimated seconds of a step. ``kv_tokens``: room in one engine's KV cache."""
+    """Return phase -> estimated seconds per step. ``kv_tokens``: tokens for which one engine's KV cache has room."""
     step = _Step(settings, size, rates, kv_tokens, device)
     made = {
         "gen": step.generation,
@@ -121,7 +127,7 @@ class _Step:
     def _lengths(self, role: str) -> Lengths:
         data, roles = self.settings.data, self.settings.actor_rollout_ref
         sharing = data_ranks(self.settings, "critic" if role == "critic" else "actor")
-        rows = math.ceil(data.train_batch_size * roles.rollout.n / sharing)  # of the device with the most
+        rows = math.ceil(data.train_batch_size * roles.rollout.n / sharing)  # on the device with the most rows
         groups = rows / roles.rollout.n if roles.actor.use_prefix_grouper else rows
         return Lengths(rows, data.max_prompt_length, data.max_response_length, groups)
 
@@ -132,13 +138,13 @@ class _Step:
         return 2 * linear * work.tokens + attention, 2 * size.hidden * size.vocab * work.rows * work.response
 
     def _touched(self, work: Lengths, dtype: str) -> float:
-        # Bytes that the elementwise kernels of a forward read and write in all blocks.
+        # Bytes that the elementwise kernels of all blocks read and write in a forward.
         size = self.size
         key = (size.heads + size.kv_heads) * size.head_dim
         return work.tokens * width(dtype) * size.layers * (12 * size.hidden + 4 * key + 4 * size.mlp)
 
     def _micro_batches(self, work: Lengths, cap: int | None, rows: int | None) -> float:
-        # Number of micro-batches, by a cap on tokens or, without one, by rows.
+        # Number of micro-batches: from a limit of tokens, or else from a number of rows.
         if self.settings.actor_rollout_ref.actor.use_dynamic_bsz:
             rows, cap = None, cap or self.settings.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
         else:
@@ -168,7 +174,8 @@ class _Step:
         work, dtype = self._lengths(role), fsdp.dtype
         blocks, head = self._flops(work)
         again = bool(model.enable_gradient_checkpointing)
-        # Of a frozen weight a backward makes no gradient, of its input it does. The last product of a block is not made again.
+        # A pass over the blocks costs as much as a forward. A backward costs two, or one with LoRA, because frozen weights get no
+        # gradient. Recomputation costs one more, without the last product of each block, whose output nothing reads.
         passes = (2 if roles.model.lora_rank else 3) + again
         again_less = again * 2 * self.size.layers * self.size.hidden * self.size.mlp * work.tokens
         micro = self._micro_batches(work, own.ppo_max_token_len_per_gpu, own.ppo_micro_batch_size_per_gpu)
@@ -197,7 +204,8 @@ class _Step:
         return read + (weights / self.rates.bus_bytes if roles.actor.fsdp_config.param_offload else 0)
 
     def generation(self) -> float:
-        # Prompts once, then one token of all sequences at a time, in waves of those with room.
+        # All prompts are computed once. Then each forward decodes one token per sequence. Sequences run in waves of as many as
+        # have room in the cache.
         data, rollout, size = self.settings.data, self.settings.actor_rollout_ref.rollout, self.size
         parts, vllm = rollout.tensor_model_parallel_size, rollout.name == "vllm"
         engines = num_devices(self.settings) / parts

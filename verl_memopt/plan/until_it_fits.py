@@ -1,10 +1,14 @@
-"""``--until-it-fits``: start a run again and again, each time with what its out-of-memory error advises, until it fits.
+"""``--until-it-fits``: start a run again after each out-of-memory error, with other settings, until it fits.
 
-The first change is the error's own first advice where that alone is likely to be enough. Otherwise, or if memory runs out again,
-the cheapest settings follow that are enough by the formulas of ``verl-memopt fit``, then everything that changes no number, then
-also what changes numbers. A run that fails with all of it cannot fit. Without the option the error prints the first of these.
+The settings are changed in this order:
 
-A start that fails before its first checkpoint begins anew. One that has saved a checkpoint goes on from there.
+1. The error's first advice, if it alone is likely to be enough.
+2. The cheapest settings that are enough by the formulas of ``verl-memopt fit``.
+3. Everything that saves memory and changes no number.
+4. Also what changes numbers. If a run still fails, it cannot fit.
+
+Without the option, the error prints the first of these that applies. A run that has saved a checkpoint continues from it; else it
+starts from the beginning.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ from verl_memopt.run.interrupts import process_interrupts
 logger = logging.getLogger(__name__)
 
 MOST_CHANGES = 8
-"""How often settings are changed at most."""
+"""Largest number of times that settings are changed."""
 
 _AR = "actor_rollout_ref"
 _ACTOR, _MODEL, _ROLLOUT, _REF = (f"{_AR}.{section}" for section in ("actor", "model", "rollout", "ref"))
@@ -65,22 +69,22 @@ class CommandLine:
         return load_settings(self.config_name, list(self.overrides), self.config_dir)
 
     def having(self, keys: Mapping[str, Any]) -> CommandLine:
-        # The command with other values of some keys, in place of its own overrides of these keys.
+        # Return the command with new values of some keys, which replace its overrides of these keys.
         kept = [override for override in self.overrides if override.lstrip("+").partition("=")[0] not in keys]
         return replace(self, overrides=(*kept, *(f"{key}={shown(value)}" for key, value in keys.items())))
 
     def __str__(self) -> str:
-        # As a shell takes it, with a checksum in place of each secret.
+        # A line for a shell, with a checksum instead of each secret.
         folder = [] if self.config_dir is None else ["--config-dir", self.config_dir]
         overrides = map(argument_without_secrets, self.overrides)
         return f"{self.program} {shlex.join([*folder, '--config-name', self.config_name, *overrides])}"
 
 
 def train_until_it_fits(line: CommandLine, train: Callable[[Settings], int]) -> int:
-    """Train, with other settings after each out-of-memory error, and return the exit code.
+    """Train with other settings after each out-of-memory error, and return the exit code of the run that fits.
 
     Raises:
-        DeviceMemoryError: It cannot fit, or not after :data:`MOST_CHANGES` changes.
+        DeviceMemoryError: The run cannot fit, or does not fit after :data:`MOST_CHANGES` changes.
         UserError: ``train`` raised it.
     """
     attempts = Attempts(line)
@@ -92,13 +96,13 @@ def train_until_it_fits(line: CommandLine, train: Callable[[Settings], int]) -> 
         try:
             code = train(settings)
         except DeviceMemoryError as error:
-            # A new one: the frames of this one hold the tensors of the workers.
+            # Make a new error, because the frames of this one hold the tensors of the workers.
             ran_out: DeviceMemoryError | HostMemoryError = DeviceMemoryError(str(error), error.figures, error.ways)
         except HostMemoryError as error:
             ran_out = HostMemoryError(str(error), error.kind)
         else:
             if attempts.changes:
-                logger.info("%s: %s", "stopped, under" if code else "with these settings it runs", attempts.line)
+                logger.info("%s: %s", "the run was stopped" if code else "with these settings it runs", attempts.line)
             return code
         gc.collect()
         if (stopped := process_interrupts().between_runs()) is not None:
@@ -114,19 +118,20 @@ class Attempts:
     line: CommandLine
     changes: int = 0
     tiers: int = 0
-    """How many of the sets of :func:`everything` were tried."""
+    """How many of the tiers of :func:`everything` were tried."""
     searched: bool = False
-    """The formulas have been searched for settings that are enough."""
+    """The search for settings that are enough by formula has run."""
     fixed: Keys = field(default_factory=dict)
-    """Settings that were switched off because the host had no room, and stay off."""
+    """Settings that keep bytes off the host, because the host had no room. They are not changed again."""
 
     def change(self, error: DeviceMemoryError | HostMemoryError, settings: Settings, goes_on: bool) -> None:
-        """Change the command after an error, and log what changes and what that costs.
+        """Change the command after an error, and log what changes and what the change costs.
 
         ``goes_on``: the next start would continue from a checkpoint.
 
         Raises:
-            DeviceMemoryError: Nothing is left to change, or there were enough changes.
+            DeviceMemoryError: Nothing is left to change, there were :data:`MOST_CHANGES` changes already, or only settings that
+                change numbers are left and the run would continue from a checkpoint.
         """
         why = f"{error} The last command was: {self.line}"
         if self.changes == MOST_CHANGES:
@@ -137,8 +142,8 @@ class Attempts:
                 continue
             if lossy and goes_on:
                 anew = self.line.having(accepted | {"trainer.resume_mode": "disable"})
-                refused = "cannot fit without settings that change numbers, and a run does not go on under them"
-                text = f"{refused}: {why} Start anew: {anew}"
+                refused = "cannot fit without settings that change numbers, and a run cannot continue with such settings"
+                text = f"{refused}: {why} Start from the beginning: {anew}"
                 raise _as_device_error(error, text)
             self.changes += 1
             self.line = self.line.having(accepted)
@@ -150,7 +155,7 @@ class Attempts:
         raise _as_device_error(error, f"cannot fit, because nothing is left that makes room: {why}")
 
     def _ways(self, error: DeviceMemoryError | HostMemoryError, settings: Settings) -> Iterator[tuple[Keys, str, bool]]:
-        # Yield what can be set, its cost, and whether it changes numbers, the cheapest first.
+        # Yield (settings, their cost in words, whether they change numbers), the cheapest settings first.
         if isinstance(error, HostMemoryError):
             for keys, cost in _off_the_host(error.kind, settings):
                 self.fixed |= keys
@@ -168,12 +173,12 @@ class Attempts:
 
 
 def set_together(error: DeviceMemoryError | HostMemoryError, settings: Settings) -> str:
-    """Return a sentence that names settings for a run that ended with an out-of-memory error.
+    """Return a line that names settings which make room together, for a run that ended with an out-of-memory error.
 
-    They are the cheapest that are enough by formula. If there are none, they are all that make room.
+    They are the cheapest settings that are enough by formula, or else all settings that save memory.
 
     Returns:
-        The sentence, on a line of its own. "" if the error's first advice alone is likely to be enough, or if nothing is left.
+        The line, with a newline before it. "" if the error's first advice alone is likely to be enough, or if nothing is left.
     """
     if isinstance(error, DeviceMemoryError) and error.ways and error.ways[0].enough:
         return ""
@@ -194,9 +199,9 @@ def _overrides(keys: Mapping[str, Any]) -> str:
 
 
 def _accepted(keys: Keys, settings: Settings, load: Callable[[Keys], Settings]) -> Keys:
-    """Return those of some keys that change something and are accepted in combination; earlier keys have precedence.
+    """Return the part of ``keys`` that changes the settings and that the rules accept together. Earlier keys win over later ones.
 
-    ``load``: returns the run's settings with other values of some keys, or raises a ConfigError.
+    ``load``: loads the run's settings with new values of some keys, or raises a ConfigError.
     """
 
     def stands(keys: Keys) -> bool:
@@ -232,16 +237,16 @@ def _by_formula(settings: Settings, limit_bytes: int | None) -> Iterator[tuple[K
         search = Search(settings, Card(limit_bytes, host_bytes, resolve_device(settings.trainer.device)))
         changes, after = search.changes()
     except UserError as error:
-        logger.debug("no prediction: %s", error)  # a model that the formulas do not know
+        logger.debug("no prediction: %s", error)  # the formulas do not know the model
         return
     if changes and after.fits and not any(change.changes_numbers for change in changes):
         keys = {key: value for change in changes for key, value in change.keys.items()}
         costs = dict.fromkeys(change.cost for change in changes)
-        yield keys, f"{'; '.join(costs)}. By formula this is enough", False
+        yield keys, f"{'; '.join(costs)}. By the formulas of fit this is enough", False
 
 
 def _off_the_host(kind: str, settings: Settings) -> Iterator[tuple[Keys, str]]:
-    # Yield the settings that keep a kind of bytes off the host, with their cost.
+    # Yield (settings that keep a kind of bytes off the host, their cost in words).
     ways: dict[str, Keys] = {
         "rollout weights": {f"{_ROLLOUT}.sleep_level": 2},
         "activations": {f"{_MODEL}.enable_activation_offload": False},
@@ -249,14 +254,16 @@ def _off_the_host(kind: str, settings: Settings) -> Iterator[tuple[Keys, str]]:
         "params": {f"{section}.fsdp_config.param_offload": False for section in (_ACTOR, _REF, _SCORER)},
     }
     keys = ways.get(kind, {key: value for way in ways.values() for key, value in way.items()})
-    yield _with_critic(keys, settings), "device memory: these bytes stay there"
+    yield _with_critic(keys, settings), "device memory, because these bytes then stay on the device"
 
 
 def everything(settings: Settings, limit: float) -> tuple[tuple[Keys, str], ...]:
-    """Return everything that makes room, in three tiers, each with its cost.
+    """Return all settings that save memory, in three tiers: (settings, their cost in words) for each.
 
-    The first tier leaves losses and gradients as they are, the second rounds to bfloat16, and the third, on a GPU alone, also
-    runs the optimizer on the host. ``limit``: bytes of the device, of which some values are a small share; 0 = unknown.
+    The first tier changes no losses and gradients. The second also rounds to bfloat16. The third, on a GPU only, also runs the
+    optimizer on the host.
+
+    ``limit``: bytes of the device, from which the sizes of some buffers follow; 0 = unknown.
     """
     actor, on_cpu = settings.actor_rollout_ref.actor, resolve_device(settings.trainer.device) == "cpu"
     longest, limit = longest_sample(settings), limit or 8 * GIB
@@ -266,7 +273,7 @@ def everything(settings: Settings, limit: float) -> tuple[tuple[Keys, str], ...]
     if adapts:
         same |= {f"{_ACTOR}.adaptive_token_budget": True}
     for key in _caps(settings):
-        # An adaptive budget lowers a cap that is in force, so only other caps are set.
+        # An adaptive budget lowers a limit on tokens by itself if the run already uses it. So only other limits are set.
         if not adapts or not actor.use_dynamic_bsz:
             same[key] = longest
     same |= {
@@ -291,28 +298,30 @@ def everything(settings: Settings, limit: float) -> tuple[tuple[Keys, str], ...]
     lossy |= {f"{_ACTOR}.fsdp_config.{key}": value for key, value in dtypes.items()}
     lossy[f"{_ACTOR}.optim.stochastic_rounding"] = True
     lossy |= {f"{section}.fsdp_config.{key}": "bfloat16" for section in frozen for key in ("model_dtype", "dtype")}
-    if settings.actor_rollout_ref.rollout.max_logprob_diff in (None, "auto"):  # a bound that the user set may assume fp32
+    if settings.actor_rollout_ref.rollout.max_logprob_diff in (None, "auto"):  # a limit that the user set may assume fp32
         lossy[f"{_ROLLOUT}.dtype"] = "bfloat16"
     native = {"param_offload": False, "optimizer_offload": False, "offload_policy": True}
     last = {f"{_ACTOR}.fsdp_config.{key}": value for key, value in native.items()}
     tiers = (
         (same, "time: more and smaller micro-batches, a second forward, copies to the host and back. No number changes"),
-        (lossy, "accuracy: weights, moments and products have 8 bits of mantissa (bfloat16); and time"),
-        ({} if on_cpu else lossy | last, "much time: the optimizer steps on the host; and accuracy, as before"),
+        (lossy, "accuracy, because weights, moments and products are in bfloat16 with its 8 bits of mantissa; and time"),
+        ({} if on_cpu else lossy | last, "much time, because the optimizer runs on the host; and accuracy, because of bfloat16"),
     )
     return tuple((_with_critic(keys, settings), cost) for keys, cost in tiers)
 
 
 def _tiles_save(settings: Settings, half: bool = False) -> bool:
-    """Whether tiled MLPs hold less than whole ones in a micro-batch of one row: gradients summed over tiles are in fp32.
+    """Return whether tiled MLPs need less memory than untiled ones in a micro-batch of one row.
 
-    ``half``: for bfloat16 weights and compute, in place of the run's own.
+    They can need more, because gradients that are summed over tiles are in fp32.
+
+    ``half``: assume bfloat16 weights and computation, whatever the run has.
     """
     roles, longest = settings.actor_rollout_ref, longest_sample(settings)
     try:
         size = size_of(roles.model, _MODEL)
     except ConfigError:
-        return True  # a model that the formulas do not know
+        return True  # the formulas do not know the model
     work = Pass(longest, settings.data.max_response_length, rows=2, all_tokens=longest)
     fsdp = roles.actor.fsdp_config
     actor = replace(roles.actor, fsdp_config=replace(fsdp, model_dtype="bfloat16", dtype="bfloat16") if half else fsdp)
@@ -339,7 +348,7 @@ def _caps(settings: Settings) -> list[str]:
 
 
 def _with_critic(keys: Keys, settings: Settings) -> Keys:
-    # Keys of the critic that mean the same are set too.
+    # Add the critic's keys that correspond to these keys.
     if not has_critic(settings):
         return keys
     existing = leaf_types()
@@ -347,5 +356,5 @@ def _with_critic(keys: Keys, settings: Settings) -> Keys:
 
 
 def _checkpoints(run_dir: Path) -> set[tuple[str, int]]:
-    # The inode tells a checkpoint that was written again under the same name from the old one.
+    # The inode shows whether a checkpoint was written again under the same name.
     return {(path.name, path.lstat().st_ino) for path in run_dir.glob("global_step_*")}

@@ -1,4 +1,4 @@
-"""``verl-memopt fit``: what fits on a card, and what would make a run fit. Needs neither weights nor a GPU."""
+"""Compare a run with a card, for ``verl-memopt fit``: which phases run, what they need, and what is too much for the card."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from verl_memopt.plan.seconds import Rates, rates_of, seconds_of
 logger = logging.getLogger(__name__)
 
 NVIDIA_SMI_SECONDS = 20
-"""Longest time for nvidia-smi to answer."""
+"""Seconds that nvidia-smi may take to answer."""
 
 _AR = "actor_rollout_ref"
 
@@ -59,10 +59,10 @@ _KNOWN: dict[tuple[str, ...], Sizes] = {}
 
 
 def sizes_of_models(settings: Settings) -> Sizes:
-    """Return the sizes of a run's models, which a search asks for again and again.
+    """Return the sizes of a run's models. They are cached, because a search needs them for each of its many trials.
 
     Raises:
-        ConfigError: A model is neither published, a folder with config.json, nor on the hub.
+        ConfigError: A model is neither in the list of published sizes, nor a folder with config.json, nor on the hub.
     """
     own, critic, rewards = settings.actor_rollout_ref.model, settings.critic.model, settings.reward_model
     reference = settings.actor_rollout_ref.ref.model.path if needs_reference(settings) else None
@@ -84,20 +84,22 @@ def sizes_of_models(settings: Settings) -> Sizes:
     return _KNOWN[key]
 
 
-# The verdict on some settings and a card.
+# The verdict: whether a run fits a card.
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a run may take: bytes of each device, and of the host for all its processes on one machine (None = unknown)."""
+    """The memory that a run may use."""
 
     num_bytes: int
+    """Bytes of each device."""
     host_bytes: int | None = None
+    """Host bytes for all processes of the run on one machine; None = unknown."""
     device: str = "cuda"
 
     @classmethod
     def of(cls, gigabytes: float) -> Card:
-        # A usual size has as many bytes as nvidia-smi reports for it.
+        # For a known size use the memory that nvidia-smi reports for such a card.
         return cls(round(CARDS.get(f"{gigabytes:g}g", gigabytes * 1024) * MIB))
 
 
@@ -121,7 +123,7 @@ def known_card(settings: Settings) -> Card | None:
 
 
 def _smallest_card() -> Card | None:
-    # nvidia-smi, because PyTorch would take memory of the GPU to answer.
+    # Ask nvidia-smi, because PyTorch would create a context on the GPU, which takes memory.
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS).stdout
@@ -135,17 +137,19 @@ class FitVerdict:
     peaks: Peaks
     card: Card
     longest: int
-    """Tokens of the longest sequence, of which the KV cache must hold one."""
+    """Tokens of the longest sequence. The KV cache must have room for one such sequence."""
     processes: int
-    """On one machine, if all roles share it."""
+    """Number of processes on one machine, if all roles are on the same machine."""
     host_bytes: int
-    """Of all these processes."""
+    """Host bytes of all these processes."""
     needs_cache: bool
+    """The run generates with vLLM, which has a KV cache."""
     cache_takes_the_rest: bool = False
+    """With kv_cache_memory_gb=auto, the KV cache takes the memory that is left."""
 
     @cached_property
     def too_much(self) -> dict[str, int]:
-        # What is too large -> bytes beyond its limit. For a KV cache that is too small: its missing tokens.
+        # Phase or "host" -> bytes above the limit. "KV cache" -> tokens that are missing.
         over = {phase: total - self.card.num_bytes for phase, total in self.peaks.totals.items() if total > self.card.num_bytes}
         if self.needs_cache and self.peaks.kv_tokens < self.longest:
             over["KV cache"] = self.longest - self.peaks.kv_tokens
@@ -155,7 +159,7 @@ class FitVerdict:
 
     @property
     def missing(self) -> str:
-        # Phases with their bytes beyond the card, the cache with its missing tokens.
+        # `too_much` as text.
         return ", ".join(
             f"{what} {over:,} tokens" if what == "KV cache" else f"{what} {over / GIB:.2f} GiB"
             for what, over in self.too_much.items()
@@ -170,15 +174,15 @@ class FitVerdict:
         peaks, of = self.peaks, f"of {self.card.num_bytes / GIB:.1f} GiB"
         needed = f"{peaks.binding} needs at most {peaks.device_bytes / GIB:.1f} {of}"
         if self.fits:
-            rest = f", as the KV cache takes what is left: {peaks.kv_tokens} tokens" if self.cache_takes_the_rest else ""
+            rest = f", because the KV cache takes what is left ({peaks.kv_tokens} tokens)" if self.cache_takes_the_rest else ""
             return f"fits: {needed}{rest}"
         over = self.too_much
         why = [f"{peaks.binding} may need {peaks.device_bytes / GIB:.1f} {of}"] if over.keys() - {"KV cache", "host"} else []
         if "KV cache" in over:
-            why.append(f"the KV cache has room for {peaks.kv_tokens} tokens, and one sequence has {self.longest}")
+            why.append(f"the KV cache has room for {peaks.kv_tokens} tokens, but one sequence can have {self.longest}")
         if "host" in over:
             assert self.card.host_bytes is not None
-            why.append(f"{self.host_bytes / GIB:.1f} GiB rest on a host of {self.card.host_bytes / GIB:.1f}")
+            why.append(f"the host needs {self.host_bytes / GIB:.1f} of {self.card.host_bytes / GIB:.1f} GiB")
         return f"does not fit: {'; '.join(why)}"
 
 
@@ -186,7 +190,7 @@ def judge(settings: Settings, card: Card) -> FitVerdict:
     """Predict whether a run fits a card.
 
     Raises:
-        ConfigError: A model is unknown, or its heads do not divide over the ranks that share a sequence.
+        ConfigError: A model is unknown, or the ranks that share a sequence do not divide its heads.
     """
     sizes = sizes_of_models(settings)
     check_heads(sizes.policy.heads, sequence_ranks(settings, "actor"), SEQUENCE["actor"])
@@ -206,7 +210,7 @@ def cards_like(card: Card) -> tuple[Rates, ...]:
 
 
 def machines(card: Card) -> tuple[Rates, ...]:
-    # Return this machine's measured rates, or else those of the named cards of the nearest size.
+    # Return the measured rates of this machine, or else the rates of the known cards with the most similar size.
     own = rates_of_machine(card.device)
     if own is not None:
         return (own,)
@@ -219,7 +223,7 @@ def seconds_with(settings: Settings, verdict: FitVerdict, rates: Rates) -> dict[
 
 
 def beside_cache(settings: Settings) -> int | None:
-    """Return the bytes of a run beside the KV cache, if the cache takes the rest of the device; None if it has a size of its own.
+    """Return the bytes that a run needs beside its KV cache, if ``kv_cache_memory_gb=auto``; None with any other value.
 
     Raises:
         ConfigError: The size of the device, or of a model, is not known.
@@ -239,11 +243,11 @@ def beside_cache(settings: Settings) -> int | None:
 def say_verdict(settings: Settings) -> None:
     card = known_card(settings)
     if card is not None and is_here(settings):
-        logger.info("fit: %s (verl-memopt fit has the figures)", judge(settings, card).line)
+        logger.info("fit: %s (verl-memopt fit shows the figures)", judge(settings, card).line)
 
 
 def is_here(settings: Settings) -> bool:
-    # Whether the sizes of all models can be found without the hub.
+    # Return whether the sizes of all models are known without a request to the hub.
     roles, rewards = settings.actor_rollout_ref, settings.reward_model
     paths = [str(roles.model.hf_config_path or roles.model.path), rewards.model.path if rewards.enable else None]
     paths += rewards.further_models.values() if rewards.enable else ()
