@@ -67,7 +67,7 @@ class BucketedAdamWSettings:
     def num_moments(self) -> int:
         if (self.optimizer_impl, self.optimizer) == _SGD:
             return 1 if self.momentum else 0
-        # A class of another library counts as AdamW.
+        # Optimizer classes of other libraries count as AdamW.
         return 2
 
 

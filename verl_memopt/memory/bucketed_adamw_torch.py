@@ -206,12 +206,12 @@ class Bucketed(Optimizer, ABC):
         return (changed.double() / sum(parameter.numel() for parameter in parameters)).float()
 
     def remainders(self) -> Iterator[Tensor]:
-        # Yield the low halves of split masters.
+        # Yield the low halves of split master weights.
         yield from (section.planes[REMAINDER.name] for section in self._sections if section.splits)
 
     @torch.no_grad()
     def step_parameter(self, parameter: Tensor, stopped: Tensor | None = None) -> None:
-        """Update one parameter before :meth:`step`; drop its gradient before that step runs.
+        """Update one parameter before :meth:`step`. The caller must drop its gradient before that step runs.
 
         If ``stopped``, an fp32 scalar on the device, is 1, parameter and state do not change.
         """
@@ -259,10 +259,10 @@ class Bucketed(Optimizer, ABC):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy values saved by this class or by torch's own into the existing state, matched by the order of parameters.
+        """Copy values that this class or torch's class saved into the existing state, matched by the order of parameters.
 
         Raises:
-            KeyError: The state was saved in another ``state_dtype``. The message names what is missing.
+            KeyError: The state was saved in another ``state_dtype``. The message names the missing key.
         """
         saved_groups = state_dict["param_groups"]
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
@@ -435,7 +435,7 @@ class Bucketed(Optimizer, ABC):
 class BucketedAdamW(Bucketed):
     """AdamW in buckets.
 
-    Its state is ``step`` and, for fp32 and bf16, ``exp_avg`` and ``exp_avg_sq``. Quantised moments are saved as codes and scales.
+    Its state is ``step``, ``exp_avg`` and ``exp_avg_sq``. Quantised moments are stored as codes and scales instead.
     """
 
     counts_steps = True

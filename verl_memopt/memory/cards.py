@@ -43,7 +43,7 @@ DATASHEETS = {
     "141g": (Datasheet("H200", 989, 67, 4800, PCIE_5),),
     "180g": (Datasheet("B200", 2250, 75, 8000, PCIE_5),),
 }
-"""Size of a card -> cards of that size."""
+"""Size of a card -> datasheets of cards of that size."""
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:g|gb|gib)?", re.IGNORECASE)
 

@@ -118,9 +118,9 @@ class _Recomputed(torch.autograd.Function):
 
 
 class _PrecomputedGradient(torch.autograd.Function):
-    """Computes the gradients in the forward, while a chunk's logits exist; backward checks that its own gradient is the same.
+    """Computes gradients in the forward, while a chunk's logits exist. Backward checks that it gets the same gradient.
 
-    This works because the loss of a token is known as soon as its log-prob is: advantage, old log-prob and weight are inputs.
+    This works because the loss of a token can be computed from its log-prob alone: advantage, old log-prob and weight are inputs.
     """
 
     @staticmethod

@@ -178,7 +178,7 @@ class GradientTile:
 
 
 class Tiles(Protocol):
-    """The gradient of a matrix [V, h], loaded on the device tile by tile. Each row is in one of ``count`` tiles."""
+    """The gradient of a matrix [V, h], which is loaded on the device tile by tile. Each row is in one of ``count`` tiles."""
 
     count: int
 
@@ -220,7 +220,7 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 def adds_in_place(parameter: Tensor) -> bool:
     """Return whether a gradient may be added to ``.grad`` without autograd: the parameter is a leaf without hooks.
 
-    The gathered parameter of an FSDP2 unit qualifies, because FSDP2 reads its ``.grad`` after the backward of the unit.
+    This is true for the gathered parameter of an FSDP2 unit, because FSDP2 reads its ``.grad`` after the backward of the unit.
     """
     # Autograd calls these hooks only for gradients that it accumulates itself. An addition to ``.grad`` would bypass them.
     watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks

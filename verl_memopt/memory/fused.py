@@ -104,7 +104,7 @@ def over_rows(
     narrow: bool = False,
     otherwise: Callable[[], None] | None = None,
 ) -> None:
-    """Run ``statement(*tensors, *others)`` over all rows of ``tensors``; the statement writes into some of them.
+    """Run ``statement(*tensors, *others)`` over all rows of ``tensors``. The statement writes its results into some of them.
 
     Args:
         statement: Elementwise over rows.
@@ -248,7 +248,7 @@ def _warn_once(error: Exception) -> None:
 
 
 def _observed() -> bool:
-    # Whether a dispatch mode is active, such as the byte tracker's: compiled functions would run uncompiled.
+    # Whether a dispatch mode is active, such as the byte tracker. Under such a mode compiled functions would run uncompiled.
     return torch._C._len_torch_dispatch_stack() > (0 if _recorder is None else _modes_of_recorder)
 
 

@@ -67,7 +67,7 @@ class StepInBackward:
     def __init__(self, optimizer: Optimizer, key: str = ACTOR, backward_on: torch.device | None = None) -> None:
         """Register hooks on all parameters of an optimizer. ``key`` is the section of the model's settings, for errors.
 
-        ``backward_on`` is the device that computes gradients; None = the parameters' device.
+        ``backward_on`` is the device that computes gradients; None = the device of the parameters.
         """
         assert isinstance(optimizer, Bucketed), type(optimizer)
         self._optimizer, self._key = optimizer, key
@@ -125,7 +125,7 @@ class StepInBackward:
         if self._measured is not None:
             measured, self._measured = self._measured, None
             return measured
-        # In the order of the parameters, as the norm of gradients that are all there.
+        # In the order of the parameters, so that the norm is rounded as if all gradients were on the device.
         parameters = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
         norms = [self._norms[id(parameter)] for parameter in parameters if id(parameter) in self._norms]
         self._norms.clear()
@@ -225,9 +225,9 @@ class OffloadedGradients:
         compute_stream = current_stream(self._device)
         while self._leaving:
             self._wait_for_first(compute_stream)
-        # In the order of the parameters, as the norm of gradients that are all there.
+        # In the order of the parameters, so that the norm is rounded as if all gradients were on the device.
         norms = [self._norms[id(parameter)] for parameter in self._parameters if id(parameter) in self._optimizer.arrived]
-        self._norms.clear()  # a scalar on the device for each parameter
+        self._norms.clear()  # each is a scalar on the device
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def divide(self, divisor: Tensor | None) -> None:

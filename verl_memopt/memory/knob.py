@@ -75,7 +75,7 @@ class Refusal:
     """A refused combination of settings, and the words for the error and the docs page."""
 
     keys: tuple[str, ...]
-    """The keys that the error shows with their values; the knob's own comes first."""
+    """The keys that the error shows with their values. The key of the knob comes first."""
     when: Predicate
     """Return whether the settings are refused."""
     because: str
@@ -162,7 +162,7 @@ class Claim:
     kind: str
     """A kind of device bytes, or ``host buffers``."""
     num_bytes: Callable[[Shapes, Shapes], float]
-    """Return the bytes saved, from the shapes before and after the knob is switched on."""
+    """Return the bytes saved, from the shapes before and after the knob is turned on."""
 
 
 def activation_saving(before: Shapes, after: Shapes) -> float:
@@ -374,7 +374,7 @@ def sequence_ranks(settings: Settings, role: SequenceRole) -> int:
 
 
 def reference_ranks(roles: ActorRolloutRef) -> int:
-    # With LoRA the policy is the reference.
+    # With LoRA the policy's own base is the reference.
     return (roles.actor if roles.model.lora_rank > 0 else roles.ref).fsdp_config.sequence_ranks
 
 

@@ -111,7 +111,7 @@ class Tokens:
     log_normalizer: Tensor  # log of the sum of exponentials of the logits
     entropy: Tensor | None
     further: dict[str, Tensor] = field(default_factory=dict)
-    normalizer_parts: Tensor | None = None  # [c, 2]: the largest logit, and the rest, whose sum has lost digits
+    normalizer_parts: Tensor | None = None  # [c, 2]: the largest logit, and log_normalizer minus it; more exact than their sum
 
 
 LogitGrads = tuple[Tensor, Tensor | None]
@@ -138,7 +138,7 @@ class LogitTiles:
         columns = min(SCRATCH_COLUMNS, head.tile) if scratch else 0
         self._scratch = hidden.new_empty(size // head.tile * columns, dtype=torch.float32)
         self._columns = columns
-        # The first column of each tile, on the device, so that no tile costs a transfer.
+        # The first column of each tile, kept on the device, so that no tile needs a copy from the host.
         self._starts = None if head.whole_rows else torch.arange(0, head.vocabulary, head.tile, device=hidden.device)[:, None]
         self._normalizer = hidden.new_empty(0)
         self.normalizer_parts: tuple[Tensor, ...] = ()  # of the last statistics, fp32 [c] each
@@ -530,7 +530,7 @@ def _slices(total: int, step: int) -> Iterator[slice]:
 def _compiled(function: Callable[..., Any], *arguments: Any) -> Any:
     tensors = [None if value is None else value.detach() for value in arguments if value is None or isinstance(value, Tensor)]
     if not tensors or len(tensors[0] if tensors[0] is not None else ()) < 2:
-        return function(*arguments)  # one row would be a variant of its own
+        return function(*arguments)  # one row would need a variant of its own
     return run_compiled(function, tensors, arguments[len(tensors) :], lambda: function(*arguments))
 
 
@@ -599,5 +599,5 @@ def is_inside(targets: Tensor, logits: Tensor) -> Tensor:
 
 
 def clamped(targets: Tensor, logits: Tensor) -> Tensor:
-    # Targets outside the columns become the first or the last column, [c, 1], so that gather and scatter stay in bounds.
+    # Return the targets, [c, 1], for gather and scatter. Targets outside the columns become the first or the last column.
     return targets.clamp(0, logits.shape[1] - 1)[:, None]

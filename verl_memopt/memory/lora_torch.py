@@ -191,7 +191,7 @@ def adapters(model: nn.Module) -> dict[str, LoraLinear]:
 
 
 def initialize_adapters(model: nn.Module, seed: int) -> None:
-    """Draw each A (Kaiming uniform) and zero each B, so that the model starts as its base.
+    """Draw each A (Kaiming uniform) and set each B to zero, so that the model initially computes the same as its base.
 
     A layer's values depend only on the seed and its name, not on the number of ranks.
     """
@@ -205,7 +205,7 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
 
 
 def _copy_whole(parameter: Tensor, whole: Tensor) -> None:
-    # Copy a full tensor into a parameter; a parameter sharded on its first dimension gets this rank's rows.
+    # Copy a full tensor into a parameter. If the parameter is sharded on its first dimension, it gets this rank's rows.
     if not isinstance(parameter, DTensor):
         parameter.detach().copy_(whole)
         return

@@ -244,7 +244,7 @@ class StateLanes:
             return {name: torch.empty(longest[name], dtype=plane.dtype, device=self._device) for name, plane in resting.items()}
 
     def _fetch(self, resting: Mapping[str, Tensor], ranges: Ranges, slot: Mapping[str, Tensor], free: Done) -> Done:
-        # The slot's last bucket must have left before the next one overwrites it.
+        # The last bucket must have been copied out of the slot before the next one overwrites it.
         wait_for(self._arriving, free)
         with on_stream(self._arriving):
             for name, view in _filled(slot, ranges).items():

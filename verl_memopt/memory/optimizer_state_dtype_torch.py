@@ -70,7 +70,7 @@ Planes = Mapping[str, Tensor]
 class Plane:
     name: str
     dtype: torch.dtype
-    per_entry: int  # elements of the parameter that an entry stands for
+    per_entry: int  # elements of the parameter per entry of the plane
 
     def num_bytes(self, elements: int) -> int:
         return elements // self.per_entry * self.dtype.itemsize
@@ -196,7 +196,7 @@ def _decode_statement(values: Tensor, stored: Tensor, scales: Tensor, levels: in
 def _encode_statement(
     values: Tensor, noise: Tensor, stored: Tensor, scales: Tensor, levels: int, signed: bool, packed: bool
 ) -> None:
-    """Write the scales of values, fp32 [blocks, elements], and their codes, drawn as by :func:`_codes` from ``noise``."""
+    """Write the scales and codes of values, fp32 [blocks, elements]. Codes are drawn from ``noise`` as in :func:`_codes`."""
     largest = values.abs().amax(-1)
     scales.copy_(largest)
     way = values.abs() / largest.clamp_min(TINY)[:, None] * levels**2
@@ -281,7 +281,7 @@ HALF = 1 << 15
 def join_(weights: Sequence[Tensor], remainder: Tensor, masters: Tensor, before: Tensor | None = None) -> None:
     """Fill ``masters``, fp32 [n], from flat bfloat16 ``weights``, one after another, and their ``remainder``, int16 [n].
 
-    ``before``, int16 [n], receives the bits of the weights, for :func:`split_` to compare with.
+    ``before``, int16 [n], receives the bits of the weights, so that :func:`split_` can count changes.
     """
     bits = masters.view(torch.int32)
     parts = bits.split([weight.numel() for weight in weights])
@@ -305,7 +305,7 @@ def split_(
 ) -> None:
     """Split ``masters`` into weights and remainder, the inverse of :func:`join_`. ``room`` is fp32 [n]; both are overwritten.
 
-    ``compared``: the bits before, scratch for bool [n], and an int64 scalar that counts the weights whose bits have changed.
+    ``compared`` is the bits from before the update, bool [n] as scratch, and an int64 scalar that counts changed weights.
     """
     bits, high = masters.view(torch.int32), room.view(torch.int32)
     before, total = (None, None) if compared is None else (compared[0], compared[2])

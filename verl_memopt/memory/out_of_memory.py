@@ -151,7 +151,7 @@ def _live_tensors(device: torch.device, kinds: dict[int, str]) -> list[dict[str,
                 "shape": list(tensor.shape),
                 "dtype": str(tensor.dtype),
             }
-            # Views of one storage would count its bytes again.
+            # A storage counts only once, even if several tensors are views of it.
             by_storage.setdefault(storage._cdata, row)
     return sorted(by_storage.values(), key=lambda row: -row["bytes"])
 

@@ -32,7 +32,7 @@ PROFILES = ("constrained", "balanced", "large_multi_gpu", *CARDS)
 
 
 def profile_named(name: str) -> str:
-    """Return the profile for a name: a profile's own name, or the size of a card as :func:`gigabytes` reads it.
+    """Return the profile for a name, which is the name of a profile or a card size that :func:`gigabytes` can parse.
 
     Raises:
         ConfigError: No profile is for a card of that size.

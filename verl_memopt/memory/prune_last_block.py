@@ -27,7 +27,7 @@ _KEY = "actor_rollout_ref.model.prune_last_block"
 @dataclass(frozen=True)
 class PruneLastBlock:
     prune_last_block: bool = True
-    """The last block skips prompt outputs that nothing reads. Set it to false only to compare."""
+    """Let the last block skip prompt outputs that nothing reads. Set it to false only to compare."""
 
     def left_out(self, num_unread_outputs: int) -> int:
         return num_unread_outputs if self.prune_last_block else 0
@@ -42,7 +42,7 @@ KNOB = Knob(
 
 
 def can_prune(block: Module, key: str = _KEY) -> bool:
-    """Return whether a transformers block can skip outputs that nothing uses; if not, warn and name ``key``."""
+    """Return whether a transformers block can skip outputs that nothing reads. If it cannot, warn and name ``key``."""
     name = type(block).__name__
     if name not in OWN_BLOCKS:
         reason = f"{name} is not one of {', '.join(OWN_BLOCKS)}"

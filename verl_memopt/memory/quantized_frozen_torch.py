@@ -6,7 +6,7 @@ Bytes saved: b_w - 1.03 bytes for each parameter in the blocks' linear layers wi
 (groups of 64). b_w is the bytes per weight without the knob. Codes are sharded over ranks like weights, unless an engine shares
 them.
 
-Not exact: the worker measures the error of the log-probs when it loads the model, and logs it.
+Results are not exact. The worker measures the error of the log-probs when it loads the model, and logs it.
 
 Source of the nf4 levels: QLoRA, arXiv 2305.14314.
 """
@@ -108,7 +108,7 @@ class QuantizedLinear(nn.Module):
         self.packing = Packing(kind, base.in_features)
         self.in_features, self.out_features = base.in_features, base.out_features
         shape = (self.out_features, self.packing.row_bytes)
-        # A parameter, although nothing trains it: FSDP2 shards and moves parameters only.
+        # It is a parameter, although nothing trains it, because FSDP2 only shards and moves parameters.
         self.qweight = nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=base.weight.device), requires_grad=False)
         self.bias, self._dtype = base.bias, base.weight.dtype
         self.exact: Callable[[], Tensor] | None = None
@@ -148,7 +148,7 @@ def _encode(share: Tensor, kind: str) -> Tensor:
     # The nearest level: the border between two levels is halfway.
     middles = (levels[1:] + levels[:-1]) / 2
     codes = torch.bucketize(share.contiguous(), middles, out_int32=True).to(torch.uint8)
-    # Two codes share a byte, the first in its low half.
+    # Two codes per byte, the first in the low half.
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 

@@ -84,7 +84,7 @@ class OffloadedParams:
         weak = weakref.ref(self)
         for number, module in enumerate(units):
             enter = partial(_enter, weak, weakref.ref(module), range(number, number + 1 + ahead))
-            # Before FSDP2's own hook, which reads the shards.
+            # Prepended, because FSDP2's own hook, which reads the shards, must run later.
             module.register_forward_pre_hook(without_arguments(enter), prepend=True)
         for module in units[:1]:
             module.register_forward_hook(without_arguments(partial(_enter, weak, weakref.ref(module), range(len(units)))))

@@ -23,7 +23,7 @@ from verl_memopt.memory.sequence_parallel import key_copies
 
 
 class SequenceGroup:
-    """Neighbouring ranks that share the tokens of their micro-batches. Not a dataclass, because FSDP2 copies those."""
+    """Neighbouring ranks that share the tokens of their micro-batches. Not a dataclass, because FSDP2 copies dataclasses."""
 
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup) -> None:
         self.rank, self.size, self.group = rank, size, group
@@ -52,7 +52,7 @@ def sequence_group(device_type: str, world_size: int, size: int) -> SequenceGrou
 class TokenSplit:
     """How the ranks of a group share the tokens and queries of a micro-batch. Each rank has one consecutive part.
 
-    ``rows``: this rank's queries among its own tokens; None = every token is a query.
+    ``rows``: which of this rank's tokens are queries; None = all of them.
     """
 
     group: SequenceGroup
@@ -87,7 +87,7 @@ class TokenSplit:
 
 
 def _over_heads(x: Tensor, split: TokenSplit, sizes: tuple[int, ...]) -> Tensor:
-    # Exchange this rank's tokens [1, heads, t, D] for all tokens of a part of the heads, [T, heads / S, D].
+    # Exchange this rank's tokens with all heads, [1, heads, t, D], for all tokens with a part of the heads, [T, heads / S, D].
     tokens = x[0].transpose(0, 1)
     whole = _Exchange.apply(tokens.flatten(1), split.group, sizes, True)
     return whole.view(whole.shape[0], -1, x.shape[-1])

@@ -95,7 +95,7 @@ def _shard(parameter: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class _StreamedUnit:
-    """Parameters that are copied together.
+    """Parameters that are copied to the device together.
 
     ``host`` holds their bytes, uint8. ``shown`` lists (module, name, parameter on the host, first byte in ``host``) for each. On
     the device they start at byte ``first`` of a buffer of ``room`` bytes.

@@ -173,7 +173,7 @@ SWIGLU = SwiGLU()
 
 
 def recomputed_mlp(residual: Tensor, x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Any], tiles: int = 1) -> Tensor:
-    """Compute z + down(silu(gate(y)) * up(y)) [1, T, h], where z = residual + x [T, h], and y is its norm under a weight [h].
+    """Compute z + down(silu(gate(y)) * up(y)) [1, T, h], where z = residual + x [T, h], and y is its norm with a weight [h].
 
     If anything needs a gradient, residual, x and the parameters are kept for backward. Backward overwrites x, so nothing else may
     use it. ``layers`` are gate, up and down, with or without adapters. There are at least ``tiles`` tiles, and more if a tile

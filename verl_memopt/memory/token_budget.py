@@ -53,11 +53,11 @@ _ROWS, _BY_TOKENS, _TOKENS = "micro_batch_size_per_gpu", "use_dynamic_bsz", "max
 @dataclass(frozen=True)
 class UpdateBudget:
     ppo_micro_batch_size_per_gpu: Annotated[int | None, POSITIVE] = None
-    """Sequences per forward and backward; this or ``use_dynamic_bsz``."""
+    """Sequences per forward and backward. Set this or ``use_dynamic_bsz``."""
     use_dynamic_bsz: bool = False
     """Pack micro-batches by tokens instead of by sequences."""
     ppo_max_token_len_per_gpu: PositiveInt = 16384
-    """Hard cap of tokens per micro-batch with ``use_dynamic_bsz``."""
+    """Most tokens per micro-batch with ``use_dynamic_bsz``: a hard cap."""
     adaptive_token_budget: bool = False
     """Learn the size of micro-batches from measured memory peaks. Training starts at the cap, goes down where the device's memory
     does not suffice, and up again to the cap at most. After an out-of-memory error, an update or a pass continues with half the
@@ -67,11 +67,11 @@ class UpdateBudget:
 @dataclass(frozen=True)
 class CriticBudget:
     ppo_micro_batch_size_per_gpu: Annotated[int | None, POSITIVE] = None
-    """Sequences per forward and backward; this or ``use_dynamic_bsz``."""
+    """Sequences per forward and backward. Set this or ``use_dynamic_bsz``."""
     use_dynamic_bsz: bool | None = None
     """Pack micro-batches by tokens instead of by sequences; follows the actor's."""
     ppo_max_token_len_per_gpu: PositiveInt = 32768
-    """Hard cap of tokens per micro-batch with ``use_dynamic_bsz``."""
+    """Most tokens per micro-batch with ``use_dynamic_bsz``: a hard cap."""
     forward_micro_batch_size_per_gpu: Annotated[int | None, POSITIVE] = None
     """Sequences per forward of the pass that computes values; follows ``ppo_micro_batch_size_per_gpu``."""
     forward_max_token_len_per_gpu: Annotated[int | None, POSITIVE] = None

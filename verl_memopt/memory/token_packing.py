@@ -192,7 +192,7 @@ def _longest_first(lengths: list[int]) -> list[int]:
 
 
 def _best_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
-    # Put each row, longest first, into the fullest bin with room for it.
+    # Add each row, longest first, to the fullest bin that has room for it.
     bins: list[list[int]] = []
     # The bins in order of room, each as one number: room * number of rows + index of the bin.
     stride, rooms = max(len(lengths), 1), list[int]()
