@@ -294,4 +294,4 @@ def _rectangle_backward(
 
 
 FLASH = Kernel(_rectangle_forward, _rectangle_backward, float_parts=False)
-"""Flash kernels of a GPU in half precision. In all tensors the heads of a token must lie one after another."""
+"""Flash kernels of a GPU in half precision. In all tensors the heads of a token must be next to each other."""

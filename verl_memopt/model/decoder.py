@@ -408,7 +408,7 @@ def _check_tiled_blocks(lm: PreTrainedModel, blocks: Any, trained: bool, key: st
         reason = f"{type(lm).__name__} has unknown parts"
     if reason is not None:
         raise ConfigError(
-            f"{name}: only blocks of {', '.join(OWN_BLOCKS)} with silu and plain linear layers can run over tiles, but {reason}. "
+            f"{name}: tiles work only for blocks of {', '.join(OWN_BLOCKS)} with silu and plain linear layers, but {reason}. "
             f"Set {name}=null."
         )
     size = int(blocks[0].self_attn.head_dim)
@@ -546,7 +546,7 @@ class _Prepend(torch.autograd.Function):
         return None, grad[ctx.tokens :], None
 
 
-# Select rows of a tensor that is also used as a whole. Backward then needs one gradient of the whole size instead of two.
+# Select rows of a tensor that is also used whole. Backward then allocates one gradient of the whole tensor instead of two.
 
 
 def select_rows(x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -114,7 +114,7 @@ class PackedModel(nn.Module):
         decoder = self.decoder
         if not isinstance(decoder, Decoder):
             return states_of_pack(decoder, pack).index_select(0, pack.predicts)
-        # Without pruning all states are computed, and ``predicts`` of the whole pack are their places.
+        # Without pruning all states are computed, so use the places in ``pack.predicts``.
         needed = pack.last_block if decoder.prunes else None
         hidden = decoder(pack.input_ids, pack.position_ids, pack.layout, None if needed is None else needed.layout, prefix)
         if prefix is not None:

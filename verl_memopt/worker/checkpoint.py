@@ -90,7 +90,7 @@ def save_trained(
 
 
 def save_model(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path) -> None:
-    """Write the policy as a Hugging Face model: the weights with merged adapters, and the adapters alone in ``adapter/``.
+    """Write the policy as a Hugging Face model: the weights with merged adapters, and in ``adapter/`` the adapters.
 
     The weights have the dtype of the folder that the policy started from. Only rank 0 writes.
 

@@ -223,8 +223,8 @@ class Objective:
         """Return a function that computes the gradient of ``scale * loss`` for some of the tokens, before any backward.
 
         The function maps (indices of tokens, their log-probs, their entropies) to the gradients of log-probs and entropies.
-        The result is None if the gradient of a token depends on the log-probs of other tokens. This is so if all tokens of a
-        response share one ratio and the update is off-policy.
+        The result is None if the gradient of a token depends on the log-probs of other tokens. This is so off-policy if the
+        tokens of a response share one ratio, and always for terms that read a whole response.
         """
         on_policy = self.micro.old_log_probs is None
         if (not on_policy and not self._is_token_local) or self._reads_responses:
@@ -331,7 +331,7 @@ class Objective:
 
     def _on_policy_gradient(self) -> Tensor:
         assert self.micro.advantages is not None
-        # Every ratio is 1, whatever the log-probs are, so zeros serve as log-probs.
+        # Every ratio is 1 for any log-probs, so use zeros as log-probs.
         with torch.enable_grad():
             log_probs = torch.zeros_like(self.micro.advantages, requires_grad=True)
             loss, _ = self._policy(log_probs, log_probs.detach(), EVERYTHING)
@@ -385,7 +385,7 @@ def forward_pass(
 
 @dataclass(frozen=True)
 class LogProbs:
-    """The result of a log-prob pass. Each tensor is fp32 [R], on the host, in batch order. ``entropy`` exists if requested."""
+    """The result of a log-prob pass. Each tensor is fp32 [R], on the host, in batch order. ``entropy`` may be None."""
 
     log_probs: Tensor
     entropy: Tensor | None

@@ -98,7 +98,7 @@ class Connection:
         self._members: set[Any] = set()
         self._patience_seconds = patience_seconds
         self._stopped: dict[int, int] = {}
-        """Process that a signal has stopped -> number of checks in a row that found it so. It counts checks and not seconds,
+        """Process that a signal has stopped -> number of checks in a row that found it stopped. It counts checks and not seconds,
         because a run that is stopped as a whole makes no checks."""
         self._heads: dict[int, str] = {}
         self._joined: str | None = None

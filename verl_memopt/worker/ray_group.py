@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLOW_SECONDS, SLOW_TIMES = 5.0, 2.0
-"""A worker is slow if the others have waited for it longer than SLOW_SECONDS, and longer than SLOW_TIMES the time that they took
-themselves. If a pool needs longer than SLOW_TIMES its longest call so far, all its members without a result are slow."""
+"""A worker is slow if the others have waited for it longer than SLOW_SECONDS, and SLOW_TIMES times as long as they needed
+themselves. If a pool needs SLOW_TIMES times as long as its longest call so far, all its members without a result are slow."""
 
 SETTLE_SECONDS = 1.0
 """Wait after a first failure for further ones: a broken connection is often reported before the death that caused it."""

@@ -311,7 +311,7 @@ class TrainedModel:
             for attempt in attempts(self.model, mini.batch.row_tokens, mini.micro_batches, restarts):
                 with attempt as rows:
                     if restarts:
-                        self.optimizer.zero_grad(set_to_none=True)  # of a failed attempt or call
+                        self.optimizer.zero_grad(set_to_none=True)  # drop what a failed attempt has computed
                     micro_batches = micro_batches_of(mini.batch, rows, self.model.supports_prefix_kv)
                     metrics = self.accumulate(micro_batches, mini.counts, loss_of)
         mini.cut_again(rows)

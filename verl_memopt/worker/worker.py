@@ -143,7 +143,7 @@ class Worker:
             self.probe.phase(phase, counted) as report,
             oom_retry(self.device, may_go_on) as recut,
         ):
-            # Each phase has its own peak of host buffers, as of device bytes.
+            # Each phase measures its own peak of host buffers, and of device bytes.
             host_allocator().reset_peak()
             value = getattr(self, method)(*args)
         memory = dataclasses.replace(report(), host_buffer_bytes=host_allocator().peak_bytes, **take_compile_counts())
