@@ -1,4 +1,4 @@
-"""The interface of every rollout engine, and the choice of one by name."""
+"""The interface of all rollout engines, and how an engine is chosen by name."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ Finished = Callable[[int, list[int]], None]
 
 
 def ignore_row(row: int, response_ids: list[int]) -> None:
-    """Ignore a complete row, where nothing reads one before all rows are complete."""
+    """Ignore a complete row: the caller reads the rows only after all of them are complete."""
 
 
 @dataclass(frozen=True)
 class WeightComparison:
-    """How the weights of an engine compare with those of the policy, by name."""
+    """Names of an engine's weights, by the result of a comparison with the policy's weights."""
 
     equal: list[str]
-    """Equal in every bit."""
+    """Weights that are equal in every bit."""
     different: list[str]
-    """Different in at least one element."""
+    """Weights that differ in at least one element."""
     unknown: list[str]
-    """Stored in another form, so that they cannot be compared."""
+    """Weights that the engine stores in another form, so that they cannot be compared."""
 
 
 NO_ADAPTERS: Mapping[str, torch.Tensor] = {}
@@ -75,15 +75,15 @@ class RolloutEngine(Protocol):
         stopped: Callable[[], bool] = never,
         finished: Finished = ignore_row,
     ) -> Generation:
-        """Return one response per row. It depends on the row's prompt, its seed and the weights, not on other rows.
+        """Return one response per row. A response depends only on the prompt and the seed of its row, and on the weights.
 
         Args:
             prompt_ids: Token ids of each row.
             seeds: One seed per row.
             sampling: How tokens are drawn.
             stopped: Called between engine steps. Once it returns True, all rows are abandoned.
-            finished: Called with the number and the tokens of a row that is complete while others are still generated. An
-                engine need not call it for every row.
+            finished: Called with the number and the tokens of a complete row while other rows are still generated. An engine may
+                call it for some rows only.
 
         Raises:
             RolloutError: The engine is asleep, or its weights are incomplete.
@@ -94,8 +94,8 @@ class RolloutEngine(Protocol):
         """Replace all weights in place, and clear the prefix cache.
 
         Args:
-            weights: Hugging Face names with tensors of any dtype, whole or as row ranges in any order. The engine finishes with
-                one before it asks for the next. The second name of tied weights may be left out.
+            weights: Hugging Face names with tensors of any dtype, either whole or as row ranges in any order. The engine has
+                copied a tensor before it asks for the next one. The second name of tied weights may be left out.
 
         Raises:
             RolloutError: A name is unknown or missing, or a shape differs. The engine then refuses to generate until a load
@@ -105,24 +105,25 @@ class RolloutEngine(Protocol):
     def share_weights(self) -> dict[str, torch.Tensor]:
         """Return the engine's own weights under their Hugging Face names, for a trainer that computes with them and changes them.
 
-        From then on they stay on the device while the engine sleeps, and :meth:`weights_changed` takes the place of
-        :meth:`load_weights`. The second name of tied weights is left out.
+        Afterwards the weights stay on the device while the engine sleeps, and the trainer calls :meth:`weights_changed` instead
+        of :meth:`load_weights`. The second name of tied weights is left out.
 
         Raises:
-            RolloutError: The engine holds a weight in another form. The message says why.
+            RolloutError: The engine stores a weight in another form. The message says why.
         """
 
     def weights_changed(self, weights: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor] = NO_ADAPTERS) -> None:
         """Note that the trainer has changed the shared weights, and clear the prefix cache. No weight is copied.
 
-        ``adapters`` are those of LoRA under their names in the peft format; the engine copies them and answers with them.
+        ``adapters``: LoRA adapters under their names in the peft format. The engine copies them and generates with them.
 
         Raises:
-            RolloutError: A weight of engine or trainer has moved, so that they no longer share it. The message names it.
+            RolloutError: The memory of a weight has moved in engine or trainer, so that they no longer share it. The message
+                names the weight.
         """
 
     def compare_weights(self, weights: Weights) -> WeightComparison:
-        """Compare the engine's weights with others, after a cast to the engine's dtype. The whole stream is read."""
+        """Compare the engine's weights with other weights, after a cast to the engine's dtype. This reads the whole stream."""
 
     def sleep(self) -> None:
         """Free the device memory of weights and KV cache.
@@ -132,18 +133,18 @@ class RolloutEngine(Protocol):
         """
 
     def wake_up(self, part: str) -> None:
-        """Allocate memory for a part: ``weights`` first (load them before generating), then ``kv_cache``."""
+        """Allocate memory for a part: first ``weights`` (they must then be loaded), and then ``kv_cache``."""
 
     def resident_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the engine's present tensors, as ("rollout weights", tensor) and ("kv", tensor)."""
+        """Yield the tensors that the engine holds now, as ("rollout weights", tensor) and ("kv", tensor)."""
 
     def shutdown(self) -> None:
-        """Free everything. The caller's default process group stays."""
+        """Free all memory of the engine. The caller's default process group is kept."""
 
 
 @dataclass(frozen=True)
 class EnginePlace:
-    """Where and for which model an engine runs."""
+    """The process and device of an engine, and its model."""
 
     rank: int
     """Rank of this process."""
@@ -164,14 +165,14 @@ class EnginePlace:
     eos_token_ids: tuple[int, ...]
     """Tokens that end a response."""
     known_ids: int | None = None
-    """Number of ids that the tokenizer has a token for. The embedding may have more rows, whose ids are never drawn. None = no
-    more."""
+    """Number of ids that are tokens of the tokenizer. The embedding may have further rows, whose ids are never drawn. None = it
+    has no further rows."""
     device_limit_bytes: int | None = None
-    """Limit of this process on the device. None = the whole device. The engine's share is a share of this limit."""
+    """Device memory that this process may use. None = the whole device. ``gpu_memory_utilization`` is a share of this limit."""
     lora_rank: int = 0
-    """LoRA rank of the adapters that are loaded beside shared weights. 0 = no adapters."""
+    """LoRA rank of the adapters that the engine uses with shared weights. 0 = no adapters."""
     lora_scale: float = 0
-    """Factor on the output of the adapters."""
+    """Factor by which the output of the adapters is multiplied."""
     quantization: str = "none"
     """Storage format of the linear layers of a base model that the engine shares with the trainer."""
     cache_bytes: int | None = None
@@ -179,7 +180,7 @@ class EnginePlace:
 
 
 ENGINES = {"vllm": "verl_memopt.rollout.vllm_engine:VllmEngine", "hf": "verl_memopt.rollout.hf_engine:HfEngine"}
-"""Name -> engine class, imported when it is chosen, and called with the rollout settings and an :class:`EnginePlace`."""
+"""Name -> engine class. It is imported when it is chosen, and is called with the rollout settings and an :class:`EnginePlace`."""
 
 
 def build_engine(rollout: schema.Rollout, place: EnginePlace) -> RolloutEngine:
@@ -201,7 +202,7 @@ def build_engine(rollout: schema.Rollout, place: EnginePlace) -> RolloutEngine:
 
 
 def max_model_len(rollout: schema.Rollout) -> int:
-    """Return the longest sequence in tokens: prompt plus response, unless it is set."""
+    """Return the longest sequence in tokens: the setting, or prompt plus response if it is not set."""
     if rollout.max_model_len is not None:
         return rollout.max_model_len
     assert rollout.prompt_length is not None, "rollout.prompt_length is linked before an engine is built"
@@ -210,9 +211,9 @@ def max_model_len(rollout: schema.Rollout) -> int:
 
 
 def check_rows(prompt_ids: list[list[int]], seeds: list[int], max_tokens: int, longest: int) -> None:
-    """Check that every prompt can be answered.
+    """Check that the engine can generate a response to every prompt.
 
-    ``longest`` is the longest sequence that the engine supports.
+    ``longest``: tokens of the longest sequence that the engine supports.
 
     Raises:
         RolloutError: A prompt is empty or leaves no room for ``max_tokens``. The message names the row.
@@ -252,9 +253,9 @@ class SamplingSettings:
     log_probs: bool
     """Return the log-prob of each generated token."""
     min_p: float = 0.0
-    """Leave out tokens whose probability is below this share of the most likely one's, before top_k and top_p; 0 = off."""
+    """Drop tokens whose probability is below this fraction of the largest probability, before top_k and top_p; 0 = off."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response with the token that completes one."""
+    """Stop texts. A response ends with the token that completes one of them."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, whatever ``ignore_eos`` says."""
 
@@ -300,18 +301,18 @@ def _sampling(rollout: schema.Rollout, drawn: schema.Rollout | schema.ValKwargs,
 
 
 def row_seed(seed: int, step: int, prompt_index: int, sample_index: int) -> int:
-    """Return the seed of one row, 63 bits. It depends on the four arguments alone, on every machine and in every batch."""
+    """Return the seed of one row, 63 bits. It depends only on the four arguments, and not on the machine or the batch."""
     packed = struct.pack("<4q", seed, step, prompt_index, sample_index)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
-# Responses that are complete before others, on their way to the driver.
+# A file by which the driver gets complete responses while other responses are still generated.
 
 
 class FinishedRows:
-    """Complete rows on their way from the process that generates to the one that scores, in a file.
+    """A file that carries complete rows from the process that generates to the process that scores.
 
-    The file only saves time. It may lack rows, because :meth:`RolloutEngine.generate` returns them all in the end.
+    The file only saves time. Rows may be missing in it, because :meth:`RolloutEngine.generate` returns all rows at the end.
     """
 
     def __init__(self, path: Path) -> None:
@@ -320,7 +321,7 @@ class FinishedRows:
         self._writable = True
 
     def write(self, row: int, response_ids: list[int]) -> None:
-        """Append a row. If the disk refuses, this is logged once, and rewards wait for the end of the rollout."""
+        """Append a row. After a disk error, which is logged once, rewards wait for the end of the rollout."""
         if not self._writable:
             return
         try:
@@ -331,7 +332,7 @@ class FinishedRows:
             logger.warning("%s: cannot be written (%s); rewards wait for the end of the rollout", self.path, error.strerror)
 
     def read(self) -> dict[int, list[int]]:
-        """Return the rows written since the last call: row number -> response. A line in the middle of its write waits."""
+        """Return the rows written since the last call: row number -> response. An incomplete last line is left for later."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._num_read)
@@ -339,16 +340,16 @@ class FinishedRows:
         except FileNotFoundError:
             return {}
         whole = lines[: lines.rfind(b"\n") + 1]
-        # Up to the last newline: the writer may be in the middle of a line.
+        # Read only up to the last newline, because the writer may be in the middle of a line.
         self._num_read += len(whole)
         rows: dict[int, list[int]] = {}
         for line in whole.splitlines():
-            with suppress(ValueError):  # a disk that was full for a moment has cut a line short, and the next one follows it
+            with suppress(ValueError):  # the disk was full for a moment: the line is cut short, and the next is joined to it
                 rows |= [json.loads(line)]
         return rows
 
 
-# Which parts of an engine hold memory, and whether its weights are complete.
+# The state of an engine: which of its parts hold memory, and whether its weights are complete.
 
 
 PARTS = ("weights", "kv_cache")
@@ -389,11 +390,11 @@ class EngineState:
         self._whole = True
 
     def slept(self, keeps_weights: bool = False, shares_weights: bool = False) -> None:
-        """Record a sleep. An engine that sleeps may be put to sleep again.
+        """Record a sleep. A sleeping engine may be put to sleep again.
 
         Args:
-            keeps_weights: They are kept on the host, and are complete as soon as they wake.
-            shares_weights: They stay awake, because the trainer computes with them.
+            keeps_weights: The weights are kept on the host, so they are complete as soon as they wake.
+            shares_weights: The weights stay awake, because the trainer computes with them.
         """
         self._check_open()
         self._awake &= {"weights"} if shares_weights else set()
@@ -415,7 +416,7 @@ class EngineState:
         return was_asleep
 
     def stays_asleep(self, part: str) -> None:
-        """Undo :meth:`waking`, because the part could not wake."""
+        """Undo :meth:`waking`, after the part could not be woken."""
         self._awake.discard(part)
 
     def close(self) -> bool:
@@ -441,7 +442,7 @@ class EngineState:
 def random_state_kept(device: torch.device) -> Iterator[None]:
     """Restore the random generators of torch, its device, Python and numpy at the end.
 
-    An engine seeds them and draws from them, so training would otherwise depend on the length of the rollouts.
+    An engine seeds these generators and draws from them. Otherwise training would depend on the length of the rollouts.
     """
     import numpy as np
 
@@ -457,9 +458,9 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 
 
 KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
-"""Sleep levels, as vLLM numbers them."""
+"""Sleep levels, with vLLM's numbers."""
 
 
 def sleep_level(rollout: schema.Rollout) -> int:
-    """Return the level at which the engine sleeps: the setting, else 2, because the next sync brings every weight anyway."""
+    """Return the engine's sleep level: the setting, or else 2, because the next weight sync loads every weight anyway."""
     return DROP_WEIGHTS if rollout.sleep_level is None else rollout.sleep_level

@@ -1,4 +1,4 @@
-"""The weights of an engine: which it expects, where each row of them is stored, and whether they are the policy's."""
+"""The weights of an engine: which it expects, where it stores each row, and whether they equal the policy's weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ExpectedWeights:
         return cls(shapes, frozenset(model.state_dict(keep_vars=True)) - frozenset(shapes))
 
     def checked(self, weights: Weights) -> Iterator[WeightSlice]:
-        """Yield the same stream as slices, without ignored names.
+        """Yield the weights as slices, without ignored names.
 
         Raises:
             RolloutError: A name is unknown, has another shape, or repeats rows; or, at the end, a weight is missing.
@@ -77,17 +77,17 @@ def meta_model(folder: str, trust_remote_code: bool) -> nn.Module:
 
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> the dtype that shows its bits. As floats, NaN would differ from itself and 0 equal -0."""
+"""Bytes per element -> the integer dtype of its bits. As floats, NaN would differ from itself, and 0 would equal -0."""
 
 
 class BitComparison:
-    """Collects the results of slices. A weight is equal where all its slices are."""
+    """Collects the results of slices. A weight is equal if all its slices are equal."""
 
     def __init__(self) -> None:
         self._is_equal: dict[str, bool] = {}
 
     def add(self, name: str, own: Tensor, other: Tensor) -> None:
-        """Compare a slice: ``own`` as the engine stores it, ``other`` as it should be, in any dtype."""
+        """Compare a slice. ``own`` is what the engine stores, and ``other`` what it should store, in any dtype."""
         is_equal = torch.equal(_bits(own), _bits(other.to(own.dtype)))
         self._is_equal[name] = is_equal and self._is_equal.get(name, True)
 
@@ -101,7 +101,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return plain.view(INTEGERS[plain.itemsize])
 
 
-# Weights that engine and trainer share must not move: the other one would go on with the old memory.
+# If engine and trainer share a weight, its memory must not move. Otherwise one of them would continue with the old memory.
 
 
 class SharedPlaces:
@@ -113,7 +113,7 @@ class SharedPlaces:
         """Check that neither the engine's parameters nor the trainer's weights have moved since they began to share memory.
 
         Raises:
-            RolloutError: Some have. The message names the first ones.
+            RolloutError: Some have moved. The message names the first of them.
         """
         parameters = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
         mine = {name: weight.data_ptr() for name, weight in weights.items()}
@@ -122,17 +122,18 @@ class SharedPlaces:
             if moved:
                 raise RolloutError(
                     f"shared weights: {len(moved)} weights of the {whose} have moved, such as {', '.join(moved[:MOST_NAMED])}. "
-                    f"The engine would answer with other weights than those that are trained. Set {KEY}.share_weights=false."
+                    f"The engine would generate with other weights than those that are trained. Set {KEY}.share_weights=false."
                 )
 
 
-# The checks of ``debug.mode=sync_check``: an engine's weights are the policy's, and its prefix cache holds nothing older.
+# The checks of ``debug.mode=sync_check``: an engine's weights equal the policy's, and its prefix cache has no keys and values of
+# older weights.
 
 
 LONGEST_PROBE = 1024
-"""Tokens of the probe at most. It must fill a block of the cache: 16 tokens on a GPU, 128 on a CPU."""
+"""Largest number of tokens in the probe. It must fill a block of the cache: 16 tokens on a GPU, 128 on a CPU."""
 NUM_IDS = 97
-"""Token ids of the probe are below it, so every vocabulary has them."""
+"""Token ids of the probe are below this number, so every vocabulary has them."""
 MOST_NAMED = 3
 PROBE_SAMPLING = SamplingSettings(
     temperature=1.0,
@@ -151,8 +152,8 @@ logger = logging.getLogger(__name__)
 class SyncCheck:
     """Checks an engine after each weight sync. Each method raises RolloutError when its check fails.
 
-    The probe of the prefix cache is a prompt that the engine has answered under the old weights. After a sync none of its tokens
-    may come from the cache. Answering it twice puts it there again, for the next check.
+    The probe of the prefix cache is a prompt to which the engine has generated a response with the old weights. After a sync none
+    of its tokens may come from the cache. The check generates twice, so the probe is in the cache again for the next check.
     """
 
     def __init__(self, max_model_len: int) -> None:
@@ -188,7 +189,7 @@ class SyncCheck:
                 f"debug.mode=sync_check: after a weight sync the engine took {stale} tokens of a prompt from its prefix cache, "
                 "which older weights have computed. The cache must be reset with every sync."
             )
-        # A second call shows whether the cache works at all. Without it, a cache that keeps nothing would always pass.
+        # A second call shows whether the cache works at all, because a cache that keeps nothing passes the check above.
         cached = engine.generate([self.probe], [0], PROBE_SAMPLING).cached_tokens
         if not self._has_logged_cache:
             self._has_logged_cache = True
@@ -198,11 +199,11 @@ class SyncCheck:
             )  # fmt: skip
 
 
-# Where an engine stores each row of each Hugging Face tensor, learnt from the engine's own loader.
+# Where an engine stores each row of each Hugging Face tensor. The engine's own loader shows this.
 #
-# The loader runs once on tensors without memory. It narrows them to the part of this rank and copies that into fused and padded
-# parameters. Each copy is recorded instead of made. From then on any range of rows can be copied to its place, and no whole
-# tensor is needed, even if tensors are fused, or split over tensor-parallel ranks.
+# The loader runs once with tensors without memory. It narrows each tensor to the part of this rank, and copies this part into
+# fused and padded parameters. The copy is recorded, but not made. Afterwards any range of rows can be copied to its place. No
+# whole tensor is needed, even if tensors are fused, or split over tensor-parallel ranks.
 
 
 Loader = Callable[[Iterator[tuple[str, Tensor]]], Any]
@@ -235,8 +236,8 @@ class _StoredBox:
 class WeightMap:
     """Where the engine's parameters store each weight. Create it with :meth:`of`.
 
-    It holds views of the parameters, which must keep their memory. A weight without a place goes to the loader as a whole tensor,
-    in ``dtype``.
+    The map holds views of the parameters, whose memory must not move. A weight without a place is given to the loader as a whole
+    tensor, in ``dtype``.
     """
 
     def __init__(
@@ -265,12 +266,12 @@ class WeightMap:
             self._load(iter([(name, tensor)]))
 
     def views(self) -> dict[str, Tensor]:
-        """Return each weight that lies in one piece in the engine's parameters, as a view in the weight's own shape."""
+        """Return a view of each weight that the engine's parameters store in one piece, in the weight's own shape."""
         return {
             name: target
             for name, places in self._places.items()
             for target in (place.target for place in places)
-            # A weight in pieces, or cast by the loader, has no view that the trainer could compute with.
+            # A weight that is stored in several pieces, or in another dtype, has no view that the trainer could use.
             if len(places) == 1 and target.shape == self._shapes[name] and target.dtype == _stored_in(name, self._dtype)
         }
 
@@ -298,12 +299,12 @@ class WeightMap:
 
 
 def _stored_in(name: str, dtype: torch.dtype) -> torch.dtype:
-    # The trainer's base model stores its quantised layers as bytes too.
+    # The trainer's base model stores its quantised layers as bytes, so the engine does too.
     return torch.uint8 if name.endswith("qweight") else dtype
 
 
 class _Copies(TorchDispatchMode):
-    """Records the copies of boxes of ``probe``. ``places`` is None once it was used in any other way."""
+    """Records the copies of boxes of ``probe``. ``places`` becomes None once the loader has used ``probe`` in any other way."""
 
     def __init__(self, probe: Tensor) -> None:
         super().__init__()
@@ -312,7 +313,7 @@ class _Copies(TorchDispatchMode):
         self._storage = probe.untyped_storage()._cdata
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        # Only copies that read the probe are recorded. What a loader does besides runs as it is.
+        # Only copies of meta tensors are recorded. All other ops of the loader run unchanged.
         if func is not torch.ops.aten.copy_.default or args[1].device.type != "meta":
             return func(*args, **(kwargs or {}))
         target, source = args[0], args[1]
@@ -327,7 +328,7 @@ class _Copies(TorchDispatchMode):
         if source.untyped_storage()._cdata != self._storage or source.ndim != self._probe.ndim:
             return None
         pairs = zip(source.stride(), self._probe.stride(), source.shape, strict=True)
-        # A view with other strides is no box: transposed, expanded or reshaped.
+        # A view with other strides is transposed, expanded or reshaped, and so is not a box.
         if any(own != whole and size != 1 for own, whole, size in pairs):
             return None
         starts, offset = [], source.storage_offset()

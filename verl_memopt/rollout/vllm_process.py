@@ -1,6 +1,6 @@
-"""vLLM in this process: its arguments, and what it shares: device memory that sleeps, process-wide state, and logs.
+"""vLLM in this process: its arguments, and what it shares with training: device memory, process-wide state, and logs.
 
-vLLM's allocator is read from the loaded modules, so this file does not import vLLM.
+This file does not import vLLM. It finds vLLM's allocator among the loaded modules.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.observe.device_ledger import Asleep
 from verl_memopt.rollout.engine import KEEP_WEIGHTS, KEY, EnginePlace, SamplingSettings, max_model_len, random_state_kept
 
-# The settings of rollouts as arguments of vLLM, and the check that vLLM uses each of them.
+# The arguments of vLLM from the settings of rollouts, and the check that vLLM uses each of them.
 
 
 GIB = 1 << 30
@@ -47,7 +47,7 @@ SET_BY = {
     "quantization": "actor_rollout_ref.model.quantization",
     **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank"), "actor_rollout_ref.model.lora_rank"),
 }
-"""The setting behind each engine argument that has another name."""
+"""Argument of the engine -> the setting that it comes from, for arguments whose setting has another name."""
 
 
 SAME_NAME = (
@@ -62,7 +62,7 @@ ARRIVED_IN = {
     "cache_config": ("enable_prefix_caching", "gpu_memory_utilization", "kv_cache_memory_bytes"),
     "parallel_config": ("tensor_parallel_size", "distributed_executor_backend"),
 }
-"""Part of vLLM's resolved settings -> the arguments that it holds under their own names."""
+"""Part of vLLM's resolved settings -> the arguments that it contains under the same names."""
 
 
 def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, A
     arguments: dict[str, Any] = {
         "model": place.model_folder,
         "tokenizer": place.tokenizer_folder,
-        "skip_tokenizer_init": not rollout.stop,  # vLLM looks for texts in what its tokenizer decodes
+        "skip_tokenizer_init": not rollout.stop,  # vLLM needs its tokenizer only to find stop texts
         "generation_config": "vllm",
         "trust_remote_code": place.trust_remote_code,
         "dtype": str(dtype_of(rollout.dtype, f"{KEY}.dtype")).removeprefix("torch."),
@@ -114,7 +114,7 @@ def _cache_bytes(rollout: schema.Rollout, place: EnginePlace) -> int | None:
     if gigabytes == AUTO:
         assert place.cache_bytes is not None, "the worker measures what its device has free"
         return place.cache_bytes
-    # vLLM sizes the cache of a GPU from what weights and scratch leave of its share.
+    # On a GPU vLLM gives the cache the part of its share that weights and scratch memory leave free.
     if gigabytes is None:
         return None if is_gpu(place.device) else GIB
     return int(float(gigabytes) * GIB)
@@ -132,7 +132,7 @@ def _share(rollout: schema.Rollout, place: EnginePlace) -> float:
 
 
 def engine_share(utilization: float, total: int, limit: int | None) -> float:
-    """Convert a share of the process's limit into the share of the whole device, which vLLM expects. All sizes in bytes."""
+    """Convert a share of the process's limit into the share of the whole device that vLLM expects. Sizes are in bytes."""
     return utilization if limit is None or limit >= total else utilization * limit / total
 
 
@@ -181,22 +181,22 @@ def cuts(rollout: schema.Rollout) -> bool:
 def restrict_sampler(sampler: Any, known_ids: int | None, rollout: schema.Rollout) -> None:
     """Let vLLM's sampler draw only ids below ``known_ids`` (None = all), and return log-probs of the whole distribution.
 
-    vLLM computes processed log-probs after its filters, from probabilities that it normalises again. The trainer has no filters,
-    so it needs the log-probs before them (docs/decisions/rollout_log_probs.md).
+    vLLM computes processed log-probs after its filters (top-k, top-p, min-p), from probabilities that it normalises again. The
+    trainer has no filters, so it needs the log-probs before them (docs/decisions/rollout_log_probs.md).
     """
     whole = rollout.logprobs_mode == "processed_logprobs"
     if known_ids is None and not (whole and cuts(rollout)):
         return
     first = hasattr(sampler, "topk_topp_sampler")  # the sampler of vLLM's first model runner
     if first and whole:
-        sampler.topk_topp_sampler.logprobs_mode = "raw_logprobs"  # it would compute what is replaced here
+        sampler.topk_topp_sampler.logprobs_mode = "raw_logprobs"  # saves the processed log-probs, which are replaced here
     draw, distribution = sampler.sample, _heated if first else _processed
 
     def sample(logits: torch.Tensor, *batch: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         found = distribution(sampler, logits, *batch, **options) if whole else None
         if known_ids is not None:
             beyond = torch.arange(known_ids, logits.shape[-1], device=logits.device)
-            # In place only if vLLM does not read them again. It computes raw log-probs from them afterwards.
+            # vLLM computes raw log-probs from these logits afterwards. So they are changed in place only if it does not.
             logits = (logits.index_fill_ if whole else logits.index_fill)(-1, beyond, float("-inf"))
         sampled, processed = draw(logits, *batch, **options)
         return sampled, processed if found is None else found
@@ -208,14 +208,14 @@ def _heated(sampler: Any, logits: torch.Tensor, metadata: Any, *_: Any) -> torch
     """Return log-probs [rows, vocab] at each row's temperature, in fp32. None = no row asks for log-probs."""
     if metadata.max_num_logprobs is None:
         return None
-    if metadata.temperature is not None:  # None where all rows are greedy
+    if metadata.temperature is not None:  # it is None if all rows are greedy
         heat = metadata.temperature
         logits = logits / heat.where(heat >= GREEDY_BELOW, 1.0).unsqueeze(1)
     return logits.log_softmax(-1, dtype=torch.float32)
 
 
 def _processed(sampler: Any, logits: torch.Tensor, *batch: Any, return_logprobs: bool = False) -> torch.Tensor | None:
-    """Return logits [rows, vocab] before the filters, for vLLM's second model runner, which turns them into log-probs itself."""
+    """Return logits [rows, vocab] before the filters. vLLM's second model runner computes log-probs from them itself."""
     if not return_logprobs:
         return None
     states = sampler.sampling_states
@@ -223,7 +223,7 @@ def _processed(sampler: Any, logits: torch.Tensor, *batch: Any, return_logprobs:
     try:
         found: torch.Tensor = sampler.apply_sampling_params(logits, *batch, skip_top_k_top_p=True)
     finally:
-        del states.apply_min_p  # the method of the class is found again
+        del states.apply_min_p  # removes the attribute, so that the method of the class is used again
     return found.clone() if found is logits else found
 
 
@@ -236,17 +236,17 @@ def own_quantization(kind: str) -> str:
 
 
 def copies_in_place(model_config: Any, quantization: str) -> bool:
-    """Return whether weights may be copied straight into the engine's parameters.
+    """Return whether weights may be copied directly into the engine's parameters.
 
-    Mixture-of-experts, latent-attention and most quantized models keep tensors that are derived from their weights, so vLLM must
-    rebuild each module, and then holds one module twice. The base model's own ``quantization`` derives nothing.
+    Mixture-of-experts, latent-attention and most quantized models have tensors that are computed from their weights. For these,
+    vLLM must rebuild each module, and then holds one module twice. The trainer's ``quantization`` needs no such tensors.
     """
     plain = model_config.quantization in (None, own_quantization(quantization))
     return plain and not model_config.is_moe and not model_config.use_mla
 
 
 def advice_for(error: BaseException) -> str:
-    """Return advice in this project's keys for vLLM's errors about a small cache or a model without adapters; "" for others."""
+    """Return advice with our keys for vLLM's errors about a small cache or a model without adapters; "" for other errors."""
     if "LoRA" in str(error):
         return f" Here: set {KEY}.share_weights=false, with which vLLM gets merged weights."
     if "KV cache" not in str(error) and "cache blocks" not in str(error):
@@ -256,7 +256,7 @@ def advice_for(error: BaseException) -> str:
 
 
 KINDS = {"weights": "rollout weights", "kv_cache": "kv"}
-"""Part of the engine -> the kind under which its bytes are reported."""
+"""Part of the engine -> the kind of its bytes in reports."""
 
 
 def sleeping_allocator() -> Any:
@@ -265,9 +265,9 @@ def sleeping_allocator() -> Any:
 
 
 def asleep_in_vllm() -> Asleep | None:
-    """Return the bytes of vLLM's pools that torch counts but the device does not hold. None if vLLM's records are unknown.
+    """Return the bytes of vLLM's pools that torch counts but the device does not hold. None = vLLM's records cannot be read.
 
-    These are the sleeping parts, and segments that vLLM returned to the driver when it trimmed a pool.
+    These are the bytes of sleeping parts, and of segments that vLLM returned to the driver when it trimmed a pool.
     """
     allocator = sleeping_allocator()
     if allocator is None:
@@ -282,7 +282,7 @@ def asleep_in_vllm() -> Asleep | None:
 
 
 def bytes_to_wake(part: str) -> int:
-    """Return the bytes of a sleeping part and of everything that can only wake with it. 0 if vLLM's records are unknown."""
+    """Return the bytes of a sleeping part and of all memory that wakes with it. 0 if vLLM's records cannot be read."""
     allocator = sleeping_allocator()
     entries = [] if allocator is None else allocator.pointer_to_data.values()
     try:
@@ -296,7 +296,7 @@ ALWAYS_BACKED_UP = ("runtime", "cudagraph")
 
 
 def host_bytes_to_sleep(level: int) -> int:
-    """Return the bytes of page-locked host memory that a sleep at this level needs. 0 if vLLM's records are unknown."""
+    """Return the bytes of page-locked host memory that a sleep at this level needs. 0 if vLLM's records cannot be read."""
     tags = (*ALWAYS_BACKED_UP, "weights") if level == KEEP_WEIGHTS else ALWAYS_BACKED_UP
     allocator = sleeping_allocator()
     entries = [] if allocator is None else allocator.pointer_to_data.values()
@@ -331,8 +331,8 @@ def check_free_memory(utilization: float, rollout: schema.Rollout, device: torch
 
 
 def free_cached_memory(device: torch.device, with_pools: bool = False) -> None:
-    """Collect garbage and return unused blocks to the driver. ``with_pools`` includes the pools of vLLM's sleeping allocator."""
-    # What refers to itself in a circle is freed by the garbage collector only, and until then its blocks cannot be returned.
+    """Collect garbage and return unused blocks to the driver. ``with_pools``: also those in the pools of vLLM's allocator."""
+    # Only the garbage collector frees objects that refer to each other. Until then their blocks cannot be returned.
     gc.collect()
     allocator = sleeping_allocator() if with_pools else None
     if allocator is not None:
@@ -367,7 +367,7 @@ def process_state_kept(device: torch.device, own_prefix: str) -> Iterator[None]:
             torch.set_default_dtype(dtype)
             sys.excepthook = hook
             for number, handler in handlers.items():
-                # A handler of None was not set from Python, and signal.signal() cannot set it again.
+                # None = the handler was not set from Python, so signal.signal() cannot restore it.
                 if handler is not None and signal.getsignal(number) is not handler:
                     signal.signal(number, handler)
             for name in (name for name in {*os.environ, *environment} if not name.startswith(own_prefix)):
@@ -379,7 +379,7 @@ def process_state_kept(device: torch.device, own_prefix: str) -> Iterator[None]:
 
 @contextmanager
 def default_group_kept(keep: bool) -> Iterator[None]:
-    """If ``keep``, ignore ``destroy_process_group()`` without arguments. Groups passed by handle are still destroyed."""
+    """If ``keep``, ignore calls of ``destroy_process_group()`` without a group. A group that is passed is still destroyed."""
     destroy = dist.destroy_process_group
 
     def only_named(group: Any = None) -> None:
@@ -393,11 +393,11 @@ def default_group_kept(keep: bool) -> Iterator[None]:
         dist.destroy_process_group = destroy
 
 
-# What vLLM logs: only errors while an engine starts, and warnings afterwards. A log level that the user sets wins.
+# vLLM's logs: only errors while an engine starts, and warnings too afterwards. A log level that the user sets has priority.
 
 
 LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
-"""Environment variable with the level of vLLM's loggers. A user who sets it decides, and nothing here changes a level."""
+"""Environment variable with the level of vLLM's loggers. If the user sets it, nothing here changes a level."""
 
 NOISY_LOGGERS = ("vllm.renderers.base", "vllm.model_executor.model_loader.reload.layerwise")
 """Loggers whose warnings mislead: a missing tokenizer is not needed here, and tied weights are intended."""
@@ -427,7 +427,7 @@ def _set_level(level: int) -> None:
             handler.setLevel(level)
 
 
-# How the ranks of one engine agree on when to stop. All of them must take the same engine steps.
+# How the ranks of one engine agree to stop. All of them must make the same number of engine steps.
 
 
 STEPS_PER_AGREEMENT = 8
@@ -437,8 +437,8 @@ STEPS_PER_AGREEMENT = 8
 def agreed(stopped: Callable[[], bool], group: dist.ProcessGroup) -> Callable[[], bool]:
     """Wrap ``stopped`` so that it returns True on all ranks of an engine in the same step, once any rank wants to stop.
 
-    A rank that stopped alone would leave the others waiting for ever. All ranks call the result before each engine step; they
-    exchange their answers every ``STEPS_PER_AGREEMENT`` calls. ``group`` holds the ranks of the engine, for host tensors.
+    If one rank stopped alone, the others would wait for ever. All ranks call the returned function before each engine step, and
+    exchange their answers every ``STEPS_PER_AGREEMENT`` calls. ``group``: the ranks of the engine, for host tensors.
     """
     calls = itertools.count(1)
 
