@@ -65,7 +65,7 @@ def test_a_missing_or_wrong_entry_of_a_state_is_named():
         if says:
             with pytest.raises(RecordError, match=says):
                 checked(value, State)
-    with pytest.raises(RecordError, match="text as a name"):
+    with pytest.raises(RecordError, match="string as a key"):
         checked({1: 2}, dict[str, Any])
 
 

@@ -76,18 +76,19 @@ def train(
         model: Folder or hub id of a model, or a model object of transformers or peft.
         dataset: Training rows: a list of dicts, a ``datasets.Dataset``, a DataFrame, one or more files, or a hub id
             (``openai/gsm8k:main@train``). Each row has a ``prompt``: a string, or a list of ``{role, content}``. The reward
-            functions receive the other columns. If the columns have other names, set ``prompt_key=..., answer_key=...``. Any
-            other iterable, or a function that returns one, is streamed: its rows are read as steps need them (``streaming``).
+            functions receive the other columns. If the columns have other names, set ``prompt_key=..., answer_key=...``. An
+            iterable without a length, or a function that returns one, is streamed unless it is short: its rows are read as steps
+            need them (``streaming``).
         rewards: A reward function, a list of them, or a dict of name -> function. A function has TRL's signature, verl's
             signature, or ``f(answer, row)`` (:mod:`verl_memopt.rewards.python_functions`). ``"file.py:function"`` names a
-            function in a file. A reward model (a folder, hub id or object) may stand in place of a function. None = the
+            function in a file. A reward model (a folder, hub id or object) may be given instead of a function. None = the
             built-in rule of each row's ``data_source``.
         algorithm: ``grpo``, ``rloo``, ``ppo``, ``sft``, or another value of ``algorithm.adv_estimator``.
         eval_dataset: Held-out rows, in any form of ``dataset``, or a dict of name -> rows. None = no validation.
         reward_weights: One weight per reward function. None = 1 each.
         memory: Memory profile, such as ``24g``, or the memory of the card in GB.
         steps: Number of training steps. None = ``trainer.total_epochs`` passes over the rows.
-        run_dir: Folder of the run. None = a new one in ``runs/``.
+        run_dir: Folder of the run. None = a new folder in ``runs/``.
         resume: False = start a new run. If ``run_dir`` holds an earlier run, its files move to ``run_dir/previous/``. True =
             continue the run in ``run_dir`` from its last checkpoint. A run folder = continue that run. A ``global_step_N``
             folder = continue from that checkpoint. With a folder and another ``run_dir``, a new run starts from the checkpoint.
@@ -100,7 +101,7 @@ def train(
 
     Raises:
         UserError: The user must correct something: a wrong setting, row or reward function, or a device with too little memory.
-        KeyboardInterrupt: The run was interrupted. It has saved its state, and none of its processes is left.
+        KeyboardInterrupt: The run was interrupted, and all its processes have ended. ``resume=True`` continues it.
     """
     return train_call(
         Call(

@@ -70,7 +70,7 @@ class Answers:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The dataset row of each answer, as the ``row`` of a reward function ``f(answer, row)``, plus the ``prompt``."""
+        """The dataset row of each answer, in the form of ``row`` in a reward function ``f(answer, row)``, with the ``prompt``."""
         return [
             {**row.extra_info, "data_source": row.data_source, "ground_truth": row.ground_truth}
             | {"prompt": row.messages or row.text}
@@ -124,7 +124,7 @@ class Session:
         """Answer prompts. The engine releases its memory afterwards.
 
         Args:
-            prompts: Texts, lists of ``{role, content}``, or rows with a column ``prompt``. None = the dataset's next prompts.
+            prompts: Strings, lists of ``{role, content}``, or rows with a column ``prompt``. None = the dataset's next prompts.
             n: Number of answers per prompt. None = ``actor_rollout_ref.rollout.n``.
             temperature: Temperature of these answers only; 0 = always the most likely token. :meth:`update` refuses answers of
                 another temperature than the session's, because the policy's log-probs are computed at the session's temperature.

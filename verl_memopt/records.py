@@ -229,7 +229,7 @@ def _plain(value: Any, form: Any, place: str) -> Any:
     return value
 
 
-NAMES: Mapping[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", NoneType: "null"}
+NAMES: Mapping[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", NoneType: "null"}
 
 
 def _typed(value: Any, kind: Any, name: str, place: str) -> Any:
@@ -239,7 +239,7 @@ def _typed(value: Any, kind: Any, name: str, place: str) -> Any:
 
 
 def _key(name: Any, place: str) -> str:
-    key: str = _typed(name, str, "a text as a name", place)
+    key: str = _typed(name, str, "a string as a key", place)
     return key
 
 

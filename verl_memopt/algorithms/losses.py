@@ -372,8 +372,8 @@ class ValueTokens:
 def value_loss(tokens: ValueTokens, clip: float, mode: str, scale_factor: int | None = None) -> LossAndMetrics:
     """Return the critic's loss: half of the larger of two squared errors of each token, aggregated by ``mode``.
 
-    One error is that of the prediction. The other is that of the prediction after it was clipped to the old value plus or minus
-    ``clip``. Source: the reference implementation of PPO, arXiv 1707.06347, and ``compute_value_loss`` in verl.
+    The two errors are (prediction - return)^2 and (clipped prediction - return)^2. The prediction is clipped to the old value
+    plus or minus ``clip``. Source: the reference implementation of PPO, arXiv 1707.06347, and ``compute_value_loss`` in verl.
 
     ``clip``: ``critic.cliprange_value``. ``mode``: ``critic.loss_agg_mode``. ``scale_factor``: the constant length of
     ``seq-mean-token-sum-norm``. The loss and the metrics ``vf_loss``, ``vf_clipfrac`` and ``vpred_mean`` are this micro-batch's

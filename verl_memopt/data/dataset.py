@@ -241,7 +241,7 @@ class PromptDataset(list[PromptRow]):
         self._split = split
         chosen = chosen_rows(read_source(files, split, f"data.{split}_files"), data, split)
         rows = PromptReader(data, tokenizer, split, prepare, by_rules).read(chosen)
-        # Number the rows only after long prompts were dropped, because the number seeds the samples and counts the rows left.
+        # Number the rows after long prompts were dropped. The number seeds the samples, and must be the position in this list.
         super().__init__(replace(row, index=index) for index, row in enumerate(rows))
 
 

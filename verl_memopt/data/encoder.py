@@ -190,7 +190,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 def moved(spans: Spans, by: int) -> Spans:
-    # The spans after `by` characters were put in front of their text.
+    # Shift spans by the number of characters that were added before their text.
     return tuple((start + by, end + by) for start, end in spans)
 
 

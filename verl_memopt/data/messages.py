@@ -77,7 +77,7 @@ def is_chat(prompt: Any) -> bool:
 
 
 def template_arguments(address: str, columns: Mapping[str, Any], data: schema.Data, tokenizer: Any) -> dict[str, Any]:
-    """Return the chat template's arguments for a row: those of the settings, the row's own, and its tools.
+    """Return the arguments of the chat template for a row: from the settings, from the row, and the row's tools.
 
     Raises:
         DataError: A column cannot be read, or the template does not read the tools.

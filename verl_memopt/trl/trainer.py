@@ -80,7 +80,7 @@ class TrlTrainer:
 
         Args:
             model: Folder or hub id of a model, or a model object of transformers or peft.
-            reward_funcs: One reward function or several. A reward model (folder, hub id or object) may stand in place of a
+            reward_funcs: One reward function or several. A reward model (folder, hub id or object) may be given instead of a
                 function.
             args: A config of TRL or of this package, or a dict with TRL's names.
             train_dataset: Rows with a ``prompt`` and other columns, as in TRL.
