@@ -115,7 +115,7 @@ def _set_twice(arguments: Mapping[str, Any]) -> Iterator[Problem]:
         if name in ENGINE_NAMES:
             key = ENGINE_NAMES[name]
             address = {f"{_ENGINE_ARGUMENTS}.{name}": value}
-            text = problem(address, f"{key} sets this argument already", f"Use {key} alone.").text
+            text = problem(address, f"{key} sets this argument already", f"Use only {key}.").text
             yield Problem((_ENGINE_ARGUMENTS, key), text)
 
 

@@ -112,7 +112,7 @@ def _without_blanks(overrides: list[str]) -> list[str]:
     # In a shell script, a space after the backslash at the end of a line becomes a separate argument.
     kept = [override for override in overrides if override.strip()]
     if len(kept) < len(overrides):
-        logger.warning("an argument of spaces alone is left out: a backslash with a space after it does not continue a line")
+        logger.warning("an argument that has only spaces is ignored: a backslash with a space after it does not continue a line")
     return kept
 
 

@@ -328,7 +328,7 @@ REQUIRED: Any = "???"
 
 @dataclass(frozen=True)
 class CustomClass:
-    """A dataset class of the user's own."""
+    """A dataset class that the user provides."""
 
     path: str | None = None
     """Python file that holds the class; null = the built-in class."""
@@ -338,7 +338,7 @@ class CustomClass:
 
 @dataclass(frozen=True)
 class CustomSampler:
-    """A sampler class of the user's own."""
+    """A sampler class that the user provides."""
 
     class_path: str | None = None
     """Python file that holds the sampler class. It is called with (num_rows, seed, epoch), and iterating over it gives row
@@ -416,9 +416,9 @@ class Data:
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the tokenizer's chat template."""
     custom_cls: CustomClass = field(default_factory=CustomClass)
-    """A dataset class of the user's own."""
+    """A dataset class that you provide."""
     sampler: CustomSampler = field(default_factory=CustomSampler)
-    """A sampler of the user's own."""
+    """A sampler class that you provide."""
 
 
 # The section ``actor_rollout_ref.model``.

@@ -181,7 +181,7 @@ class RewardModel(ResourcePool):
 
 @dataclass(frozen=True)
 class CustomReward:
-    """A reward function of the user's own."""
+    """A reward function that the user provides."""
 
     path: str | None = None
     """Python file with the reward function; null = the rule that belongs to ``data_source``."""
@@ -236,8 +236,8 @@ class RolloutCorrection:
     bypass_mode: bool = False
     """Use the engine's log-probs as old log-probs, and skip the pass that computes these."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
-    """Loss of bypass mode, used instead of ``actor.policy_loss.loss_mode``. ppo_clip = the PPO loss; its ratio is taken to the
-    engine, and so corrects the difference. reinforce = log-prob times advantage times importance weight."""
+    """Loss of bypass mode, used instead of ``actor.policy_loss.loss_mode``. ppo_clip = the PPO loss with the ratio of policy to
+    engine, which corrects the difference; reinforce = log-prob times advantage times importance weight."""
 
 
 @dataclass(frozen=True)

@@ -269,7 +269,7 @@ class Held:
         ``exact_ratio``: the update gets old log-probs, so a loss over sequences computes its gradient in the backward.
         """
         s = Shapes.of(self.size, self._with_kept(work), work, self.device)
-        if not exact_ratio:  # the update may be strictly on-policy, and then whole rows of logits exist
+        if not exact_ratio:  # the update may be strictly on-policy, and then a row of logits spans the whole vocabulary
             s = replace(s, settings=replace(s.settings, actor=replace(s.settings.actor, policy_loss=PolicyLoss())))
         windows = self._update_windows(s, work)
         grads = 0 if self.fsdp.offload_policy else s.gradient_bytes * self.learning
