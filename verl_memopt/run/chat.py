@@ -40,9 +40,9 @@ class ChatOptions:
 
     Attributes:
         temperature: Divides the logits before sampling; 0 = the most likely token. None = as the model's generation config says.
-        max_tokens: Most tokens of an answer.
-        system: Text of a system message. None = none.
-        remembers: A prompt continues the conversation. False = it stands alone, as in training.
+        max_tokens: Largest number of tokens in an answer.
+        system: Text of a system message. None = no system message.
+        remembers: A prompt continues the conversation. False = each prompt begins a new one, as in training.
     """
 
     temperature: float | None
@@ -53,9 +53,10 @@ class ChatOptions:
 
 @dataclass
 class Chat:
-    """A dialogue with a model. Without a chat template each text is continued as it is, and nothing is remembered.
+    """A dialogue with a model. Without a chat template the model continues each text directly, and nothing is remembered.
 
-    ``template``: further arguments of the chat template, as the run rendered its prompts. ``out``: None = standard output.
+    ``template``: further arguments of the chat template, those with which the run rendered its prompts. ``out``: None = standard
+    output.
     """
 
     model: Any
@@ -81,7 +82,7 @@ class Chat:
         conversation = [*self.messages, *added]
         ids = self._rendered(conversation)
         if len(ids) + self.options.max_tokens > self._longest() and self.messages:
-            self._write("(the conversation is longer than the model reads; it starts again here)\n")
+            self._write("(the conversation is longer than the model allows; a new one starts here)\n")
             system = [message for message in self.messages[:1] if message["role"] == "system"]
             conversation = [*system, *added]
             ids = self._rendered(conversation)
@@ -91,7 +92,7 @@ class Chat:
         return answer
 
     def answer(self, text: str) -> str:
-        # Continue a text as it is, without a chat template; write the continuation and return it.
+        # Continue a text without a chat template. Write the continuation and return it.
         return self._generate(tokenize(self.tokenizer, [text], whole=True)[0])
 
     def _rendered(self, messages: Messages) -> list[int]:
@@ -104,7 +105,7 @@ class Chat:
             text, plain = render(special, self.tokenizer, read, special.count(read) > 0, arguments)
         except UserError:
             raise
-        except Exception as error:  # a template may raise anything, and a new conversation may please it
+        except Exception as error:  # a template may raise any error, and may accept another conversation
             raise UserError(f"the chat template of the model cannot render this conversation: {error}.") from error
         return tokenize(self.tokenizer, [text], [plain])[0]
 
@@ -144,12 +145,12 @@ class _Streamer(TextStreamer):
         self._write(text + ("\n" if stream_end else ""))
 
 
-# What a chat starts from: the folder of a model, and the data of its run.
+# The inputs of a chat: the folder of a model, and the data of its run.
 
 
 @contextlib.contextmanager
 def model_folder(path: Path) -> Iterator[Path]:
-    """Yield the model folder of a path: the path itself, a run's ``model/``, or that of a checkpoint, which is exported first."""
+    """Yield the model folder of a path: the path itself, a run's ``model/``, or a folder to which a checkpoint is exported."""
     path = path.expanduser()
     if not path.is_dir():
         raise UserError(f"{path}: no such folder. Give a run folder, a model folder or a global_step_N folder.")
@@ -165,7 +166,7 @@ def model_folder(path: Path) -> Iterator[Path]:
 
 
 def run_of(path: Path) -> Path | None:
-    # The path may be the run's folder or one directly inside of it.
+    # The path may be the run folder or a folder directly inside it.
     path = path.expanduser().resolve()
     return next((folder for folder in (path, path.parent) if (folder / "config.yaml").is_file()), None)
 
@@ -173,7 +174,8 @@ def run_of(path: Path) -> Path | None:
 def prompts_of(run: Path | None) -> tuple[Messages | str | None, Mapping[str, Any]]:
     """Return a prompt of a run's data, and the arguments of the chat template.
 
-    The prompt is messages, or a text that is rendered already. None and {} if they cannot be read: a chat works without them.
+    The prompt is a list of messages, or a text that is already rendered. If they cannot be read, None and {} are returned,
+    because a chat works without them.
     """
     if run is None:
         return None, {}
@@ -213,15 +215,15 @@ def open_chat(folder: Path, device: str, trust_remote_code: bool, options: ChatO
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=trust_remote_code)
-    except Exception as error:  # a folder's own code may raise anything
+    except Exception as error:  # code in the model folder may raise any error
         raise UserError(f"{folder}: the model cannot be loaded: {error}.") from error
     return Chat(model.to(resolve_device(device)).eval(), tokenizer, options, template)
 
 
 def talk(chat: Chat, example: Messages | str | None, prompt: str | None) -> int:
-    """Answer ``prompt``, or standard input if it is not a terminal, or else the lines that a person types.
+    """Answer ``prompt``. Without one, answer the text of standard input, or on a terminal the lines that a person types.
 
-    ``example``: a prompt of the run's data, which an empty line sends. The exit code is 130 after Ctrl-C.
+    ``example``: a prompt of the run's data. An empty line sends it.
     """
     if prompt is None and not sys.stdin.isatty():
         prompt = _read(sys.stdin.read).strip()
@@ -275,7 +277,7 @@ def _indented(text: str) -> str:
 
 @contextlib.contextmanager
 def own_interrupts() -> Iterator[None]:
-    # Let Ctrl-C end the body here. The watch of the command line would say that it stops a run.
+    # Ctrl-C ends the body. Without this, the command line's signal watch would handle it, and say that it stops a run.
     wakeup = signal.set_wakeup_fd(-1)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk. Each is written under another name and renamed when it is whole, so a stop leaves no half of one.
+"""Checkpoint folders on disk. Each is renamed to its final name when it is whole, so a stop leaves no partial checkpoint.
 
 The reasons are in docs/decisions/checkpoints.md.
 """
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 STEP_FOLDER = re.compile(r"^global_step_(\d+)$")
 PROVEN = "proven"
-"""Empty file in a checkpoint whose weights have since given finite gradients. The manifest does not list it."""
+"""Empty file in a checkpoint. It shows that a later step got finite gradients from its weights. The manifest does not list it."""
 AWAY = ".partial"
 """Suffix of a folder that is being written, replaced or removed."""
 
@@ -51,8 +51,8 @@ AWAY = ".partial"
 class Checkpoint:
     """A whole checkpoint.
 
-    ``driver``: the driver's state, which is data position, seed, controllers and settings. ``passed_over``: ``folder: not whole
-    (fault)`` of each newer one that was skipped.
+    ``driver``: the driver's state: data position, seed, controllers and settings. ``passed_over``: one text, ``folder: not whole
+    (fault)``, for each newer checkpoint that was skipped.
     """
 
     folder: Path
@@ -62,7 +62,7 @@ class Checkpoint:
 
 
 class LoaderState(TypedDict):
-    """Where the data loader is, of rows read whole (``num_rows``) or of a stream (``digest``)."""
+    """The position of the data loader, in rows that were read whole (``num_rows``) or in a stream (``digest``)."""
 
     seed: int
     epoch: int
@@ -88,11 +88,11 @@ def check_driver(checkpoint: Checkpoint) -> None:
     """Check that the driver's state has the form that a run writes.
 
     Raises:
-        CheckpointError: It has not.
+        CheckpointError: It has another form.
     """
     try:
         state = checked(checkpoint.driver, DriverState, "its state")
-        # Empty where a run reads no rows.
+        # The loader's state is empty if the run reads no rows.
         loader = checked(state["loader"], LoaderState, "its state.loader") if state["loader"] else {}
         for name, value in loader.items():
             if isinstance(value, int) and value < 0:
@@ -103,14 +103,14 @@ def check_driver(checkpoint: Checkpoint) -> None:
 
 @dataclass
 class CheckpointStore:
-    """The ``global_step_N`` folders of a run. Everything is read from disk, except the step that the run itself saved last.
+    """The ``global_step_N`` folders of a run. All facts are read from disk, except the step that the run itself saved last.
 
     Attributes:
         root: The run folder.
         keep: How many of the newest checkpoints to keep; None = all.
         keep_best: Also keep the checkpoint with the best validation score.
-        metric: The validation metric that is the score, as ``trainer.keep_best_checkpoint`` names it; None = the usual score.
-        present: Step of the checkpoint that this run saved last or started from; None before.
+        metric: The validation metric used as the score, as ``trainer.keep_best_checkpoint`` names it; None = the usual score.
+        present: Step of the checkpoint that this run saved last or started from; None = there is none yet.
     """
 
     root: Path
@@ -125,7 +125,7 @@ class CheckpointStore:
     def begin(self, step: int) -> Path:
         """Return an empty folder for the checkpoint of ``step``. It does not count as a checkpoint until :meth:`commit`."""
         aside = self._aside(step)
-        # A folder under this name is what a killed run left unfinished.
+        # A folder with this name was left unfinished by a killed run.
         shutil.rmtree(aside, ignore_errors=True)
         try:
             aside.mkdir(parents=True)
@@ -143,8 +143,8 @@ class CheckpointStore:
     ) -> Path:
         """Make the folder of :meth:`begin` the newest checkpoint, and remove older ones that are no longer kept.
 
-        ``records``: name -> record of the files that their writers hashed; the others are hashed here. ``score``: None = no
-        validation.
+        ``records``: file name -> record, for files that were hashed when they were written. All other files are hashed here.
+        ``score``: None = no validation.
 
         Raises:
             CheckpointError: A file cannot be written, or its size differs from its record. Earlier checkpoints stay as they are.
@@ -156,19 +156,19 @@ class CheckpointStore:
             commit = self.history().last_commit + 1
             manifest = Manifest(step, commit, world_size, torch.__version__, finite_score, files, self.metric)
             write_manifest(aside, manifest)
-            # Its checksum is inside the manifest, so this record is not kept. The call forces the file to disk.
+            # This call forces the manifest to disk. Its record is not kept, because the manifest contains its own checksum.
             record_file(aside / MANIFEST)
             # Names must be on disk before the rename; otherwise a power failure could leave the final name with missing
             # files.
             sync_folders(aside)
             if final.exists():
-                # The old one is removed once the new one is in its place.
+                # The old checkpoint of this step is removed only after the new one is in its place.
                 os.replace(final, self._emptied(final))
-            # The rename makes the checkpoint visible at once and whole. What is before it can be lost without harm.
+            # The rename makes the whole checkpoint visible at once. A stop before it only loses the unfinished folder.
             os.replace(aside, final)
             # verl's tracker file comes after the checkpoint that it names, so that it never names a missing one.
             write_whole(self.root / TRACKER, f"{step}\n")
-            # A rename is a change of the folder, and lasts through a power failure only once the folder is on disk.
+            # A rename changes the folder. It survives a power failure only after the folder is on disk.
             sync_folder(self.root)
         except (OSError, RuntimeError) as error:
             raise self.failed(step, str(error)) from error
@@ -212,7 +212,7 @@ class CheckpointStore:
         passed_over: list[str] = []
         for step in reversed(lineage.steps):
             read = faults[step] if step in faults else _read(self.folder(step))
-            if read == GONE:  # the run beside this process has removed it
+            if read == GONE:  # a running run has removed it meanwhile
                 return self.newest(unreadable)
             if isinstance(read, Checkpoint):
                 self.present = read.step
@@ -238,7 +238,7 @@ class CheckpointStore:
         )
 
     def resumed(self, checkpoint: Checkpoint) -> None:
-        # The checkpoint may be in another run's folder, and then it is none of this store's.
+        # The checkpoint may be in the folder of another run, and then it does not belong to this store.
         self.present = checkpoint.step if checkpoint.folder == self.folder(checkpoint.step).resolve() else None
 
     def prove(self, step: int) -> None:
@@ -291,7 +291,7 @@ class CheckpointStore:
     def _folders(self) -> dict[int, Path]:
         if not self.root.is_dir():
             return {}
-        # A link that leads nowhere is a checkpoint that is gone, and not one that never was.
+        # A broken link counts as a checkpoint that is damaged. If it were ignored, the run could start anew without a warning.
         matched = ((STEP_FOLDER.match(path.name), path) for path in self.root.iterdir() if path.is_dir() or path.is_symlink())
         return {int(match.group(1)): path for match, path in matched if match}
 
@@ -304,57 +304,56 @@ class CheckpointStore:
         present = {path.relative_to(aside).as_posix(): path for path in aside.rglob("*") if path.is_file()}
         records |= {name: record_file(path) for name, path in present.items() if name not in records}
         for name, record in records.items():
-            # The disk may have cut a file short without an error, and the checksum alone would show that only on resume.
+            # A disk may cut a file short without an error. The checksum alone would show this only on resume.
             size = present[name].stat().st_size if name in present else 0
             if size != record.size:
                 raise OSError(f"{name} has {size} bytes on disk, and {record.size} were written")
         return dict(sorted(records.items()))
 
     def _prune(self) -> None:
-        # What a killed run has left half written or half removed.
+        # Remove folders that a killed run has left half written or half removed.
         for path in self.root.glob(f"global_step_*{AWAY}"):
             shutil.rmtree(path, ignore_errors=True)
         if self.keep is None:
             return
         steps = self.steps()
-        # A proven checkpoint stays, because the newest ones may hold weights that have already gone bad.
+        # A proven checkpoint is kept, because the newest checkpoints may already have bad weights.
         kept = {*steps[-self.keep :], self.proven(), self.best() if self.keep_best else None}
         for folder in [self.folder(step) for step in steps if step not in kept]:
             with removing(folder) as is_free:
-                if not is_free:  # it goes with a later save
-                    logger.info("%s is kept for now: somebody reads it", folder)
+                if not is_free:  # a later save removes it
+                    logger.info("%s is kept for now, because another process reads it", folder)
                     continue
                 away = self._emptied(folder)
                 with disk_refusals(folder):
-                    # A rename first: removing a folder takes time, and a kill in the middle would leave a broken checkpoint under
-                    # its name.
+                    # Rename it first: removing takes time, and a kill in between would leave a broken checkpoint under its name.
                     os.replace(folder, away)
             shutil.rmtree(away, ignore_errors=True)
 
     def _emptied(self, folder: Path) -> Path:
-        # Renamed before it is removed, so that a kill leaves no half-removed checkpoint under its own name.
+        # The name that a checkpoint gets before it is removed, so that a kill leaves no partial one under its own name.
         away = folder.with_name(f"{folder.name}.old{AWAY}")
         shutil.rmtree(away, ignore_errors=True)
         return away
 
 
 def rank_of(metric: str | None, score: float) -> float:
-    # A score with the sign that makes more better. ``metric``: as ``trainer.keep_best_checkpoint`` names it.
+    # The score with a sign such that higher is better. ``metric``: as ``trainer.keep_best_checkpoint`` names it.
     return -score if (metric or "").startswith("min:") else score
 
 
 def is_checkpoint(folder: Path) -> bool:
-    # Whether it is whole is another question.
+    # The checkpoint may be damaged: this checks only the folder's name.
     return STEP_FOLDER.match(folder.name) is not None and folder.is_dir()
 
 
 def read_checkpoint(folder: Path, key: str = "trainer.resume_from_path=") -> Checkpoint:
     """Return the checkpoint in a ``global_step_N`` folder. The path may be relative or start with ``~``.
 
-    ``key``: what errors say before the folder.
+    ``key``: text that errors have before the folder.
 
     Raises:
-        CheckpointError: It is not a checkpoint, or not a whole one.
+        CheckpointError: The folder is not a checkpoint, or the checkpoint is not whole.
     """
     folder = folder.expanduser().resolve()
     if not is_checkpoint(folder):
@@ -394,9 +393,9 @@ def _read_held(folder: Path) -> Checkpoint | str:
 
 
 def check_folder(run_dir: Path) -> int:
-    """Verify the checkpoints of a run folder and print one line for each, oldest first; then one for each other damaged file.
+    """Verify the checkpoints of a run folder. Print one line for each, oldest first, and one line for each other damaged file.
 
-    The exit code is 1 if something is not whole.
+    Return the exit code, which is 1 if a checkpoint or a file is damaged.
     """
     store = CheckpointStore(run_dir, None)
     lineage = store.history()
@@ -410,7 +409,7 @@ def check_folder(run_dir: Path) -> int:
             if is_there:
                 faults[step] = find_fault(store.folder(step))
     if faults.keys() != store.history().commits.keys() & lineage.commits.keys():
-        return check_folder(run_dir)  # the run has removed one in between
+        return check_folder(run_dir)  # a running run has removed a checkpoint meanwhile
     for step, fault in faults.items():
         facts = ["whole" if fault is None else f"NOT WHOLE ({fault})"]
         manifest = lineage.manifests.get(step)
@@ -428,18 +427,18 @@ def check_folder(run_dir: Path) -> int:
     return 0 if all(fault is None for fault in faults.values()) and not other_faults else 1
 
 
-# The manifest of a checkpoint: a file that lists the other files with their checksums, and has a checksum of itself.
+# The manifest of a checkpoint: a file that lists the other files with their checksums, and contains its own checksum.
 
 MANIFEST = "meta.json"
 
 FORMAT = 1
 
 HASHING_THREADS = 4
-"""Files that are hashed at the same time when a checkpoint is verified."""
+"""Number of files that are hashed at the same time when a checkpoint is verified."""
 
 
 class ManifestError(ValueError):
-    """A manifest is missing, unreadable or not as it was written. The message says which, without the folder."""
+    """A manifest is missing, cannot be read, or was changed after it was written. The message does not name the folder."""
 
 
 @dataclass(frozen=True)
@@ -448,12 +447,13 @@ class Manifest:
 
     Attributes:
         step: Step of the run.
-        commit: One more than the largest number in the run folder when this checkpoint was committed.
-        world_size: Ranks that wrote it.
-        torch: Version that wrote it.
+        commit: Commit number: one more than the largest commit number in the run folder at that time.
+        world_size: Number of ranks that wrote the checkpoint.
+        torch: Version of torch that wrote the checkpoint.
         score: Validation score of the step; None without a validation.
         files: name -> size and checksum of each file.
-        metric: ``trainer.keep_best_checkpoint`` that gave the score; None = the usual score, for which more is better.
+        metric: Value of ``trainer.keep_best_checkpoint`` that selected the score; None = the usual score, for which higher is
+            better.
     """
 
     step: int
@@ -475,13 +475,14 @@ def write_manifest(folder: Path, manifest: Manifest) -> str:
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a folder.
 
-    A ManifestError says that it is missing, or that a character differs from what was written.
+    Raises:
+        ManifestError: The manifest is missing or cannot be read, or was changed after it was written, even by one character.
     """
     path = folder / MANIFEST
     try:
         text = read_record(path).decode("utf-8")
         fields = parse_json(text, dict[str, Any])
-        # The text is written again from its fields and compared whole. So a change that JSON would read as the same is found too.
+        # Write the text again from its fields and compare it. This also finds a change after which JSON gives the same fields.
         if text != _render({name: value for name, value in fields.items() if name != "digest"}):
             raise ManifestError(f"{MANIFEST} has other contents than were written")
         made_by = fields.pop("format"), fields.pop("algorithm")
@@ -504,7 +505,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def find_fault(folder: Path, contents: bool = True) -> str | None:
-    """Return what is wrong with a checkpoint folder; None if every file is as its manifest says.
+    """Return the fault of a checkpoint folder; None if every file is as its manifest says.
 
     ``contents``: compare checksums, not only sizes.
     """
@@ -513,7 +514,7 @@ def find_fault(folder: Path, contents: bool = True) -> str | None:
     except ManifestError as error:
         return str(error)
     try:
-        # What the manifest does not list could still be copied by an export, or read in the place of what it lists.
+        # An export could copy an entry that is not a plain file or folder, such as a link, or read it instead of a listed file.
         odd = odd_entry(folder)
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
@@ -530,13 +531,13 @@ def _render(fields: Mapping[str, Any]) -> str:
     return json.dumps({**fields, "digest": blake3(bare.encode()).hexdigest()}, indent=1) + "\n"
 
 
-# Finds which checkpoints of a folder belong to the run: by their commit numbers, and by verl's tracker file where those fail.
+# Finds the checkpoints of a folder that belong to the run: by commit numbers, or if these are lost by verl's tracker file.
 
 
 TRACKER = "latest_checkpointed_iteration.txt"
-"""verl's name for the file with the step that was committed last."""
+"""File with the step that was committed last, under verl's name."""
 BEYOND = "belongs to an earlier run that the newest one does not continue"
-"""Why a checkpoint does not belong to the present run."""
+"""The reason in messages why a checkpoint does not belong to the present run."""
 
 
 @dataclass(frozen=True)
@@ -548,7 +549,7 @@ class CheckpointHistory:
         manifests: Step -> manifest, if it can be read.
         steps: Steps of this run, oldest first, whole or not.
         beyond: Steps of an earlier run that this one does not continue.
-        last_commit: The largest commit number; 0 without any.
+        last_commit: The largest commit number; 0 if there is none.
         doubt: A warning if the tracker file and the commit numbers disagree; None if they agree.
     """
 
@@ -563,8 +564,9 @@ class CheckpointHistory:
 def read_history(root: Path, folders: Mapping[int, Path]) -> CheckpointHistory:
     """Find out which checkpoints of a run folder belong to the run.
 
-    A run that starts again from an earlier checkpoint leaves later steps behind, with smaller commit numbers than its own. So a
-    step belongs to the present run unless an earlier step has a larger commit number, or it is beyond the newest step.
+    If a run starts again from an earlier checkpoint, checkpoints of later steps remain from before. Their commit numbers are
+    smaller than those of its new checkpoints. So a step does not belong to the present run if an earlier step has a larger commit
+    number, or if it is after the newest step.
 
     ``folders``: step -> folder of each checkpoint.
     """
@@ -578,9 +580,9 @@ def read_history(root: Path, folders: Mapping[int, Path]) -> CheckpointHistory:
     numbered = {step: commit for step, commit in commits.items() if commit is not None}
     tracked = _tracked(root)
     newest = _newest(commits, numbered, tracked)
-    steps, largest = [], 0  # the commit number of all steps before
+    steps, largest = [], 0  # largest commit number of the earlier steps
     for step in sorted(commits):
-        # Where an earlier step was committed later, this one was left behind.
+        # If an earlier step was committed later, this step remains from an earlier run.
         if (newest is None or step <= newest) and numbered.get(step, largest) >= largest:
             steps.append(step)
         largest = max(largest, numbered.get(step, 0))

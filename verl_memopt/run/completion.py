@@ -1,6 +1,6 @@
 """Scripts that let a shell complete commands, their options and settings: ``verl-memopt completion bash|zsh|fish``.
 
-The words are written into the script, so that a press of Tab starts no Python.
+The script contains all words, so pressing Tab starts no Python.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ PROGRAM = "verl-memopt"
 
 @dataclass(frozen=True)
 class Completed:
-    """What a command takes."""
+    """The help line of a command, its options, and whether it takes settings."""
 
     help: str
     options: Sequence[str]
@@ -24,7 +24,7 @@ Commands = Mapping[str, Completed]
 
 
 def script_of(shell: str, commands: Commands, settings: Sequence[str]) -> str:
-    # The completion script of a shell. ``settings``: keys with an equal sign after them, or whole overrides.
+    # The completion script of a shell. ``settings``: each entry is a key with an equal sign, or a whole override.
     return SHELLS[shell](commands, settings)
 
 

@@ -1,4 +1,4 @@
-"""The environment of a run: device, folders and tokenizer on this machine, and the checks that need the machine."""
+"""The environment of a run: device, folders and tokenizer on this machine, and the checks that can only be made on it."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ REFERENCE_PATH = "actor_rollout_ref.ref.model.path"
 
 @dataclass(frozen=True)
 class Environment:
-    """What a run has on this machine.
+    """What a run finds on this machine.
 
     Attributes:
         device: cpu or cuda.
-        num_devices: Of all roles, over all nodes.
-        folder: The policy's model.
-        tokenizer_folder: That of the model, unless the settings name another.
-        reference_folder: The reference's model; None if the run needs none.
+        num_devices: Number of devices of all roles, over all nodes.
+        folder: Folder of the policy's model.
+        tokenizer_folder: Folder of the tokenizer: the model's folder, unless the settings name another.
+        reference_folder: Folder of the reference's model; None if the run needs no such model.
         tokenizer: A transformers tokenizer.
         embedding_rows: Rows of the policy's embedding; token ids are below this number.
         eos_token_ids: Ids that end a response.
         free_engine: The engine releases its memory between rollouts.
-        run_dir: Where the run writes.
+        run_dir: The run folder.
         weights: Name -> shape of each weight of the policy, without adapters.
-        critic_folder: The critic's model; None in a run without a critic.
+        critic_folder: Folder of the critic's model; None in a run without a critic.
         critic_weights: Name -> shape of each weight of the critic, without adapters.
-        slides: The attention of some model uses a sliding window.
-        features: What is special in the policy's forward, as ``field=value`` of its config.
+        slides: A model of the run has attention with a sliding window.
+        features: Entries of the policy's config, ``field=value``, that make its forward unusual.
     """
 
     device: str
@@ -64,9 +64,9 @@ class Environment:
 
     @property
     def known_ids(self) -> int | None:
-        """Ids from this one on are rows of the embedding without a token; None if there are no such rows.
+        """Number of ids that have a token. Larger ids are rows of the embedding without a token; None = there are no such rows.
 
-        Many models have a few hundred such rows, which make the embedding's size a round number.
+        Many models have a few hundred such rows, which make the size of the embedding a round number.
         """
         num_ids = max((*self.tokenizer.get_vocab().values(), *self.eos_token_ids), default=-1) + 1
         return num_ids if num_ids < self.embedding_rows else None
@@ -75,13 +75,13 @@ class Environment:
 def resolve_environment(
     settings: Settings, reference_path: str | None, critic: Critic | None, pools: Mapping[str, ResourcePool]
 ) -> Environment:
-    """Find out what this machine has for a run, before any worker starts.
+    """Find out what a run can use on this machine, before any worker starts.
 
     Args:
         settings: Settings of the run.
         reference_path: None if the run needs no model for the reference.
         critic: None in a run without a critic.
-        pools: Section -> the devices that its role has for itself.
+        pools: Section of the settings -> the devices that only its role uses.
 
     Raises:
         ConfigError: The machine cannot do what the settings ask for.
@@ -93,10 +93,10 @@ def resolve_environment(
     _check_devices(asked, settings.ray_kwargs, device)
     _check_engine(rollout.name, trainer.device, device)
     run_dir = _writable(Path(str(trainer.default_local_dir)).expanduser())
-    # The tokenizer's code may lie with the model.
+    # The code of the tokenizer may be in the model's folder.
     trusted = model.trust_remote_code or (data.trust_remote_code and model.tokenizer_path is None)
     folder = resolve_folder(model.path, "actor_rollout_ref.model.path", trusted)
-    # Build the model once without its weights, so that an architecture that cannot be trained shows before any worker starts.
+    # Build the model once without its weights, to find an architecture that cannot be trained before any worker starts.
     longest = data.max_prompt_length + data.max_response_length
     checked = check_architecture(model, folder, longest, actor)
     windows = [checked.window]
@@ -157,12 +157,12 @@ def _check_same_tokenizer(tokenizer: Any, folder: Path, critic: CriticModel, cri
         example = f", such as {different[0]!r}" if different else ""
         raise ConfigError(
             f"{key}={own}: its tokenizer is another than the policy's in {folder} ({len(others)} and {len(mine)} tokens"
-            f"{example}). The critic reads the policy's token ids: give a critic of the same family, or none of its own."
+            f"{example}). The critic reads the policy's token ids: give a critic of the same family, or leave {key} out."
         )
 
 
 def _check_devices(asked: Mapping[str, Trainer | ResourcePool], ray: RayKwargs, device: str) -> None:
-    # With several nodes Ray checks this once the cluster is known.
+    # With several nodes Ray checks this later, when the cluster is known.
     present = device_count(device)
     on_this_machine = device == "cuda" and all(pool.nnodes == 1 for pool in asked.values()) and "address" not in ray.ray_init
     if on_this_machine and sum(pool.n_gpus_per_node for pool in asked.values()) > present:
@@ -195,9 +195,10 @@ def _check_engine(engine: str, device_setting: str, device: str) -> None:
 
 
 def missing_build_tools() -> str | None:
-    """Return what Triton needs to build its launchers and this machine lacks, with the packages that have it; else None.
+    """Return the tool that Triton needs and this machine lacks, and the packages that contain it; None if none is missing.
 
-    Triton takes the compiler of ``CC``, gcc or clang, and the headers of the running Python (``triton.runtime.build``).
+    Triton builds its launchers with the compiler in ``CC``, gcc or clang, and with the headers of the running Python
+    (``triton.runtime.build``).
     """
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
@@ -212,7 +213,7 @@ def frees_engine(rollout: Rollout, device: str) -> bool:
     """Return whether the engine releases its memory between rollouts: ``rollout.free_cache_engine``, by default on a GPU.
 
     Raises:
-        ConfigError: It is requested of vLLM on a CPU, which cannot.
+        ConfigError: The setting is true with vLLM on a CPU, which cannot release its memory.
     """
     setting = rollout.free_cache_engine
     if setting and device == "cpu" and rollout.name == "vllm":
@@ -224,7 +225,7 @@ def frees_engine(rollout: Rollout, device: str) -> bool:
 
 
 def _writable(folder: Path) -> Path:
-    # The folder is not made yet, so its nearest parent that exists is asked.
+    # The folder may not exist yet, so its nearest existing parent is checked.
     existing = next(parent for parent in (folder, *folder.absolute().parents) if os.path.lexists(parent))
     if not existing.is_dir():
         raise ConfigError(

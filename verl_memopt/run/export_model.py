@@ -1,6 +1,6 @@
-"""Write the model of a checkpoint for programs that load one: in one process, without a GPU, a tensor at a time.
+"""Writes the model of a checkpoint as a model folder: in one process, without a GPU, one tensor at a time.
 
-This is ``verl-memopt export``. A run that ends with ``trainer.keep_best_checkpoint`` calls it too.
+This is ``verl-memopt export``. A run with ``trainer.keep_best_checkpoint`` also calls it at its end.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from verl_memopt.run.checkpoints import GONE, Checkpoint, CheckpointStore, check
 from verl_memopt.run.run_lock import reading
 
 BEST = "best"
-"""The step that stands for the best checkpoint."""
+"""Value of ``--step`` that selects the best checkpoint."""
 
 
 @dataclass(frozen=True)
 class RoleKeys:
-    """Where to find a role: its folder in a checkpoint, its sections of the settings, and its shapes in the driver's state."""
+    """Names of a role: its folder in a checkpoint, its sections of the settings, and the driver's key for its shapes."""
 
     folder: str
     model: str
@@ -53,7 +53,7 @@ ROLES = {
 class StoredModel:
     """The trained model of a role in a checkpoint.
 
-    ``base``: folder of the model that training started from, in place of the one that the settings name.
+    ``base``: folder of the model from which training started. None = the folder that the settings name.
     """
 
     checkpoint: Checkpoint
@@ -96,7 +96,7 @@ class StoredModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        # That of the model that training started from.
+        # The dtype of the model from which training started.
         masters = dtype_of(str(self.settings[f"{self.keys.fsdp}.model_dtype"]), f"{self.keys.fsdp}.model_dtype")
         named = self.checkpoint.driver.get("dtypes", {}).get(self.role)
         return stored_dtype(self.folder / "huggingface", masters) if named is None else dtype_of(named, self.role)
@@ -104,13 +104,14 @@ class StoredModel:
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor) of the model, with adapters merged, as the run itself would write it.
 
-        The adapters' product is computed in fp32, and rounded to the dtype in which training kept the weights, then to ``dtype``.
+        The product of the adapters is computed in fp32. The merged weight is rounded to the dtype in which training kept the
+        weights, and then to ``dtype``.
 
         Raises:
-            CheckpointError: A tensor is neither in the checkpoint nor in the base, or has another shape there.
+            CheckpointError: A tensor is neither in the checkpoint nor in the base model, or has another shape there.
         """
         stored = StoredTensors(self.folder)
-        # The model is a part of what was trained, under the name lm. A critic's head lies beside it.
+        # In the trained module the language model has the name lm. A critic's value head is beside it.
         key = {name.removeprefix("lm."): name for name in stored.names}
         if not key:
             raise CheckpointError(f"{self.folder}: it was saved without the model (checkpoint.save_contents). Give another step.")
@@ -141,14 +142,14 @@ class StoredModel:
             return WeightFolder(folder)
         except ConfigError as error:
             raise CheckpointError(
-                f"{self.folder}: it holds adapters alone, and the model under them is missing ({error}) Name it with --base, "
+                f"{self.folder}: it has only adapters, and their base model is missing ({error}) Name it with --base, "
                 "or write the adapters with --adapter-only."
             ) from error
 
 
 @contextmanager
 def held_checkpoint(path: Path, step: str | None) -> Iterator[Checkpoint]:
-    """Yield the checkpoint of :func:`find_checkpoint`. A run beside this process cannot remove it in the body."""
+    """Yield the checkpoint of :func:`find_checkpoint`. A run that goes on meanwhile cannot remove it in the body."""
     for _ in range(LOOKS):
         try:
             checkpoint = find_checkpoint(path, step)
@@ -164,13 +165,14 @@ def held_checkpoint(path: Path, step: str | None) -> Iterator[Checkpoint]:
 
 
 LOOKS = 20
-"""How often a checkpoint is looked for, if a run beside this process keeps removing the one that was found."""
+"""Number of searches for a checkpoint, if a run removes the found checkpoint each time before it can be read."""
 
 
 def find_checkpoint(path: Path, step: str | None) -> Checkpoint:
-    """Return a whole checkpoint: of a ``global_step_N`` folder, or of a run folder its newest, its best, or that of a step.
+    """Return a whole checkpoint, after a check of all checksums.
 
-    Every file is compared with its checksum.
+    ``path``: a ``global_step_N`` folder, or a run folder. ``step``: which checkpoint of a run folder: a number, or ``best``;
+    None = the newest.
     """
     folder = path.expanduser()
     if is_checkpoint(folder):
@@ -193,7 +195,7 @@ def find_checkpoint(path: Path, step: str | None) -> Checkpoint:
         raise CheckpointError(
             f"{path}: no checkpoint has a validation score (trainer.test_freq). Give --step N of {_listed(steps)}."
         )
-    # The best one was looked up later, and may be newer than the others that were seen.
+    # `steps` was read before the best step, so the best step may be newer and missing in it.
     if step != BEST and chosen not in steps:
         raise CheckpointError(f"{path}: there is no checkpoint of step {chosen}. There are {_listed(steps)}.")
     return read_checkpoint(store.folder(chosen), "")
@@ -202,8 +204,8 @@ def find_checkpoint(path: Path, step: str | None) -> Checkpoint:
 def export_model(model: StoredModel, folder: Path, dtype: torch.dtype | None = None) -> None:
     """Write a model folder: weights with adapters merged, config, tokenizer, and the adapters in ``adapter/``.
 
-    The folder appears when it is whole, and then replaces an older one. ``dtype``: of the weights; None = that of the model that
-    training started from.
+    The folder gets its name only when it is whole, and then replaces an older one. ``dtype``: dtype of the weights; None = the
+    dtype of the model from which training started.
     """
     dtype = model.dtype if dtype is None else dtype
     check_space(folder, sum(prod(shape) for shape in model.shapes.values()) * dtype.itemsize)
@@ -215,7 +217,7 @@ def export_model(model: StoredModel, folder: Path, dtype: torch.dtype | None = N
 
 
 def export_adapter(model: StoredModel, folder: Path) -> None:
-    # The adapters alone, in the form of peft.
+    # Write only the adapters, in the format of peft.
     if not model.lora_rank:
         raise CheckpointError(
             f"{model.folder}: it has no adapter, because the run trained all weights. Leave --adapter-only out."

@@ -1,6 +1,7 @@
-"""What a call from Python brings for a run: rows, functions and models. It lies aside until the settings are accepted.
+"""Rows, functions and models that a call from Python passes to a run.
 
-Then each file gets a name with the checksum of its contents, so that nothing that an earlier start reads is overwritten.
+They stay in a temporary folder until the settings are accepted, and then move to the run folder. Each file gets a name with the
+checksum of its contents, so no file of an earlier start is overwritten.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class Inputs:
     """The inputs of one call.
 
     Attributes:
-        aside: Where they are written first.
+        aside: The temporary folder to which the inputs are written first.
         command: The command line of the call.
-        rows: Training rows that are read as steps need them, and so are not in a file; None = there are none.
+        rows: Training rows that are read only when a step needs them, so no file has them; None = there are no such rows.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -47,7 +48,7 @@ class Inputs:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f"trainer.default_local_dir={str(run_dir)!r:.200}: {reason}. Give another folder.") from error
         try:
-            # On the disk of the run's folder, so that the files can be renamed into it. That folder need not exist yet.
+            # The temporary folder is on the disk of the run folder, so files can be renamed. The run folder may not exist yet.
             self.aside = Path(tempfile.mkdtemp(prefix=".inputs-", dir=existing))
         except OSError as error:
             raise ConfigError(
@@ -55,7 +56,7 @@ class Inputs:
             ) from error
 
     def placed(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        # Return settings that name files aside with the names that these will have in the run's folder.
+        # Return the settings. Paths of files in `aside` are replaced by the paths that the files will have in the run folder.
         for path in sorted(self.aside.iterdir()):
             self._names[path.name] = f"{path.stem}-{_digest(path)[:12]}{path.suffix}"
         return {key: self._placed(value) for key, value in values.items()}
@@ -70,9 +71,9 @@ class Inputs:
 
     @contextmanager
     def written(self) -> Iterator[None]:
-        """Hold the lock of the run's folder, and put the inputs there for the body, which starts the run.
+        """Hold the lock of the run folder and move the inputs there. The body then starts the run.
 
-        Files of a start that is refused are removed again.
+        If the start is refused, the moved files are removed again.
         """
         made = [parent for parent in (self._run_dir, *self._run_dir.parents) if not parent.exists()]
         moved, pending, is_new = list[Path](), self._folder / PENDING, False
@@ -102,7 +103,7 @@ class Inputs:
         finally:
             pending.unlink(missing_ok=True)
             self.discard()
-            with suppress(OSError):  # something is in it
+            with suppress(OSError):  # the folder is not empty
                 for folder in (self._folder, *made):
                     folder.rmdir()
 
@@ -118,7 +119,7 @@ def _remove(path: Path) -> None:
 
 
 def _digest(path: Path) -> str:
-    # For a folder, of all its files and their names.
+    # For a folder, the checksum covers all its files and their names.
     if path.is_file():
         return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
     files = sorted(file for file in path.rglob("*") if file.is_file())

@@ -1,4 +1,4 @@
-"""A request to stop a run: which signal made it, how much time is left, and the exit code.
+"""A request to stop a run: the signal that made it, the time that is left, and the exit code.
 
 This file imports nothing heavy, so that the command line can watch for signals before it loads anything else.
 """
@@ -29,22 +29,22 @@ logger = logging.getLogger(__name__)
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 RESERVE_SHARE = 0.25
-"""Least share of the deadline that is kept for saving."""
+"""Smallest share of the deadline that is reserved for saving."""
 
 SAVES_RESERVED = 2.0
-"""How many saves as long as the last one must fit into the time that is kept for saving."""
+"""The time that is reserved for saving is at least this many times the duration of the last save."""
 
 
 class Interrupts:
     """A request to stop, and the time that is left for it.
 
-    Used as a context manager, it handles SIGINT, SIGTERM and SIGHUP itself: the first signal requests a stop, the second raises
-    KeyboardInterrupt. This is for processes without a :class:`~verl_memopt.run.interrupts.SignalWatch`. Outside of the main
-    thread Python allows no signal handlers, so none are set there.
+    As a context manager, it handles SIGINT, SIGTERM and SIGHUP itself: the first signal requests a stop, and the second raises
+    KeyboardInterrupt. This is for processes without a :class:`~verl_memopt.run.interrupts.SignalWatch`. Python allows signal
+    handlers in the main thread only, so none are set in other threads.
 
     Args:
-        at_once: The first signal raises KeyboardInterrupt too.
-        watched: A SignalWatch handles the signals.
+        at_once: Already the first signal raises KeyboardInterrupt.
+        watched: A SignalWatch handles the signals, so this object sets no handlers.
     """
 
     def __init__(self, at_once: bool = False, watched: bool = False) -> None:
@@ -55,12 +55,12 @@ class Interrupts:
         self._on_request: Callable[[float], None] = lambda moment: None
         self.exit_code: int | None = None
         self.requested_at = 0.0
-        """Seconds of the monotonic clock."""
+        """Time of the request, in seconds of the monotonic clock."""
         self.in_steps = False
-        """The run takes steps, so a stop has something to finish and to save."""
+        """The run makes steps, so a stop must finish and save a step."""
         self.deadline_seconds = 0.0
         self.save_seconds = 0.0
-        """Time of the last save."""
+        """Duration of the last save."""
         self.last_saved = "No checkpoint was saved"
         """A sentence that says from where a new start would continue."""
 
@@ -71,8 +71,8 @@ class Interrupts:
     def begin_steps(self, deadline_seconds: float, on_request: Callable[[float], None]) -> None:
         """From now on, a stop must finish and save the step.
 
-        ``deadline_seconds``: from the signal to the end of the process. ``on_request``: called once, when a stop is requested,
-        with the moment (seconds since the epoch) when a rollout must be abandoned.
+        ``deadline_seconds``: time from the signal to the end of the process. ``on_request``: called once, when a stop is
+        requested, with the time (seconds since the epoch) when a rollout must be abandoned.
         """
         self.deadline_seconds = deadline_seconds
         self._on_request = on_request
@@ -81,7 +81,7 @@ class Interrupts:
             self._call_on_request()
 
     def between_runs(self) -> int | None:
-        # Note that a run has ended and another will begin. Return the exit code if a stop was requested, else None.
+        # A run has ended, and another will begin. Return the exit code if a stop was requested, else None.
         self.in_steps = False
         return self.exit_code
 
@@ -97,14 +97,14 @@ class Interrupts:
 
     @property
     def reserve_seconds(self) -> float:
-        # With room to spare, because the next save may take longer than those so far.
+        # This is more than the last save took, because the next save may take longer.
         return max(self.save_seconds * SAVES_RESERVED, self.deadline_seconds * RESERVE_SHARE)
 
     def too_late_for(self, seconds: float) -> bool:
         return self.requested and self.seconds_left() - seconds < self.reserve_seconds
 
     def out_of_time(self) -> bool:
-        # Whether a stop was requested and it is time to abandon what is not finished.
+        # Whether a stop was requested and unfinished work must be abandoned now.
         return self.too_late_for(0.0)
 
     def _call_on_request(self) -> None:
@@ -143,11 +143,11 @@ _watched: list[Interrupts] = []
 
 
 def process_interrupts() -> Interrupts:
-    """Return the watched interrupts of this process; without a SignalWatch, new ones that set their own handlers."""
+    """Return the interrupts of this process's SignalWatch. Without a SignalWatch, return new ones that set their own handlers."""
     return _watched[-1] if _watched else Interrupts()
 
 
-# Watches for the signals of a process in a thread, so that it reacts at once, whatever the main thread is doing.
+# Watches for the signals of a process in a thread. So the process reacts at once, even if the main thread is busy.
 #
 # A Python signal handler runs only when the main thread returns to Python code. During an import, Ray's start or a long kernel
 # this may take a minute, and an exception raised there leaves tracebacks or crashes C++ code. So the handlers do nothing: the
@@ -157,10 +157,10 @@ def process_interrupts() -> Interrupts:
 
 
 SAME_SECONDS = 0.5
-"""Signals this soon after the first count as the same: ``timeout`` and service managers send it twice."""
+"""A signal so soon after the first one is not a second request: ``timeout`` and service managers send each signal twice."""
 
 FLUSH_SECONDS = 0.5
-"""Most time to write buffered output when the process is ended at once."""
+"""Longest time to write buffered output when the process is ended at once."""
 
 SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"
 """Clears the line of a progress bar and shows the cursor."""
@@ -169,9 +169,9 @@ SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"
 class SignalWatch:
     """Handles SIGINT, SIGTERM and SIGHUP of this process, from now to its end.
 
-    Before the first step the first signal ends the process, since there is nothing to save. During the steps the first one
-    requests a stop; a second one, or the deadline, ends the process. Ending kills every process that this one started, and exits
-    with 130, 143 or 129. If SIGHUP is ignored, as under nohup, it stays ignored.
+    Before the first step the first signal ends the process, because there is nothing to save. During the steps the first signal
+    requests a stop, and a second signal, or the deadline, ends the process. At the end every process that this one has started is
+    killed, and the exit code is 130, 143 or 129. If SIGHUP is ignored, as under nohup, it stays ignored.
 
     Use it only in the main thread of a command's own process.
     """
@@ -189,16 +189,16 @@ class SignalWatch:
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
 
     def hold_while_ending(self, begins_within: float = 0) -> None:
-        """Return at once, or never if the watch is ending the process, so that no other exit code or message comes after it.
+        """Return at once. If the watch is ending the process, never return, so that no other exit code or message follows.
 
-        ``begins_within``: wait so many seconds for the watch to begin.
+        ``begins_within``: wait up to so many seconds for the watch to begin ending the process.
         """
         self._ending.wait(begins_within)
         while self._ending.is_set():
             time.sleep(FLUSH_SECONDS)
 
     def _watch(self) -> None:
-        # The start of Ray blocks these signals in the main thread; then this thread gets them.
+        # While Ray starts, it blocks these signals in the main thread. Then this thread must get them.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, EXIT_CODES)
         stop = self.interrupts
         while True:
@@ -224,11 +224,11 @@ class SignalWatch:
             self._end(stop.exit_code or 1, f"{name}: the second signal; ended at once. {stop.last_saved}.")
 
     def _end(self, code: int, text: str) -> NoReturn:
-        # Python and C++ clean nothing up, so nothing can crash or hang.
+        # The process ends by os._exit, without any cleanup of Python or C++ that could crash or hang.
         self._ending.set()
         try:
             _last_words(text)
-            from verl_memopt.run.processes import kill_descendants  # imports psutil, and signals are watched before that
+            from verl_memopt.run.processes import kill_descendants  # imports psutil, which must not delay the watch
 
             kill_descendants()
         finally:
@@ -238,7 +238,8 @@ class SignalWatch:
 def guarded(command: Callable[[], int], watched: bool) -> int:
     """Run a command and return its exit code. A user's error is printed without a traceback.
 
-    With ``watched``, signals are watched until the process ends, which it does in this call, unless its output cannot be written.
+    With ``watched``, signals are watched until the process ends. This call then ends the process, unless its output cannot be
+    written.
     """
     watch = SignalWatch() if watched else None
     try:
@@ -250,7 +251,7 @@ def guarded(command: Callable[[], int], watched: bool) -> int:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         code = error.exit_code
     except SystemExit as error:
-        # Ray has a handler of its own while it starts. It ends this thread before the watch has begun to end the process.
+        # While Ray starts, it has a signal handler of its own, which may end this thread before the watch ends the process.
         if watch is not None and error.code == signal.SIGTERM:
             watch.hold_while_ending(begins_within=5)
         raise
@@ -270,18 +271,18 @@ def _check_directory() -> None:
 
 
 def _write_anything() -> None:
-    # A character that the terminal's encoding lacks is written as its code.
+    # A character that the terminal's encoding does not have is written as an escape sequence.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
             stream.reconfigure(errors="backslashreplace")
 
 
 def end_process(code: int) -> None:
-    """End this process like Python, but without taking apart what it has imported, which takes a second and a half for PyTorch.
+    """End this process like Python, but without destroying the imported modules, which takes a second and a half for PyTorch.
 
-    Returns if the output cannot be written. Python then reports that when it ends the process.
+    The call returns if the output cannot be written. Python then reports this when it ends the process.
     """
-    # What a child of multiprocessing does at its end: wait for threads, then call what is registered for the exit.
+    # The same steps as at the end of a multiprocessing child: wait for threads, and then call the exit functions.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     try:
@@ -293,7 +294,7 @@ def end_process(code: int) -> None:
 
 
 def _last_words(text: str) -> None:
-    # Output of libraries whose processes are killed next would follow the last line, so it is discarded.
+    # Write `text` as the last line. All later output, such as that of libraries whose processes are killed next, is discarded.
     flusher = threading.Thread(target=_flush, daemon=True)
     flusher.start()
     flusher.join(FLUSH_SECONDS)
@@ -301,7 +302,7 @@ def _last_words(text: str) -> None:
         if os.isatty(descriptor):
             os.write(descriptor, SHOW_CURSOR)
     _write_line(text)
-    # On the level of descriptors, so that C++ libraries are silent too.
+    # Redirecting the descriptors also silences C++ libraries.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(nowhere, descriptor)
@@ -321,11 +322,11 @@ def _write_line(text: str) -> None:
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """Do nothing. That a handler is set makes Python write the signal to the pipe, and programs start with the default action."""
+    """Do nothing. Because this handler is set, Python writes the signal to the pipe, and new programs get the default action."""
 
 
 def _as_if_never_watched() -> None:
-    # A forked child has inherited the pipe, but its signals are its own.
+    # A forked child has inherited the pipe, but its signals must not be written to it.
     signal.set_wakeup_fd(-1)
     for number in EXIT_CODES:
         if signal.getsignal(number) is _nothing:
@@ -334,7 +335,7 @@ def _as_if_never_watched() -> None:
 
 # How workers learn that a rollout must end early: a small file in the run folder, which each worker checks.
 #
-# A worker that generates answers no calls, and may run on another node. The run folder is the one place that all of them see.
+# While a worker generates, it handles no calls, and it may run on another node. But all workers can read the run folder.
 
 
 POLL_SECONDS = 1.0
@@ -345,7 +346,7 @@ POLL_SECONDS = 1.0
 class StopFile:
     """The time after which rollouts are abandoned. No file means never.
 
-    Its path is in a folder that the driver and all workers see.
+    Its path is in a folder that the driver and all workers can read.
     """
 
     path: Path
@@ -357,12 +358,12 @@ class StopFile:
             aside.write_text(f"{moment}\n")
 
     def remove(self) -> None:
-        # In a folder that was made read-only there is no file.
+        # An error here is harmless. For example, the folder was made read-only, so that no file was written.
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
 
     def passed(self) -> bool:
-        """Return whether a time was set and is over. The disk is checked at most once a second."""
+        """Return whether a time was set and has passed. The disk is read at most once per second."""
         now = time.monotonic()
         if self._moment is None and now >= self._next_check:
             self._next_check = now + POLL_SECONDS

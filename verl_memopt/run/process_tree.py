@@ -17,24 +17,23 @@ if TYPE_CHECKING:
     from psutil import Process
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-"""Sent to every process of a run by a terminal, Slurm, systemd or a container. The run alone decides what they end."""
+"""Signals that a terminal, Slurm, systemd or a container sends to every process of a run. Only the run decides how to react."""
 
 END_SECONDS = 5.0
-"""Longest time in which killed processes must be gone."""
+"""Longest time until killed processes must be gone."""
 
 _STOP_ROUNDS = 8
-"""Scans that stop processes before they are killed, so that none starts another in between."""
+"""Largest number of scans that stop processes before they are killed. A stopped process cannot start another one."""
 
 _ROUND_SECONDS = 0.005
 
-# psutil is imported where it is used, 1.7 MiB. A reward process is forked before that and does not hold it; its supervisor does.
+# psutil needs 1.7 MiB and is imported only inside functions. So a reward process, which is forked before, does not hold it.
 
 
 def safe_path() -> list[str]:
-    """Return the import path of this process with Python's own folders first, then those of psutil and of this package.
+    """Return the import path of this process with Python's own folders first, and then those of psutil and of this package.
 
-    A process that starts with this path runs no file of the working directory, or of another folder, in place of the modules it
-    needs.
+    So a process that starts with this path cannot import a file of the working directory instead of a module that it needs.
     """
     psutil_spec = importlib.util.find_spec("psutil")
     assert psutil_spec is not None
@@ -52,8 +51,8 @@ def safe_path() -> list[str]:
 def descendants(root: int) -> list[Process]:
     """Return every process below ``root``, parents first, including zombies.
 
-    The kernel gives a process whose parent has died to the nearest ancestor that adopts orphans (PR_SET_CHILD_SUBREAPER). If
-    ``root`` adopts them, no process that it started is missed.
+    If the parent of a process dies, the nearest ancestor that adopts orphans (PR_SET_CHILD_SUBREAPER) becomes its parent. So if
+    ``root`` adopts orphans, this finds every process that it started.
     """
     import psutil
 
@@ -69,7 +68,7 @@ def cpu_seconds(tree: Iterable[Process]) -> float:
 
 
 def resident_bytes(tree: Iterable[Process]) -> int:
-    # The total memory of the processes. A page that several of them share counts once for each.
+    # The total memory of the processes. A shared page is counted once for each process that uses it.
     return sum(memory.rss for memory in _each(tree, "memory_info"))
 
 
@@ -91,8 +90,8 @@ def _each(tree: Iterable[Process], method: str) -> list[Any]:
 def kill_all(find: Callable[[], Collection[int] | None], seconds: float = END_SECONDS) -> bool:
     """Kill the processes that ``find`` returns until it returns None, and return whether that took at most ``seconds``.
 
-    It is asked again and again, because new processes may appear meanwhile. An empty answer means that some are left, and that
-    this search found none of them.
+    ``find`` is called repeatedly, because new processes may appear meanwhile. If it returns an empty collection, some processes
+    are left, but it has not found them yet.
     """
     deadline = time.monotonic() + seconds
     while (found := find()) is not None:
@@ -113,8 +112,8 @@ def kill_all(find: Callable[[], Collection[int] | None], seconds: float = END_SE
 def end_descendants() -> bool:
     """Kill every process below this one, wait until none is left, and return whether that took at most ``END_SECONDS``.
 
-    This process must adopt orphans (PR_SET_CHILD_SUBREAPER). Then "no child" means "no descendant", which a search alone cannot
-    tell: it misses a process that starts while it lists them.
+    This process must adopt orphans (PR_SET_CHILD_SUBREAPER). Then "no child" means "no descendant". A search alone cannot show
+    this, because it misses a process that starts during the search.
     """
     return kill_all(lambda: [process.pid for process in descendants(os.getpid())] if _reap() else None)
 
@@ -130,7 +129,7 @@ def _reap() -> bool:
 
 
 def send_signal(pids: Iterable[int], number: int) -> None:
-    # os.kill, because psutil's methods first read again when the process was started: long enough for another to be forked.
+    # psutil's own methods first read the start time of the process, and in this time another process may be forked.
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
@@ -139,8 +138,8 @@ def send_signal(pids: Iterable[int], number: int) -> None:
 def kill_marked(mark: str) -> list[int]:
     """Kill every process whose initial environment has the entry ``mark`` (``NAME=value``), and return their ids.
 
-    This finds the processes of a supervisor that was killed. They are no longer below this process, but they inherited the
-    supervisor's environment.
+    This finds the processes of a supervisor that was killed. They are no longer descendants of this process, but they have
+    inherited the supervisor's environment.
     """
     killed = set[int]()
 

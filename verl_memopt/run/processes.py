@@ -1,7 +1,7 @@
-"""The processes that this one has started: how to end all of them, and the guardian that does so when this process is gone.
+"""The processes that this one has started: how to end all of them, and the guardian that ends them when this process is gone.
 
-It imports nothing heavy (psutil takes 15 ms), so that a command can watch for signals before anything else is imported.
-psutil is not first imported by a search, for that is done while the process is being ended, whatever its other threads do.
+This file imports nothing heavy (psutil takes 15 ms), so that a command can watch for signals before anything else is imported.
+psutil is imported at the top: a search runs while the process is being ended, and must not begin with an import.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ PR_SET_CHILD_SUBREAPER = 36
 """The prctl option that makes orphans children of this process instead of children of init."""
 
 KILL_SECONDS = 2.5
-"""Longest time for killing what this process has started, when a signal ends it."""
+"""Longest time to kill the processes that this process has started, when a signal ends it."""
 
 READY_SECONDS = 60.0
-"""Longest time in which the guardian must have started."""
+"""Longest time until the guardian must have started."""
 
 TRACKER = "multiprocessing.resource_tracker"
 """Python's own process that cleans up shared memory. It ends by itself after the last process that used it."""
 
 
 def descendants(pid: int) -> list[int]:
-    # Zombies are left out: they have ended, and nobody has collected them.
+    # Zombies are left out: they have ended, but their parents have not waited for them yet.
     return [child.pid for child in process_tree.descendants(pid) if is_alive(child.pid)]
 
 
@@ -60,7 +60,7 @@ def kill(pids: Iterable[int]) -> None:
 def kill_descendants() -> bool:
     """Kill every process that descends from this one, and return whether none is left.
 
-    An orphan becomes a child of this process. So if the parent of a process was killed first, the next round finds it.
+    Orphans become children of this process. So if the parent of a process is killed first, the next search still finds it.
     """
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     return process_tree.kill_all(lambda: [pid for pid in descendants(os.getpid()) if not _is_tracker(pid)] or None, KILL_SECONDS)
@@ -69,7 +69,7 @@ def kill_descendants() -> bool:
 def kill_processes(processes: Collection[psutil.Process]) -> bool:
     """Kill processes and wait until none of them runs; return whether that took at most ``END_SECONDS``.
 
-    psutil compares start times, so a process with a reused id is spared.
+    psutil compares start times, so another process that has got the same id is not killed.
     """
     return process_tree.kill_all(lambda: _running(processes) or None)
 
@@ -81,18 +81,18 @@ def _running(processes: Iterable[psutil.Process]) -> list[int]:
 SHARED_MEMORY = Path("/dev/shm")
 
 LITTLE_SHARED_BYTES = 64 * 2**20
-"""So little free shared memory is named when a process has died. A container has 64 MiB of it unless it is told otherwise."""
+"""If less shared memory is free, the error of a dead process says so. A container has 64 MiB of it by default."""
 
 
 def segments_of(port: int | str) -> str:
-    """Return how the names begin of shared memory between processes that meet at a port."""
+    # The prefix of the names of shared memory. ``port``: the port at which the processes meet.
     return f"verl-memopt-{port}-"
 
 
 def full_shared_memory() -> str:
-    """Return, in a sentence, that little is left of this machine's shared memory; empty where there is enough or none.
+    """Return a sentence that little shared memory is free on this machine; "" if there is enough, or no shared memory.
 
-    A process that writes to memory for which there is no room is ended by SIGBUS, without a word.
+    If a process writes to shared memory for which there is no room, SIGBUS ends it without a message.
     """
     try:
         space = shutil.disk_usage(SHARED_MEMORY)
@@ -102,12 +102,12 @@ def full_shared_memory() -> str:
         return ""
     return (
         f"{SHARED_MEMORY} of this machine has {space.free >> 20} of {space.total >> 20} MiB left, and a process that needs more "
-        "ends like this too: remove what is not used there, or give a container more (docker run --shm-size=1g)."
+        "ends like this too: remove unused files there, or give a container more (docker run --shm-size=1g)."
     )
 
 
 def remove_segments(port: int) -> None:
-    """Remove what processes that were killed before they could do so have left there. Else it would take memory for ever."""
+    """Remove the shared memory that killed processes have left behind. It would occupy memory for ever."""
     for path in SHARED_MEMORY.glob(f"{segments_of(port)}*"):
         with suppress(OSError):
             path.unlink()
@@ -120,15 +120,15 @@ def _is_tracker(pid: int) -> bool:
         return False
 
 
-# A process that outlives its starter for a moment, and kills the processes that the starter had started.
+# The guardian: a process that lives a moment longer than its starter, and kills the processes that the starter had started.
 #
-# Ray's own processes follow a killed driver, but the two agents of its node outlive it by a minute, and so do processes that Ray
-# was about to start when the driver died. The guardian waits for the end of a pipe that only the starter holds. It has its own
-# session, where no Ctrl-C reaches it. It imports nothing heavy.
+# If the driver is killed, most processes of Ray end too. But the two agents of Ray's node live for another minute, and so do
+# processes that Ray was about to start. The guardian waits until a pipe closes that only the starter holds. It has its own
+# session, so that Ctrl-C does not reach it. It imports nothing heavy.
 #
-# It looks for new processes ten times a second. A process may start between two looks and lose its parent together with the
-# driver. It is then nobody's descendant any more, and Ray's agents start so if the driver is killed at that moment. So every
-# process that starts before :meth:`Guardian.all_started` has an environment variable by which the guardian finds it.
+# The guardian searches for new processes ten times per second. A process may start between two searches, and lose its parent when
+# the driver is killed. Then it is no longer a descendant of the driver; Ray's agents may start in this way. So every process that
+# starts before :meth:`Guardian.all_started` has an environment variable by which the guardian finds it.
 
 
 LOOK_SECONDS = 0.1
@@ -137,15 +137,15 @@ LOOK_SECONDS = 0.1
 READY, STARTED = b"ready\n", b"all have started\n"
 
 MARK = "VERL_MEMOPT_GUARDED_BY"
-"""Environment variable of the guarded processes. Its value is the guardian's own."""
+"""Environment variable of the guarded processes. Each guardian has its own value."""
 
 
 class Guardian:
     """Kills descendants of this process once this process is gone.
 
-    It kills those that start between now and :meth:`all_started`, and their descendants. Until then this process has the
-    environment variable ``VERL_MEMOPT_GUARDED_BY``, which they inherit. If a guardian is killed, a new one starts at once and
-    watches the same processes.
+    It kills the processes that start between now and :meth:`all_started`, and their descendants. Until then this process has the
+    environment variable ``VERL_MEMOPT_GUARDED_BY``, which these processes inherit. If a guardian is killed, a new one starts at
+    once and watches the same processes.
     """
 
     def __init__(self) -> None:
@@ -153,11 +153,11 @@ class Guardian:
         self._changing, self._dismissed = threading.Lock(), False
         self._start()
         os.environ[MARK] = self._value
-        # A thread, because the driver may be killed next, while its main thread waits in the start of Ray.
+        # The guardian may be killed while the main thread waits for the start of Ray, so another thread replaces it.
         threading.Thread(target=self._follow, name="guardian", daemon=True).start()
 
     def _start(self) -> None:
-        # Without site (-S) an interpreter starts twice as fast.
+        # -S (without site) makes the interpreter start twice as fast.
         path = process_tree.safe_path()
         program = f"import sys; sys.path[:] = {path!r}; from {__name__} import guard; guard({os.getpid()}, {self._value!r})"
         # The guardian inherits the mask, so a signal that arrives while it imports does not end it.
@@ -173,7 +173,7 @@ class Guardian:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._pipe = self._process.stdin
-        # The guardian says that it watches. Before that, a process born now would count as one that existed already.
+        # Wait until the guardian says that it watches. A process that started earlier would count as one that existed before.
         if not select.select([self._process.stdout], [], [], READY_SECONDS)[0] or self._process.stdout.readline() != READY:
             self._end()
             raise WorkerError(
@@ -206,7 +206,7 @@ class Guardian:
             self._tell_all_started()
 
     def _tell_all_started(self) -> None:
-        # If it was killed meanwhile, its successor is told.
+        # If the guardian was killed meanwhile, its successor gets the message.
         with suppress(BrokenPipeError):
             os.write(self._pipe.fileno(), STARTED)
 
@@ -227,15 +227,15 @@ def guard(starter: int, value: str) -> None:
 
     Processes whose environment has ``VERL_MEMOPT_GUARDED_BY`` with this value are killed as well.
     """
-    for number in process_tree.STOP_SIGNALS:  # it must outlive the process that it watches
+    for number in process_tree.STOP_SIGNALS:  # the guardian must live longer than the process that it watches
         signal.signal(number, signal.SIG_IGN)
-    # Processes are equal if id and start time are. An id alone may be used again.
-    # What exists already is not the guardian's: it belongs to the program that starts Ray, or is the guardian itself. But where
-    # this one takes the place of a guardian that was killed, the guarded processes have the mark already.
+    # Processes are compared by id and start time, because an id may be used again.
+    # Existing processes are not guarded: they belong to the program that starts Ray, or are the guardian itself. But if this
+    # guardian replaces one that was killed, the guarded processes exist already. They have the mark.
     guarded = set(process_tree.marked(f"{MARK}={value}"))
     guarded = guarded.union(*(process_tree.descendants(process.pid) for process in guarded))
     others = set(process_tree.descendants(starter)) - guarded
-    with suppress(BrokenPipeError):  # the starter is gone already, and what it has started has to go too
+    with suppress(BrokenPipeError):  # the starter is already gone, and the processes that it has started must be killed too
         os.write(1, READY)
     starting = True
     while True:
@@ -243,7 +243,7 @@ def guard(starter: int, value: str) -> None:
         if not ready:
             guarded |= set(process_tree.descendants(starter)) - others
         elif os.read(0, len(STARTED)):
-            starting = False  # what was born since the last look has the mark, and what is born now is not guarded
+            starting = False  # processes since the last search have the mark, and later processes are not guarded
         else:
             break
 
@@ -257,7 +257,7 @@ def guard(starter: int, value: str) -> None:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    # Pause the garbage collector while the body imports: it would look through everything that stays, again and again.
+    # Pause the garbage collector while the body imports modules: it would scan all imported objects again and again.
     collects = gc.isenabled()
     gc.disable()
     try:
