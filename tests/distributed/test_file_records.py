@@ -195,6 +195,17 @@ def test_the_checksum_of_a_folder_follows_names_sizes_and_contents_of_a_models_f
     assert digest_of(tmp_path / "other.safetensors") == alone[0] != alone[1]
 
 
+def test_links_to_a_models_files_have_the_checksum_of_the_files(tmp_path):
+    model, links = tmp_path / "model", tmp_path / "links"
+    for folder in (model, links):
+        folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (model / name).write_bytes(name.encode())
+        (links / name).symlink_to(model / name)
+    assert digest_of(links) == digest_of(model)
+    assert digest_of(links / "config.json") == digest_of(model / "config.json")
+
+
 def test_large_weights_are_read_in_places_and_other_large_files_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(file_records, "WHOLE_BYTES", 1000)
     monkeypatch.setattr(file_records, "SAMPLES", 4)

@@ -381,6 +381,17 @@ def test_importance_weights_of_vespo_are_part_of_the_ratio_of_their_row():
     assert leaf.grad.tolist() == pytest.approx([expected[at] for at in row], rel=1e-12)
 
 
+@pytest.mark.parametrize(("far", "held"), [(25.0, 20.0), (-25.0, -20.0)])
+def test_the_log_ratio_of_a_token_is_held_before_vespo_adds_up_its_row(far, held):
+    near = -held * 0.99
+    given = LossTokens(
+        torch.tensor([far - 60, near - 60], requires_grad=True), torch.tensor([-60.0, -60.0]), torch.tensor([1.0, 1.0]),
+        torch.tensor([0, 0]), torch.tensor([2]), GlobalCounts(2, 1),
+    )  # fmt: skip
+    weight = policy_loss(given, actor("vespo"))[1]["vespo_weight"].item()
+    assert weight == pytest.approx(-vespo_factor(math.exp(held + near), 1.0), rel=1e-4)
+
+
 def test_a_rejected_row_of_vespo_has_the_least_weight_and_no_nan():
     row, lengths = torch.tensor([0, 0]), torch.tensor([2])
     given = LossTokens(
