@@ -272,7 +272,7 @@ def test_a_nested_mapping_and_dotted_keys_build_the_same(settled):
 
 def test_an_argument_of_spaces_alone_is_left_out_with_one_warning(caplog):
     assert load_settings("ppo_trainer", [*LEAST, " ", ""]) == load_settings("ppo_trainer", [*LEAST])
-    assert [record.getMessage() for record in caplog.records if "spaces alone" in record.getMessage()] == [
+    assert [record.getMessage() for record in caplog.records if "only spaces" in record.getMessage()] == [
         "an argument that has only spaces is ignored: a backslash with a space after it does not continue a line"
     ]
 
