@@ -75,7 +75,7 @@ class ActivationOffload:
                 self.arena.shrink()
                 raise
         # Backward starts with the storage that was saved last. Moving it to the host would waste two copies.
-        self._let_go(but_for=1)
+        self._free_oldest(keep=1)
 
     def take_bytes_moved(self) -> int:
         moved, self.bytes_moved = self.bytes_moved, 0
@@ -94,13 +94,13 @@ class ActivationOffload:
 
     def send(self, tensor: Tensor) -> _Stored:
         # Older storages are freed first, so that never more than ``in_flight`` storages wait on the device.
-        self._let_go(but_for=self._in_flight - 1)
+        self._free_oldest(keep=self._in_flight - 1)
         stored = _Stored(self, whole_storage(tensor))
         self._leaving.append(weakref.ref(stored))
         return stored
 
-    def _let_go(self, but_for: int) -> None:
-        while len(self._leaving) > but_for:
+    def _free_oldest(self, keep: int) -> None:
+        while len(self._leaving) > keep:
             stored = self._leaving.popleft()()
             if stored is not None and not stored.used:
                 stored.leave_device()

@@ -2,7 +2,8 @@
 
 Use it when: gradients set the memory peak, and one micro-batch holds a whole mini-batch. With ``optim.clip_grad=null`` it costs
     no time.
-Saves: all gradients except those of the largest unit, on the device and on the host.
+Saves: all gradients except those of the largest unit, on the device and on the host. A tied embedding and head have two gradients
+    at once in backward, so a model with few layers can hold more gradients than without the knob.
 Costs: gradients cannot accumulate over micro-batches. Clipping needs the norm of all gradients before the first weight changes,
     so with ``optim.clip_grad`` forward and backward run twice: first for the norm, then for the update. A gradient that is not
     finite makes clipping skip the step. Without clipping it stops the run if parameters have already changed.

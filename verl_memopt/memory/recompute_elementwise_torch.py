@@ -198,7 +198,7 @@ class _RecomputedProducts(torch.autograd.Function):
             _Product(
                 run, grad, (weight, ctx.packings[run.start]), ctx.marked[run.start], any(needs_weight[run]), any(needs_bias[run])
             )
-            for run, grad, weight in _together(ctx.runs, grads, weights)
+            for run, grad, weight in _joined_runs(ctx.runs, grads, weights)
         ]
         cuts, norms = product_tiles(sources[0]), zip(parameters, needed[first:second], strict=True)
         sums = [sum_of(weight, cuts, sources[0]) if wanted else None for weight, wanted in norms]
@@ -240,7 +240,7 @@ def _parted(whole: Tensor | None, weights: Sequence[Tensor]) -> Sequence[Tensor 
     return (None,) * len(weights) if whole is None else whole.split([len(weight) for weight in weights])
 
 
-def _together(
+def _joined_runs(
     runs: Sequence[slice], grads: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     # Yield each run with its gradients and weights joined, or its members one by one if they cannot be joined.

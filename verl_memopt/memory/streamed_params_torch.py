@@ -137,7 +137,7 @@ class StreamedParams:
         """Parameter of the model (without storage) -> the parameter on the host that replaces it."""
         self._device, self._arriving = device, CopyStream(device)
         self._buffer: Tensor | None = None
-        self._there: dict[_StreamedUnit, Done] = {}
+        self._present: dict[_StreamedUnit, Done] = {}
         self._blocks = [self._unit([block]) for block in blocks]
         self._matrices: list[_StreamedUnit] = []
         most = max(unit.host.numel() for unit in self._blocks)
@@ -172,9 +172,9 @@ class StreamedParams:
 
     def release(self) -> None:
         # Free the buffer on the device at the end of a pass.
-        for done in self._there.values():
+        for done in self._present.values():
             self._arriving.wait(done)
-        self._there.clear()
+        self._present.clear()
         self._buffer = None
 
     def _unit(self, modules: Sequence[nn.Module]) -> _StreamedUnit:
@@ -201,22 +201,24 @@ class StreamedParams:
 
     def _enter(self, unit: _StreamedUnit, following: Sequence[_StreamedUnit]) -> None:
         self._bring(unit)
-        self._arriving.wait(self._there[unit])
+        self._arriving.wait(self._present[unit])
         _show(unit, self._buffer)
         for other in following:
             self._bring(other)
 
     def _bring(self, unit: _StreamedUnit) -> None:
         # Queue the copy of a unit to the device. No effect if the unit is there or on its way.
-        if unit in self._there:
+        if unit in self._present:
             return
         if self._buffer is None or self._buffer.numel() != unit.room:
             self.release()
             with scope(kind=KIND):
                 self._buffer = torch.empty(unit.room, dtype=torch.uint8, device=self._device)
-        self._there = {other: done for other, done in self._there.items() if other.stop <= unit.first or unit.stop <= other.first}
+        self._present = {
+            other: done for other, done in self._present.items() if other.stop <= unit.first or unit.stop <= other.first
+        }
         # Work on the old bytes at this place is already queued, and the copy waits for it.
-        self._there[unit] = self._arriving.copy([self._buffer[unit.first : unit.stop]], [unit.host])
+        self._present[unit] = self._arriving.copy([self._buffer[unit.first : unit.stop]], [unit.host])
 
 
 def _show(unit: _StreamedUnit, buffer: Tensor | None) -> None:

@@ -176,12 +176,12 @@ def _cut_again(failed: int | None, tokens: RowTokens, rows: Sequence[int], recor
 
     ``failed``: tokens of this rank's failed micro-batch; None = none failed.
     """
-    every = _gathered((failed, tokens.select(rows)))
-    own = dist.get_rank() if len(every) > 1 else 0
+    per_rank = _gathered((failed, tokens.select(rows)))
+    own = dist.get_rank() if len(per_rank) > 1 else 0
     # The rank with the largest failed micro-batch is named in the error.
-    cost, worst = max((cost, rank) for rank, (cost, _) in enumerate(every) if cost is not None)
+    cost, worst = max((cost, rank) for rank, (cost, _) in enumerate(per_rank) if cost is not None)
     # Half the tokens, but at least those of the longest row, which cannot be cut.
-    cap = max([cost // 2, *(length for _, share in every for length in share.row_lengths())])
+    cap = max([cost // 2, *(length for _, share in per_rank for length in share.row_lengths())])
     if cap >= cost:
         if failed is None:
             raise OtherRankError(
@@ -189,10 +189,10 @@ def _cut_again(failed: int | None, tokens: RowTokens, rows: Sequence[int], recor
                 "longest row. Its own error says what to set."
             )
         return None
-    cuts = [pack_groups_under(share, cap, [f"row {row}" for row in range(len(share))]) for _, share in every]
-    cut = alike(cuts, [share for _, share in every])[own]
+    cuts = [pack_groups_under(share, cap, [f"row {row}" for row in range(len(share))]) for _, share in per_rank]
+    cut = alike(cuts, [share for _, share in per_rank])[own]
     record.cap, record.retries = min(cap, record.cap or cap), record.retries + (failed is not None)
-    where = "" if len(every) == 1 else f" on worker {worst}"
+    where = "" if len(per_rank) == 1 else f" on worker {worst}"
     logger.warning("out of device memory at %d tokens in a micro-batch%s: going on with at most %d", cost, where, cap)
     chosen = [[rows[place] for place in places] for places in cut]
     return Cut(chosen, cut.spans) if isinstance(cut, Cut) else chosen
@@ -210,10 +210,10 @@ def _on_any_rank(happened: bool, ranks: int) -> bool:
 def _gathered(own: Any) -> list[Any]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [own]
-    every: list[Any] = [None] * dist.get_world_size()
+    per_rank: list[Any] = [None] * dist.get_world_size()
     with scope(tier=HOST):
-        dist.all_gather_object(every, own)
-    return every
+        dist.all_gather_object(per_rank, own)
+    return per_rank
 
 
 # The collectives of a pass, by the names that FSDP2 and this package call. Each attempt has the same collectives, whatever its
