@@ -209,7 +209,7 @@ def test_the_check_leaves_the_models_and_the_processs_state_alone(untied_folder,
     assert policy.lm.config._attn_implementation == before[1]
     assert policy.lm.get_output_embeddings().compiled
     assert all(parameter.grad is None for parameter in policy.parameters())
-    assert all(isinstance(parameter, torch.distributed.tensor.DTensor) for parameter in policy.parameters())
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
 
 
 def test_without_values_nothing_is_compared(tmp_path):

@@ -32,11 +32,12 @@ def options(folder, checkpoints=False, trained=True, wanted=None, **model):
     return block_options(lm, settings, fsdp, POLICY_KEY, trained, checkpoints)
 
 
-def built(folder, mesh, checkpoints=False, trained=True, quantization="none", wanted=None, dtype=torch.float32, **model):
-    settings, fsdp = Model(path=str(folder), **model), Fsdp(wrap_policy=WrapPolicy(wanted))
+def built(folder, mesh, checkpoints=False, trained=True, quantization="none", wanted=None, on_host=False, **model):
+    settings = Model(path=str(folder), **model)
+    fsdp = Fsdp(wrap_policy=WrapPolicy(wanted), offload_policy=on_host)
     lm = empty_model(load_model_config(settings, folder), choose_attention("sdpa", CPU, torch.float32), torch.float32, False)
     policy = PolicyModel(lm, 8, False, 0, block_options(lm, settings, fsdp, POLICY_KEY, trained, checkpoints))
-    dtypes = torch.float32, dtype, torch.float32
+    dtypes = torch.float32, torch.float32, torch.float32
     keys = "actor_rollout_ref.model", "actor_rollout_ref.actor.fsdp_config"
     parallelize(policy, settings, fsdp, mesh, dtypes, ModelUse(*keys, checkpoints, trained, quantization))
     return policy
@@ -76,9 +77,9 @@ def test_blocks_that_are_no_units_are_not_checkpointed(folder):
 
 
 def test_units_go_by_the_classes_of_transformers(folder, one_rank):
-    policy = built(folder, one_rank, wanted=["Qwen3DecoderLayer"], dtype=torch.bfloat16)
+    policy = built(folder, one_rank, wanted=["Qwen3DecoderLayer"], on_host=True)
     assert all(isinstance(block, FSDPModule) for block in policy.blocks())
-    policy = built(folder, one_rank, True, wanted=["Qwen3MLP"], dtype=torch.bfloat16, **PLAIN)
+    policy = built(folder, one_rank, True, wanted=["Qwen3MLP"], on_host=True, **PLAIN)
     for block in policy.blocks():
         assert not isinstance(block, FSDPModule)
         assert isinstance(block.mlp, FSDPModule)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState, alloc_storage
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from verl_memopt.distributed.threads import threads_for
@@ -319,71 +319,7 @@ def fsdp_params(unit: FSDPModule) -> list[FSDPParam]:
     return [] if group is None else group.fsdp_params
 
 
-def cast_units_at_once(model: nn.Module) -> None:
-    """Make each FSDP2 unit of a model on one device cast its parameters in one operation, into one tensor.
-
-    FSDP2 would cast the parameters one by one into new tensors, and then copy these. Call this after the units are created.
-    """
-    for unit in fsdp_units(model):
-        members = fsdp_params(unit)
-        if members and all(
-            type(member) is FSDPParam and not member.offload_to_cpu and not _gathers_itself(member) for member in members
-        ):
-            for member in members:
-                member.__class__ = _CastParam
-                cast("_CastParam", member).members = cast("list[_CastParam]", members)
-
-
-def _gathers_itself(parameter: FSDPParam) -> bool:
-    return hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
-
-
-class _CastParam(FSDPParam):
-    """FSDP2's record of a parameter. The values of all ``members`` of its unit are cast together, into one tensor.
-
-    FSDP2 allocates and frees this tensor as the output of the first member. The other members have empty tensors.
-    """
-
-    members: list[_CastParam]
-    places: list[torch.Tensor]
-
-    @property
-    def all_gather_inputs(self) -> list[torch.Tensor]:
-        if self.sharded_state is not ShardedState.SHARDED:
-            return super().all_gather_inputs
-        # FSDP2 calls this for the members in order, so the first call casts for all. FSDP2 then copies the result into
-        # `all_gather_outputs`. Both are the same tensor, so this copies nothing.
-        if self is self.members[0]:
-            if not self.all_gather_outputs:
-                self._make_room()
-            alloc_storage(self.all_gather_outputs[0])
-            values = [member._sharded_param_data for member in self.members]
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self.places)):
-                torch._foreach_copy_(self.places, values)
-        return self.all_gather_outputs
-
-    def init_unsharded_param(self) -> None:
-        if not hasattr(self, "_unsharded_param"):
-            place = self.members[0].places[self.members.index(self)]
-            whole = place.as_strided(self._orig_size, self._contiguous_orig_stride)
-            self._unsharded_param = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
-
-    def _make_room(self) -> None:
-        # Parameters with the same name (such as all weights) are neighbours, so that one product can use several of them.
-        order = sorted(self.members, key=lambda member: (member._module_info.param_name, -len(member._orig_size)))
-        kinds = [(member._sharded_param_data.numel(), member.param_dtype or member._sharded_param_data.dtype) for member in order]
-        starts = _aligned_starts([numel * dtype.itemsize for numel, dtype in kinds])
-        whole = torch.empty(starts[-1], dtype=torch.uint8, device=self.device)
-        places = [
-            whole[start : start + numel * dtype.itemsize].view(dtype)
-            for start, (numel, dtype) in zip(starts[:-1], kinds, strict=True)
-        ]
-        self.places = [places[order.index(member)] for member in self.members]
-        for member in self.members:
-            member.all_gather_outputs = [whole if member is self else whole.new_empty(0)]
-
-
-def _aligned_starts(sizes: Iterable[int]) -> list[int]:
+def aligned_starts(sizes: Iterable[int]) -> list[int]:
     # Returns where tensors of these sizes begin in one storage, and as the last item its size.
     return list(accumulate((-(-size // SENT_ALIGNMENT) * SENT_ALIGNMENT for size in sizes), initial=0))
 
@@ -398,7 +334,7 @@ def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list
     """
     if not is_gpu(device) or not tensors:
         return [tensor.to(device, non_blocking=True) for tensor in tensors]
-    starts = _aligned_starts(tensor.nbytes for tensor in tensors)
+    starts = aligned_starts(tensor.nbytes for tensor in tensors)
     places = [slice(start, start + tensor.nbytes) for start, tensor in zip(starts, tensors, strict=False)]
     # The allocator of page-locked memory does not reuse it before the copy is done.
     staged = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)

@@ -21,6 +21,9 @@ from verl_memopt.observe.byte_tracker import scope
 COLUMNS = 256
 """Number of columns that are summed in fp32 at a time, where the gradient has a narrower dtype."""
 
+CAST_UNIT = "cast_unit"
+"""Attribute of a module: its :class:`~verl_memopt.memory.precision_torch.CastUnit`, if it is cast to compute."""
+
 
 class TrainedEmbedding(nn.Embedding):
     """Embedding that adds its weight's gradient in place. It takes over the weight of a plain one, under the same name."""
@@ -43,9 +46,12 @@ class TrainedEmbedding(nn.Embedding):
 def gathered_for_forward(unit: nn.Module, again_in_backward: bool) -> None:
     """Free the buffer into which FSDP2 gathered a large weight. Call this in the unit's forward.
 
-    FSDP2 would keep the buffer beside the weight itself until the next gather. A module that is not an FSDP2 unit is left alone.
-    ``again_in_backward``: backward reads the weight, so FSDP2 gathers it again.
+    FSDP2 would keep the buffer beside the weight itself until the next gather. A unit that one device casts has no such buffer.
+    Other modules are left alone. ``again_in_backward``: backward reads the weight, so it is gathered or cast again.
     """
+    cast_unit = getattr(unit, CAST_UNIT, None)
+    if cast_unit is not None:
+        cast_unit.again_in_backward = again_in_backward
     if not isinstance(unit, FSDPModule):
         return
     unit.set_unshard_in_backward(again_in_backward)

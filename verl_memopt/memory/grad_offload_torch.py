@@ -209,9 +209,8 @@ class OffloadedGradients:
             weight: Any = module.weight
             if id(weight) in self._places and weight.numel() * gradient_dtype(weight).itemsize > self.bucket_bytes:
                 self._tiled[id(weight)] = weight
-                # The gathered parameter is another tensor than the shard, but must use the same tiles.
-                if isinstance(weight, DTensor):
-                    module.register_forward_pre_hook(lambda module, _, rows=weight: weak.adopt(module.weight, rows))
+                # A gathered or cast parameter is another tensor than the one at rest, but must use the same tiles.
+                module.register_forward_pre_hook(lambda module, _, rows=weight: weak.adopt(module.weight, rows))
 
     @property
     def has_any(self) -> bool:
@@ -392,7 +391,8 @@ def _num_shards(parameter: Tensor) -> int:
 
 def _reduced(tile: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     # Return this rank's rows of a tile [n, h]: averaged over ranks in `dtype`, then cast to the dtype of the gradient.
-    assert isinstance(rows, DTensor), type(rows)
+    if not isinstance(rows, DTensor):
+        return tile.to(gradient_dtype(rows))
     with scope(kind="collective buffers"):
         mean = tile.to(dtype)
         for dim, placed in enumerate(rows.placements):

@@ -46,7 +46,7 @@ class GradientSync:
     gradient_sync: Literal["every", "last"] = "every"
     """every = reduce gradients at each micro-batch. last = keep gradients unsharded and reduce them once, at the last
     micro-batch. This needs fewer collectives, but holds 4 bytes per parameter (fp32 reduction) instead of this rank's share of
-    them."""
+    them. One device reduces nothing, so there both are the same."""
 
 
 def _refusal(role: Literal["actor", "ref"]) -> Refusal:

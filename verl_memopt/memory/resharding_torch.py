@@ -4,9 +4,8 @@ Bytes saved: N counts the parameters, N_u those of the units that are gathered a
 b_r are the bytes per parameter of compute, weights at rest, optimizer state, gradients and gradient reduction.
 
 * ``reshard_after_forward=true`` frees b_c x (N - N_u) bytes of gathered parameters between forward and backward (b_c is 2 for
-  bfloat16 compute). This also holds on one device, where the gathered copy is the copy that is cast to the compute dtype. The
-  parameters of the root unit stay, such as a tied head, because backward begins with them. With a number k, b_c x (N - N_u) / k
-  bytes are kept.
+  bfloat16 compute). This also holds on one device, where a unit is cast instead of gathered. The parameters of the root unit
+  stay, such as a tied head, because backward begins with them. With a number k, b_c x (N - N_u) / k bytes are kept.
 * ``fsdp_size=F`` keeps (b_w + b_o + b_g) x N / F bytes instead of N / W.
 * ``gradient_sync=every`` saves b_r x N x (1 - 1/W) bytes compared with ``last``, which holds unsharded gradients until the last
   micro-batch (b_r is 4 for fp32 reduction).
@@ -22,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from verl_memopt.distributed.device import fsdp_params, fsdp_units
+from verl_memopt.memory.precision_torch import CastUnits
 from verl_memopt.memory.shared_weights_torch import GatheredWeights
 
 Item = TypeVar("Item")
@@ -52,6 +52,9 @@ def abandon_pass(model: nn.Module) -> None:
 
     Gathered parameters are freed, and unsharded gradients that are not yet reduced are dropped. The sharded gradients stay.
     """
+    casts: CastUnits | None = getattr(model, "casts", None)
+    if casts is not None:
+        casts.abandon()
     # Before its first forward the model has no state to reset.
     if not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is None:
         return

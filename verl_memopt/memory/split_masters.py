@@ -2,8 +2,8 @@
 
 Use it when: master weights are in fp32 and compute is in bfloat16, on one device, or on several devices that share weights with
     their engines. An engine can share the weights of such a run only with this knob.
-Saves: the bfloat16 copies and reduction buffers that FSDP2 makes on one device. With ``optimizer_offload`` also 2 bytes per
-    parameter, because the remainder rests on the host. ``mixed_precision.reduce_dtype=bfloat16`` halves the gradients as well.
+Saves: the bfloat16 copies of the units that compute. With ``optimizer_offload`` also 2 bytes per parameter, because the
+    remainder rests on the host. ``mixed_precision.reduce_dtype=bfloat16`` halves the gradients as well.
 Costs: nothing: both halves together give the fp32 master weight bit for bit. A weight exactly between two bfloat16 numbers
     computes as the one farther from zero; a cast would take the even one.
 Works with: ``optimizer_offload``, ``optim.state_dtype``, ``optim.in_backward``, ``rollout.share_weights``. A checkpoint holds

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.activation_checkpointing_torch import Forward
 from verl_memopt.memory.fused import JOINS, joined, runs_compiled
 from verl_memopt.memory.lora_torch import LoraLinear
 from verl_memopt.memory.quantized_frozen_torch import Packing, stored_weight, whole_weight
@@ -172,17 +173,47 @@ class _SummingLinear(torch.autograd.Function):
 SWIGLU = SwiGLU()
 
 
-def recomputed_mlp(residual: Tensor, x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Any], tiles: int = 1) -> Tensor:
+def recomputed_mlp(
+    residual: Tensor,
+    x: Tensor,
+    norm: RMSNorm,
+    weight: Tensor,
+    layers: Sequence[Any],
+    tiles: int = 1,
+    checkpoint: Forward | None = None,
+) -> Tensor:
     """Compute z + down(silu(gate(y)) * up(y)) [1, T, h], where z = residual + x [T, h], and y is its norm with a weight [h].
 
     If anything needs a gradient, residual, x and the parameters are kept for backward. Backward overwrites x, so nothing else may
     use it. ``layers`` are gate, up and down, with or without adapters. There are at least ``tiles`` tiles, and more if a tile
     would have more rows than fast products need. The result has three dimensions, so that FSDP2 does not get a view.
+
+    ``checkpoint``: which forward of a checkpointed block this is. ``first`` builds no graph, but gives the values of a forward
+    that does. ``again`` builds a graph to run backward through; its result has no values and takes no memory.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and checkpoint is None:
         return _whole(residual, x, norm, weight, layers, tiles)
     tensors, traits = tensors_and_traits(layers)
-    return _RecomputedMlp.apply(norm, tiles, traits, keep(residual, x, weight, *tensors), residual, x, weight, *tensors)
+    if checkpoint == "first":
+        return _over_tiles(norm, tiles, traits, residual, x, weight, tensors)
+    node, has_values = keep(residual, x, weight, *tensors), checkpoint is None
+    return _RecomputedMlp.apply(norm, tiles, traits, node, has_values, residual, x, weight, *tensors)
+
+
+def _over_tiles(
+    norm: RMSNorm,
+    tiles: int,
+    traits: Sequence[Traits],
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    tensors: Sequence[Tensor | None],
+) -> Tensor:
+    mlp, whole = TiledMlp(tensors, traits), torch.empty_like(x[None])
+    for rows in product_tiles(x, tiles):
+        out = whole[0, rows]
+        mlp.add_output(norm.compute_sum(residual[rows], x[rows], out, weight), out)
+    return whole
 
 
 class Traits(NamedTuple):
@@ -374,23 +405,22 @@ class _RecomputedMlp(torch.autograd.Function):
         tiles: int,
         traits: Sequence[Traits],
         node: Any,
+        has_values: bool,
         residual: Tensor,
         x: Tensor,
         weight: Tensor,
         *tensors: Any,
     ) -> Tensor:
         ctx.norm, ctx.tiles, ctx.traits, ctx.kept = norm, tiles, traits, node
-        mlp, whole = TiledMlp(tensors, traits), torch.empty_like(x[None])
-        for rows in product_tiles(x, tiles):
-            out = whole[0, rows]
-            mlp.add_output(norm.compute_sum(residual[rows], x[rows], out, weight), out)
-        return whole
+        if not has_values:
+            return x.new_empty(1).expand(x[None].shape)
+        return _over_tiles(norm, tiles, traits, residual, x, weight, tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         residual, x, weight, *tensors = kept(ctx)
-        grad, needed = grad[0], ctx.needs_input_grad[4:]
+        grad, needed = grad[0], ctx.needs_input_grad[5:]
         mlp, cuts = TiledMlp(tensors, ctx.traits, needed[3:]), product_tiles(x, ctx.tiles)
         grad_x = torch.empty_like(x) if any(needed[:3]) else None
         norm_sum = sum_of(weight, cuts, x) if needed[2] else None
@@ -401,4 +431,4 @@ class _RecomputedMlp(torch.autograd.Function):
                 ctx.norm.differentiate(normal, (x[rows],), (weight,), (grad_x[rows],), (norm_sum,), grad[rows])
             del normal  # freed before the tensor of the next tile is allocated
         norm_grad = None if norm_sum is None else norm_sum.to(weight.dtype)
-        return *(None,) * 4, grad_x, grad_x, norm_grad, *mlp.gradients()
+        return *(None,) * 5, grad_x, grad_x, norm_grad, *mlp.gradients()

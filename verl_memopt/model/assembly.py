@@ -18,11 +18,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor
 
 from verl_memopt.config.schema import CriticModel, Fsdp, Model, ScoringModel, TrainedFsdp
-from verl_memopt.distributed.device import cast_units_at_once, is_gpu
+from verl_memopt.distributed.device import is_gpu
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
 from verl_memopt.memory.lora import base_rests_as_computed
 from verl_memopt.memory.lora_torch import apply_lora
+from verl_memopt.memory.precision_torch import CastUnits
 from verl_memopt.memory.quantized_frozen_torch import check_quantizable, quantize_blocks
 from verl_memopt.memory.sequence_parallel import check_heads, key_copies
 from verl_memopt.memory.sequence_parallel_torch import sequence_group
@@ -97,11 +98,11 @@ def parallelize(
     # The order is fixed: quantise, add adapters, checkpoint, shard. Each operation wraps the result of the ones before it.
     precision, offload = mixed_precision(*dtypes), native_offload(fsdp.offload_policy)
     if use.quantization != "none":
-        if not (use.replicated or stays_plain(mesh, precision, offload)) and TORCH < SHARDS_BYTES:
+        if not (use.replicated or stays_plain(mesh, offload)) and TORCH < SHARDS_BYTES:
             raise ConfigError(
                 f"{use.fsdp_key.rpartition('.')[0]}.quantization={use.quantization}: torch {torch.__version__} cannot shard "
                 f"quantized parameters. Install torch 2.13 or newer, set quantization=none, or keep the model unsharded: one "
-                f"device, {use.fsdp_key}.model_dtype equal to dtype, and {use.fsdp_key}.offload_policy=false."
+                f"device, and {use.fsdp_key}.offload_policy=false."
             )
         if use.trained:
             check_quantizable(packed.blocks(), f"{use.model_key}.quantization={use.quantization}")
@@ -122,6 +123,10 @@ def parallelize(
         units = [packed.lm.get_input_embeddings(), *units, *([] if own_dtype else [packed.head])]
     if use.replicated:
         packed.rows = GatheredWeights(units, mesh, dtypes[2])
+        return
+    if stays_plain(mesh, offload):
+        if precision.param_dtype is not None:
+            packed.casts = CastUnits(units, precision.param_dtype, fsdp.reshard_after_forward is not False, own_dtype)
         return
     shard_model(packed, units, mesh, precision, offload, fsdp.reshard_after_forward, own_dtype)
     # The next unit is then gathered while this unit computes.
@@ -260,7 +265,7 @@ def _check_heads(config: Any, ranks: int, use: ModelUse) -> None:
 
 
 def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tensor] | None = None, joins: bool = True) -> None:
-    """Allocate a model's parameters, uninitialised. Tied parameters stay one tensor.
+    """Allocate a model's parameters, uninitialised, and the units that are cast to compute. Tied parameters stay one tensor.
 
     Args:
         model: A model without storage.
@@ -291,6 +296,8 @@ def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tens
         model.to_empty(device=device)
     if tied:
         model.head.weight = model.lm.get_input_embeddings().weight
+    if model.casts is not None:
+        model.casts.take_over(model)
 
 
 def _shared_parameters(model: PackedModel, shared: Mapping[str, Tensor]) -> dict[Tensor, nn.Parameter]:
@@ -366,9 +373,9 @@ def materialize_mapped(policy: PolicyModel, folder: Path, device: torch.device, 
 # FSDP2 sharding of a model, unit by unit.
 
 
-def stays_plain(mesh: DeviceMesh, precision: MixedPrecisionPolicy, offload: OffloadPolicy) -> bool:
-    # FSDP2 is needed only for several devices, for a compute dtype that differs, or for offloading.
-    return mesh.size() == 1 and precision.param_dtype is None and type(offload) is OffloadPolicy
+def stays_plain(mesh: DeviceMesh, offload: OffloadPolicy) -> bool:
+    # FSDP2 is needed only for several devices, or for its own offloading.
+    return mesh.size() == 1 and type(offload) is OffloadPolicy
 
 
 def shard_model(
@@ -382,9 +389,6 @@ def shard_model(
 ) -> None:
     """Shard ``units``, then the rest of ``root``, over the mesh, in place.
 
-    On one device a model that needs no cast and no offloading stays unwrapped. There is nothing to shard, and FSDP2 would gather
-    a copy of every unit.
-
     Args:
         root: The whole model.
         units: Modules that are gathered one by one, such as decoder blocks, in forward order.
@@ -394,8 +398,6 @@ def shard_model(
         reshard_after_forward: The argument of FSDP2's ``fully_shard``.
         own_dtype: Small units that compute in the dtype in which they rest.
     """
-    if stays_plain(mesh, precision, offload):
-        return
     options: dict[str, Any] = {
         "mesh": mesh, "mp_policy": precision, "offload_policy": offload, "reshard_after_forward": reshard_after_forward,
     }  # fmt: skip
@@ -408,8 +410,6 @@ def shard_model(
             fully_shard(unit, **{**options, "mp_policy": in_own_dtype, "reshard_after_forward": False})
         # The root's parameters are used until the end of the forward, and again from the start of the backward.
         fully_shard(root, **{**options, "reshard_after_forward": False})
-    if mesh.size() == 1:
-        cast_units_at_once(root)
 
 
 # The precision of parameters at rest, of compute, and of the reduction of gradients.

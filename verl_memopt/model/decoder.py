@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from verl_memopt.config.schema import CriticModel, Fsdp, Model
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.activation_checkpointing_torch import checkpointed, chosen_blocks
+from verl_memopt.memory.activation_checkpointing_torch import Forward, checkpointed, checkpointed_block, chosen_blocks
 from verl_memopt.memory.prune_last_block import can_prune, window_of
 from verl_memopt.memory.recompute_elementwise_torch import (
     RMSNorm,
@@ -155,11 +155,16 @@ class MLP(nn.Module):
         # Whether to call forward_sum(), which also adds attention's output to the residual.
         return self.options.recompute and (self.options.mlp_tiles is not None or not torch.is_grad_enabled())
 
-    def forward_sum(self, residual: Tensor, attended: Tensor, norm: Any, least_tiles: int) -> Tensor:
-        """Do as :meth:`forward` for the input ``residual + attended``, [T, h] each, over at least ``least_tiles`` tiles."""
+    def forward_sum(
+        self, residual: Tensor, attended: Tensor, norm: Any, least_tiles: int, checkpoint: Forward | None = None
+    ) -> Tensor:
+        """Do as :meth:`forward` for the input ``residual + attended``, [T, h] each, over at least ``least_tiles`` tiles.
+
+        ``checkpoint``: as in :func:`recomputed_mlp`.
+        """
         layers, tiles = (self.gate_proj, self.up_proj, self.down_proj), self.options.mlp_tiles
         tiles = 1 if tiles is None else max(tiles, least_tiles)
-        return recomputed_mlp(residual, attended, RMSNorm(norm.variance_epsilon), norm.weight, layers, tiles)
+        return recomputed_mlp(residual, attended, RMSNorm(norm.variance_epsilon), norm.weight, layers, tiles, checkpoint)
 
     def forward(self, hidden: Tensor, norm: Any) -> Tensor:
         """Return ``hidden`` plus the MLP's output for it. ``hidden`` [1, T, h] is the input of ``norm``."""
@@ -210,9 +215,15 @@ class DecoderBlock(nn.Module):
             assert layout.split is None, "a tiled block needs the keys of all tokens on this rank"
             return self._tiled(hidden, cos, sin, layout)
         # FSDP2's hooks are outside of this call, so a block is gathered only once for its second forward and its backward.
+        if self.options.checkpoint == "full" and self._is_one_output(hidden, prefix_kv):
+            return checkpointed_block(self.compute, hidden, cos, sin, layout, attend, None)
         if self.options.checkpoint is not None:
             return checkpointed(self.compute, hidden, cos, sin, layout, attend, prefix_kv, mode=self.options.checkpoint)
         return self.compute(hidden, cos, sin, layout, attend, prefix_kv)
+
+    def _is_one_output(self, hidden: Tensor, prefix_kv: Prefix | None) -> bool:
+        # A prefix KV has gradients of its own. A first block whose input needs no gradient has nothing to start a backward from.
+        return prefix_kv is None and hidden.requires_grad and torch.is_grad_enabled() and self.mlp.sums
 
     @property
     def tile_tokens(self) -> int | None:
@@ -244,7 +255,14 @@ class DecoderBlock(nn.Module):
         return tiled_block(hidden.squeeze(0), cos[0], sin[0], layout, shape, weights, layers)
 
     def compute(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: PrefixLayout, attend: Attend, prefix_kv: Prefix | None
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        layout: PrefixLayout,
+        attend: Attend,
+        prefix_kv: Prefix | None,
+        checkpoint: Forward | None = None,
     ) -> Tensor:
         # squeeze, not [0]: the backward of an index allocates zeros and copies the gradient into them.
         rows = query_rows(layout, prefix_kv)
@@ -254,7 +272,8 @@ class DecoderBlock(nn.Module):
         residual = passed if rows is None else residual
         if self.mlp.sums:
             # As many tiles as for all tokens, so that the tiles of a pruned block are not larger.
-            return self.mlp.forward_sum(residual, attended, self.post_attention_layernorm, len(product_tiles(x)))
+            tiles = len(product_tiles(x))
+            return self.mlp.forward_sum(residual, attended, self.post_attention_layernorm, tiles, checkpoint)
         # The sum has three dimensions, so that the block does not return a view to FSDP2.
         hidden = residual[None] + attended[None]
         del attended  # freed before the MLP allocates

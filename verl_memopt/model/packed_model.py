@@ -18,6 +18,7 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.chunked_logprob_torch import TokenGradient, head_log_probs
 from verl_memopt.memory.embedding_gradient import TrainedEmbedding, gathered_for_forward, is_plain
 from verl_memopt.memory.logit_tiles import Head, TokenStatistics
+from verl_memopt.memory.precision_torch import CastUnits
 from verl_memopt.memory.resharding_torch import reshard_units
 from verl_memopt.memory.sequence_parallel_torch import SequenceGroup, combine_ranks
 from verl_memopt.memory.shared_weights_torch import GatheredWeights
@@ -43,6 +44,7 @@ class PackedModel(nn.Module):
         sequence: The ranks that share the tokens of a micro-batch. None = each rank has its own micro-batches.
         rows: The rows of the weights that this rank updates, if each of several ranks has all weights. None = FSDP2 shards the
             weights, or there is one rank.
+        casts: Casts the parameters to the compute dtype, on one device. None = they rest in that dtype, or FSDP2 casts them.
         masters: Dtype of the master weights.
         compute: Dtype in which the model computes.
     """
@@ -53,6 +55,7 @@ class PackedModel(nn.Module):
     stream: StreamedParams | None = None
     sequence: SequenceGroup | None = None
     rows: GatheredWeights | None = None
+    casts: CastUnits | None = None
     masters = compute = torch.float32
 
     def __init__(self, lm: PreTrainedModel, blocks: Sequence[BlockOptions] | None = None, key: str = POLICY_KEY) -> None:
@@ -150,6 +153,8 @@ class PackedModel(nn.Module):
             self.stream.release()
         if self.rows is not None:
             self.rows.rest()
+        if self.casts is not None:
+            self.casts.rest()
 
     def computing(self) -> AbstractContextManager[None]:
         return nullcontext() if self.rows is None else self.rows.computing()

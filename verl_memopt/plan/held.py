@@ -152,9 +152,14 @@ class Held:
 
     @cached_property
     def is_cast(self) -> bool:
-        """Whether FSDP2 makes a copy of each unit to compute with: with several ranks, two dtypes, or weights on the host."""
+        """Whether each unit is gathered or cast to compute: with several ranks, two dtypes, or weights on the host."""
         two_dtypes = self.at_rest.master_bytes != self.at_rest.compute_bytes and not self._base_rests_as_computed
         return not self.whole and (not self._alone or two_dtypes or self.fsdp.offload_policy)
+
+    @property
+    def _in_units(self) -> bool:
+        # Whether one device casts unit by unit, without FSDP2 (memory/precision_torch.py).
+        return self.is_cast and self._alone and not self.fsdp.offload_policy
 
     @cached_property
     def _matrices(self) -> tuple[int, int]:
@@ -273,11 +278,11 @@ class Held:
             s = replace(s, settings=replace(s.settings, actor=replace(s.settings.actor, policy_loss=PolicyLoss())))
         windows = self._update_windows(s, work)
         grads = 0 if self.fsdp.offload_policy else s.gradient_bytes * self.learning
-        if self.roles.actor.optim.in_backward and not self.adapters and not self.is_cast:
+        if self.roles.actor.optim.in_backward and not self.adapters and (self._in_units or not self.is_cast):
             grads = min(grads, s.gradient_bytes * 2 * max(s.vocab * s.hidden, s.block_params))
         if self.fsdp.grad_offload:
             # FSDP2 reduces embedding and head together if they are not separate units.
-            at_once = (self.is_cast or self.whole) and tile_params(s, self.ranks) is None
+            at_once = ((self.is_cast and not self._in_units) or self.whole) and tile_params(s, self.ranks) is None
             matrices = max(*self._matrices, s.vocab * s.hidden) if at_once else matrix_params(s, self.ranks)
             passing = s.block_params + max(s.block_params, matrices)
             grads = min(grads, s.gradient_bytes * passing / self.ranks + SUM_BYTES)
@@ -289,27 +294,20 @@ class Held:
         # In a backward, gradients grow block by block while the blocks' kept tensors are freed. So the peak is at one of the two
         # ends: at the last block, where the backward starts, or at the first block.
         matrix = 0 if self.adapters else s.gradient_bytes * matrix_params(s, self.ranks) / self.ranks
-        if self._reduces_alone:  # a head that is not a separate unit is reduced with the embedding
+        ends_late = self._in_units and not self.fsdp.grad_offload
+        if ends_late:  # a head that is not a separate unit gets its gradient at the end of backward, with the embedding
             matrix = s.gradient_bytes * (self._matrices[1] if self.has_logits else 0)
         first = dict(top) | {
             "activations": top["activations"] - s.kept_bytes * (s.layers - 1 if s.settings.model.in_flight is None else 0)
         }
         begun = [
             sum_kinds(head, {"grads": min(grads, matrix)}),
-            sum_kinds(top, {"grads": min(grads, matrix + 2 * s.gradient_bytes * s.block_params / self.ranks)}),
+            sum_kinds(top, {"grads": min(grads, matrix + (2 - ends_late) * s.gradient_bytes * s.block_params / self.ranks)}),
         ]
-        # A single rank reduces a matrix of the vocabulary last. In fp32 its gradient is also the second buffer of the reduction.
-        last = s.gradient_bytes * max(self._matrices) if self._reduces_alone else 0
+        last = s.gradient_bytes * max(self._matrices) if ends_late else 0
         end, step = later
-        at_end = grads - last if s.gradient_bytes == 4 else grads
-        unfinished = [sum_kinds(first, {"grads": grads - last}), sum_kinds(end, {"grads": at_end})]
+        unfinished = [sum_kinds(window, {"grads": grads - last}) for window in (first, end)]
         return sum_kinds(largest([*begun, *unfinished, sum_kinds(step, whole)]), held)
-
-    @property
-    def _reduces_alone(self) -> bool:
-        # Whether FSDP2 runs its reduction on a single rank. It then copies the gradients twice in the wider dtype.
-        away = self.fsdp.offload_policy or self.fsdp.grad_offload
-        return self.is_cast and self._alone and not self.adapters and not away
 
     def _with_kept(self, work: Pass) -> ActorRolloutRef:
         # Return settings for which the formulas are upper bounds. Tensors below the offload's minimum size stay on the device.
@@ -341,13 +339,35 @@ class Held:
         )
         # With gradient_sync=last, unsharded gradients are summed over the micro-batches, and reduced after the last one.
         summed = self.fsdp.gradient_sync == "last" and not work.alone
-        if self.is_cast and self._alone:
+        scratch: Kinds = {"optimizer scratch": self._step_scratch}
+        if self._in_units:
+            windows = self._cast_in_units(s, windows)
+            # Nothing is cast when the last whole gradients are added.
+            scratch = largest([scratch, {"whole gradients": s.compute_bytes * max(self._matrices)}])
+        elif self.is_cast and self._alone:
             windows = self._cast_by_one(s, windows, summed)
         elif self.is_cast:
             windows = self._gathered_by_ranks(s, windows, summed)
         elif self.whole:
             windows = self._reduced_by_ranks(s, windows, summed)
-        return [windows.head, windows.block, windows.end, {"optimizer scratch": self._step_scratch}]
+        return [windows.head, windows.block, windows.end, scratch]
+
+    def _cast_in_units(self, s: Shapes, windows: _Windows) -> _Windows:
+        b, (root, own) = s.compute_bytes, self._matrices
+        tile = tile_params(self.at_rest, self.ranks)
+        # A gradient in tiles is never whole. The root's is, to the end of a backward.
+        root_gradient, matrix_gradient = (root, max(root, own)) if tile is None else (0, tile)
+        head_unit = own if self.has_logits else 0
+        head = windows.head | {
+            "gathered parameters": b * (root + head_unit) + self._first_stays + self._stay,
+            "whole gradients": b * (matrix_gradient if self.has_logits else 0),
+        }
+        block = windows.block | {
+            "gathered parameters": b * root + self._first_stays + max(self._stay, self._unit),
+            "whole gradients": b * (root_gradient + s.block_params),
+        }
+        end = windows.end | {"gathered parameters": b * root, "whole gradients": b * matrix_gradient}
+        return replace(windows, head=head, block=block, end=end)
 
     def _cast_by_one(self, s: Shapes, windows: _Windows, summed: bool) -> _Windows:
         # Add the copies that FSDP2 makes on a single rank. The buffers of one reduction stay until the next reduction.
@@ -377,10 +397,6 @@ class Held:
 
         end = windows.end | {"gathered parameters": b * (root + own), "whole gradients": grads * matrix_size + whole}
         end["collective buffers"] = 2 * reduce * matrix_size
-        if self._reduces_alone and not summed:
-            # When they are reduced, the unsharded gradients and the gathered parameters are freed already.
-            adding = {"whole gradients": grads * max(root, own), "collective buffers": reduce * s.block_params}
-            end = dict(largest([end | adding, end | {"gathered parameters": 0, "whole gradients": 0}]))
         return replace(windows, head=head, block=block, end=end)
 
     def _gathered_by_ranks(self, s: Shapes, windows: _Windows, summed: bool) -> _Windows:
