@@ -1,7 +1,7 @@
-"""Chooses what the example scripts train when no model is named: the task, and the settings that this machine needs for it.
+"""Chooses the task of the example scripts when no model is named, and the settings that this machine needs for it.
 
 ``python -m recipe.choose_model --device auto --model ID --dataset ID --train-file PATH`` prints one line for the shell:
-``gsm8k`` or ``toy``, then overrides. Where this is not the usual choice, a sentence on standard error says why.
+``gsm8k`` or ``toy``, and then overrides. If this is not the usual choice, a sentence on standard error gives the reason.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from verl_memopt.errors import UserError
 from verl_memopt.model.folder import files_of_index, why_no_answer
 from verl_memopt.run.builds import device_of, vllm_build
 
-# Ask whether the hub can provide something before a run counts on it: first the local cache, then the hub.
+# Checks whether model and dataset are available before a run needs them: first in the local cache, and then on the hub.
 
 
 MODEL_FILES = ("config.json", "*.safetensors")
@@ -23,9 +23,9 @@ MODEL_FILES = ("config.json", "*.safetensors")
 
 
 def cached(repo_id: str, repo_type: str, wanted: Sequence[str]) -> bool:
-    """Return whether the local cache holds a file for each pattern, and each file that a weight index lists.
+    """Return whether the local cache has a file for each pattern, and each file that a weight index lists.
 
-    ``wanted`` holds glob patterns below the root of the repository (``owner/name``) of this type (``model`` or ``dataset``).
+    ``repo_id``: ``owner/name``. ``repo_type``: ``model`` or ``dataset``. ``wanted``: glob patterns below the repository's root.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -46,14 +46,14 @@ OWN_GENERATION = "actor_rollout_ref.rollout.name=hf"
 def choose(device: str, model: str, dataset: str | None, train_file: str, gpu_listed: bool) -> tuple[list[str], str | None]:
     """Return the task with its overrides, and an explanation if it is not the usual choice.
 
-    ``model`` and ``dataset`` are hub ids. Without a dataset the user has own files. ``train_file`` is the prepared data of the
-    hub. On a CPU the choice is always the toy task.
+    On a CPU the choice is always the toy task. ``model``, ``dataset``: ids on the hub; None = the user's own files are the data.
+    ``train_file``: the file that is prepared from the dataset. ``gpu_listed``: nvidia-smi lists a GPU.
     """
     if device_of(device) == "cpu":
         task, sentences = ["toy"], []
         if gpu_listed and device == "auto":
             sentences.append(
-                "nvidia-smi lists a GPU and the installed PyTorch sees none, so the toy task is trained on the CPU. "
+                "nvidia-smi lists a GPU, but the installed PyTorch sees none, so the toy task is trained on the CPU. "
                 "VERL_MEMOPT_BUILD=gpu ./setup_env.sh installs the build for GPUs."
             )
         if vllm_build() == "gpu":

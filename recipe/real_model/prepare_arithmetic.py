@@ -18,7 +18,7 @@ DATA_SOURCE = "recipe/arithmetic"
 INSTRUCTION = "Reply with the equation only."
 DIGITS = range(2, 10)
 NUM_HELD_OUT = 12
-"""Pairs of digits, of 36, whose questions are for validation."""
+"""Number of pairs of digits, out of 36, whose questions are for validation."""
 
 
 def questions(first: int, second: int) -> dict[str, int]:
@@ -28,7 +28,7 @@ def questions(first: int, second: int) -> dict[str, int]:
 
 
 def prepare_arithmetic(out: str | Path, seed: int = 0) -> None:
-    """Write ``train.parquet`` and ``val.parquet``. They share no fact. ``seed`` decides which facts are held out."""
+    """Write ``train.parquet`` and ``val.parquet``. They share no pair of digits. ``seed`` decides which pairs are held out."""
     pairs = list(combinations_with_replacement(DIGITS, 2))
     random.Random(seed).shuffle(pairs)
     for split, chosen in (("val", pairs[:NUM_HELD_OUT]), ("train", pairs[NUM_HELD_OUT:])):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Records the runs that the pages show: seeds 0 to 4 one after another, what they learned, and the files and the chart of the first.
-# A seed that has ended under build/record is kept, and one that was stopped goes on, so a record can be made in several sittings.
+# Records the runs that the docs show: seeds 0 to 4 one after another, their results, and the files and the chart of the first run.
+# A seed that has ended in build/record is kept, and a seed that was stopped continues, so this script may be stopped and restarted.
 #   bash recipe/real_model/record.sh
 #   SEEDS="0 1" bash recipe/real_model/record.sh
 set -euo pipefail
@@ -18,7 +18,7 @@ done
 mkdir -p "$record"
 "$PYTHON" -m recipe.real_model.results "${runs[@]}" >"$record/results.txt"
 cp "${runs[0]}/reward_and_validation.png" docs/images/real_model_reward.png
-# The path of this checkout says nothing about the run.
+# The path of this checkout is of no interest, so it is removed.
 sed "s|$PWD/||g" "${runs[0]}.console.txt" >"$record/console.txt"
 for name in summary.json metrics.jsonl; do
     sed "s|$PWD/||g" "${runs[0]}/$name" >"$record/$name"

@@ -1,4 +1,4 @@
-"""Prints what runs of this recipe learned: the validation score of each, their spread, and answers before and after.
+"""Prints the results of runs of this recipe: the validation score of each, their spread, and answers before and after training.
 
 python -m recipe.real_model.results checkpoints/verl_memopt/real_model_seed*
 """
@@ -36,7 +36,7 @@ def scores(folders: Sequence[RunFolder]) -> Iterator[str]:
 def samples(folder: RunFolder) -> Iterator[str]:
     """Yield a table of validation answers that a run has kept, before the first step and after the last one."""
     rows = [json.loads(line) for line in folder.generations.read_text().splitlines()]
-    last = {row["input"]: row for row in rows}  # no question of the validation is trained on
+    last = {row["input"]: row for row in rows}  # the last answer to each question
     yield from ("| question | answer | before | after |", "| --- | ---: | --- | --- |")
     for row in (row for row in rows if row["step"] == 0):
         question = row["input"].rpartition("user\n")[2].partition("?")[0]
@@ -53,7 +53,7 @@ def _said(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", help="run folders; the samples are of the first")
+    parser.add_argument("runs", type=Path, nargs="+", help="run folders; the samples are from the first one")
     arguments = parser.parse_args()
     try:
         folders = [open_run_folder(path) for path in arguments.runs]

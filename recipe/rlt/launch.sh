@@ -1,7 +1,7 @@
-# Sourced by launch_mono.sh and launch_multi.sh: checks the machine, picks models and data, and becomes the training process.
-#   default_config   the config to run without an argument
-#   devices          GPUs of the run; 1 is pinned
-# Variables: MODEL_PATH, STUDENT_PATH, TRAIN_FILES, VAL_FILES, TOY_DIR, SEED, DEVICE, PYTHON. Arguments win over them.
+# Sourced by launch_mono.sh and launch_multi.sh. Checks the machine, chooses models and data, and becomes the training process.
+#   default_config   the config that runs if no argument names one
+#   devices          number of GPUs of the run; if it is 1, the run sees only one GPU
+# Variables: MODEL_PATH, STUDENT_PATH, TRAIN_FILES, VAL_FILES, TOY_DIR, SEED, DEVICE, PYTHON. Arguments have priority over them.
 . examples/memory_optimization/allocator.sh
 
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
@@ -19,7 +19,7 @@ case $config in
 */*) config_dir=${config%/*} config=${config##*/} ;;
 *) config_dir=$configs ;;
 esac
-# The published command names its config by the folder that it has there.
+# In the published command, the name of the config contains a folder that does not exist here.
 [ "$config_dir" != cfgs/run_cfg ] || [ -e "$config_dir/$config.yaml" ] || config_dir=$configs
 [ -f "$config_dir/$config.yaml" ] || refuse "$config: there is no $config_dir/$config.yaml. Use one of $(cd "$configs" && echo *.yaml)."
 
@@ -35,13 +35,13 @@ for argument in "$@"; do
     esac
 done
 
-# vLLM's sleep needs fixed segments of memory.
+# vLLM's sleep does not work with expandable segments of memory.
 if [ -n "$sleeps" ] && [[ "${PYTORCH_ALLOC_CONF:-}${PYTORCH_CUDA_ALLOC_CONF:-}" =~ expandable_segments:[Tt]rue ]]; then
     refuse "expandable_segments:True and an engine that sleeps exclude each other. Unset PYTORCH_ALLOC_CONF and" \
         "PYTORCH_CUDA_ALLOC_CONF, or set actor_rollout_ref.rollout.free_cache_engine=false."
 fi
 
-# One GPU is pinned, so that the run neither sees nor touches another: the first of those that are visible.
+# A run on one GPU sees only the first of the visible GPUs, so that it cannot use another one.
 lists_gpu=$(nvidia-smi -L 2>/dev/null | grep '^GPU ' >/dev/null && echo --nvidia-smi || true)
 if [ "$devices" = 1 ] && { [ -n "$lists_gpu" ] || [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; }; then
     export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-0}

@@ -2,12 +2,12 @@
 
 python recipe/rlt/make_toy.py runs/rlt_toy_seed0 --seed 0
 
-The toy task has sums, each with an explanation that adds the ones first and then the tens. Without an explanation the solution
-takes two additions at once. With it, each step adds two digits, and the solution is read off. So the right explanation raises the
-log-prob of the solution, and each of its tokens follows from the question.
+The toy task has sums, each with an explanation that first adds the ones and then the tens. Without an explanation, the student
+must do two additions at once. With an explanation, each step adds two digits, and the student only copies the solution. So the
+right explanation raises the log-prob of the solution, and each of its tokens follows from the question.
 
 The student is warmed up on right explanations. The teacher is warmed up on explanations that often forget the carry and sometimes
-do not end, although its prompt holds the solution. RL only has to prefer the explanations that lead to it.
+do not end, although its prompt contains the solution. RL only has to prefer the explanations that lead to the solution.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from verl_memopt.model.tiny import make_tiny_model
 from verl_memopt.observe.log_setup import setup_logging
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts, RltRecord
 
-logger = logging.getLogger("verl_memopt.recipes.rlt")  # where setup_logging lets it say what it does
+logger = logging.getLogger("verl_memopt.recipes.rlt")  # a name for which setup_logging shows progress messages
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Lesson:
     prompt: list[int]
     """Token ids that the model reads."""
     answer: list[int]
-    """Token ids that the model learns to write after them."""
+    """Token ids that the model learns to write after the prompt."""
 
 
 def teacher_lesson(prompts: RltPrompts, record: RltRecord, ends: bool = True) -> Lesson:
-    """Return how a teacher continues its prompt: the reasoning trace, the end tag, and the end of the turn.
+    """Return a lesson of a teacher: it continues its prompt with the reasoning trace, the end tag, and the end of the turn.
 
-    The prompt up to the forced prefix is not learned. A record without a trace teaches its solution instead. Without ``ends``
-    there is no end tag, and the explanation runs on to the end of the turn.
+    The prompt, which ends with the forced prefix, is not learned. If a record has no trace, the solution is learned instead.
+    Without ``ends`` there is no end tag, and the explanation ends with the turn.
     """
     text, plain = prompts.teacher(record.question, record.solution)
     end = prompts.rlt_format.explanation.end if ends else ""
@@ -60,7 +60,7 @@ def teacher_lesson(prompts: RltPrompts, record: RltRecord, ends: bool = True) ->
 
 
 def student_lesson(prompts: RltPrompts, record: RltRecord) -> Lesson:
-    """Return how a student answers a question: the reasoning trace as its thought, then the solution.
+    """Return a lesson of a student: it answers a question with the reasoning trace as its thought, and then the solution.
 
     The parts are tokenized separately, as in the reward.
     """
@@ -73,7 +73,7 @@ def student_lesson(prompts: RltPrompts, record: RltRecord) -> Lesson:
 
 
 def _trace(prompts: RltPrompts, record: RltRecord) -> str:
-    """Return the reasoning trace without the padding that both prompts end with; the solution if there is no trace."""
+    """Return the reasoning trace, or else the solution, without the padding, because both prompts end with the padding."""
     trace = record.solution if record.reasoning_trace is None else record.reasoning_trace
     return trace.removeprefix(prompts.rlt_format.padding)
 
@@ -102,7 +102,7 @@ def lesson_loss(model: Any, lessons: Sequence[Lesson]) -> Tensor:
     """Return the mean cross entropy over the answer tokens of some lessons, a scalar."""
     ids = [torch.tensor(lesson.prompt + lesson.answer) for lesson in lessons]
     labels = [torch.tensor([IGNORED] * len(lesson.prompt) + lesson.answer) for lesson in lessons]
-    # A causal model sees no padding on the right, so no mask is needed.
+    # In a causal model, padding on the right has no influence on the tokens before it, so no mask is needed.
     padded, targets = pad_sequence(ids, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=IGNORED)
     logits = model(padded[:, :-1]).logits  # [B, T - 1, V]
     return cross_entropy(logits.flatten(0, 1).float(), targets[:, 1:].flatten(), ignore_index=IGNORED)
@@ -120,9 +120,9 @@ class RltToyRecipe:
     num_validation: int = 128
     """Number of held-out sums. All others are for training."""
     carelessness: float = 0.65
-    """How often the teacher's lesson forgets the carry. Above one half that becomes its most likely explanation."""
+    """Fraction of the teacher's lessons that forget the carry. Above one half, this becomes its most likely explanation."""
     endlessness: float = 0.2
-    """How often the teacher's lesson has no end tag."""
+    """Fraction of the teacher's lessons that have no end tag."""
     student: Descent = field(default_factory=lambda: Descent(steps=300, batch_size=32))
     """The student's warm-up."""
     teacher: Descent = field(default_factory=lambda: Descent(steps=300, batch_size=32))
@@ -150,17 +150,17 @@ def as_row(problem: Problem) -> dict[str, Any]:
 def make_rlt_toy(folder: str | Path, seed: int = 0, recipe: RltToyRecipe | None = None) -> Path:
     """Create the toy task in a folder and return the folder.
 
-    It holds ``train.parquet``, ``val.parquet``, ``teacher/`` and ``student/`` (models), and ``rlt_toy.json`` (the recipe and the
-    losses of both warm-ups). It is built in a temporary folder, which is then renamed, so the result is always complete. A folder
-    with the same seed and recipe is kept.
+    The folder has ``train.parquet``, ``val.parquet``, ``teacher/`` and ``student/`` (models), and ``rlt_toy.json`` (the recipe
+    and the losses of both warm-ups). It is built under a temporary name and then renamed, so it is always complete. An existing
+    folder with the same seed and recipe is kept.
 
     Args:
-        folder: Where to put it.
+        folder: The folder to create.
         seed: Decides the held-out sums, the initial weights and the lessons.
         recipe: Settings of the task. None = the defaults.
 
     Raises:
-        DataError: The folder exists and holds something else.
+        DataError: The folder exists and has other contents.
     """
     recipe = RltToyRecipe() if recipe is None else recipe
     occupied = "it exists and is no toy task of RLT, so it is not replaced. Choose another, or remove it."
@@ -187,7 +187,7 @@ def _build(folder: Path, seed: int, recipe: RltToyRecipe) -> dict[str, float]:
     prompts = RltPrompts(AutoTokenizer.from_pretrained(folders[STUDENT]), FORMATS[TAG_FORMAT])
     lessons = {
         STUDENT: [student_lesson(prompts, _record(problem, explanation(problem))) for problem in train],
-        # Each sum appears several times, because chance decides how careless a lesson is.
+        # Each sum appears several times, because each lesson forgets the carry at random.
         TEACHER: list(teacher_lessons(prompts, train * 4, recipe, seed)),
     }
     recipes = {STUDENT: recipe.student, TEACHER: recipe.teacher}

@@ -3,8 +3,8 @@
 python recipe/rlt/prepare_rlt.py --files mine.jsonl --out data/rlt
 python recipe/rlt/prepare_rlt.py --hub bespokelabs/Bespoke-Stratos-17k --out data/rlt --model Qwen/Qwen2.5-1.5B-Instruct
 
-A row has the columns question and solution, and reasoning_trace for the warm-up of a teacher; prompt is another name of question.
-Or it has the column conversations of Bespoke-Stratos-17k. Rows that cannot be trained on are left out and counted.
+A row has the columns question and solution, and for the warm-up of a teacher also reasoning_trace. The column question may also
+have the name prompt. Or a row has the column conversations, as in Bespoke-Stratos-17k. Unusable rows are left out and counted.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class Prepared:
     rows: dict[str, list[RltRecord]]
     """Split -> rows of the file."""
     rejected: dict[str, int]
-    """Reason -> number of rows that are in no file."""
+    """Reason -> number of rows that were left out for it."""
 
 
 def prepare_rlt(
@@ -51,8 +51,8 @@ def prepare_rlt(
     """Write ``train.parquet`` and ``val.parquet`` with the columns question, solution and reasoning_trace.
 
     Args:
-        files: Local files with the rows. None = the train split of the hub's dataset.
-        val_files: Local files with the held-out rows. None = hold out ``num_validation`` random rows.
+        files: Local files with the rows. Empty = the train split of the dataset ``hub_id`` on the hub.
+        val_files: Local files with the validation rows. Empty = hold out ``num_validation`` random rows.
         tag_format: A key of ``FORMATS``. A row that contains one of its tags is rejected.
 
     Raises:

@@ -82,7 +82,7 @@ class Chat:
         conversation = [*self.messages, *added]
         ids = self._rendered(conversation)
         if len(ids) + self.options.max_tokens > self._longest() and self.messages:
-            self._write("(the conversation is longer than the model allows; a new one starts here)\n")
+            self._write("(the conversation is longer than the model allows; it starts again here)\n")
             system = [message for message in self.messages[:1] if message["role"] == "system"]
             conversation = [*system, *added]
             ids = self._rendered(conversation)

@@ -1,4 +1,4 @@
-"""Resuming: which checkpoint a run continues, with which seed, and how its settings differ from the checkpoint's."""
+"""Resuming: the checkpoint that a run continues, its seeds, and the differences between its settings and the checkpoint's."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-WAY_OUT = "Set it back to go on with this run, or start another: trainer.experiment_name=..., or trainer.resume_mode=disable."
+WAY_OUT = "Set it back to continue this run, or start another: trainer.experiment_name=..., or trainer.resume_mode=disable."
 MOST_NAMED = 3
-"""Most weights that an error names."""
+"""Largest number of weights that an error names."""
 
 
 def checkpoint_store(trainer: Trainer, has_validation: bool, run_dir: Path) -> CheckpointStore:
-    # The checkpoint store of a run. ``trainer.keep_best=null`` means true for a run that validates.
+    # ``trainer.keep_best=null`` means true for a run that validates.
     validates = has_validation and trainer.test_freq > 0
     keep_best = validates if trainer.keep_best is None else trainer.keep_best
     return CheckpointStore(run_dir, trainer.max_actor_ckpt_to_keep, keep_best, trainer.keep_best_checkpoint)
@@ -55,7 +55,7 @@ def find_checkpoint(
     ``loaded``: see :func:`loaded_parts`. ``unreadable``: step -> fault of checkpoints that could not be loaded.
 
     Raises:
-        CheckpointError: The named checkpoint is not whole, or there are checkpoints but none is.
+        CheckpointError: The named checkpoint is not whole, or there are checkpoints but none of them is whole.
         ConfigError: The checkpoint would be loaded without the model.
     """
     if trainer.resume_mode == "disable":
@@ -65,13 +65,13 @@ def find_checkpoint(
     else:
         assert trainer.resume_from_path is not None, "checked when settings are loaded"
         checkpoint = _named_checkpoint(Path(trainer.resume_from_path))
-        # The checkpoint may lie in another run's folder, and must then not be marked or removed as one of this run.
+        # The checkpoint may be in the folder of another run. Then this run must neither mark nor remove it.
         store.resumed(checkpoint)
     for key, contents in loaded.items():
         if checkpoint is not None and "model" not in contents:
             raise ConfigError(
                 f"{key}={list(contents)}: a run cannot go on from {checkpoint.folder} without "
-                "the model. Add model (and to save_contents), or set trainer.resume_mode=disable."
+                "the model. Add model (also to save_contents), or set trainer.resume_mode=disable."
             )
     return checkpoint
 
@@ -85,9 +85,9 @@ def _named_checkpoint(path: Path) -> Checkpoint:
 def compare_settings(
     settings: Settings, environment: Environment, checkpoint: Checkpoint, contents: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Log how settings, and the files that they name, differ from those of the checkpoint, one line per key.
+    """Log how the settings, and the files that they name, differ from those of the checkpoint, in one line per key.
 
-    ``settings``: with concrete seeds. ``contents``: see :func:`contents_of`.
+    ``settings``: must have concrete seeds. ``contents``: the result of :func:`contents_of`.
 
     Raises:
         ConfigError: The run cannot continue with a change.
@@ -96,7 +96,7 @@ def compare_settings(
     if driver["seed"] != settings.data.seed:
         raise ConfigError(
             f"data.seed={settings.data.seed}: the run in {folder.parent} was made with {driver['seed']}. Leave data.seed out to "
-            "go on with it, or start another: trainer.experiment_name=..., or trainer.resume_mode=disable."
+            "continue it, or start another: trainer.experiment_name=..., or trainer.resume_mode=disable."
         )
     differences = changes(driver["settings"], settings)
     for change in differences:
@@ -108,7 +108,7 @@ def compare_settings(
             logger.warning("since %s: %s=%s: other contents (%s)", folder.name, key, shown(kept[key]), TRAJECTORY)
     refused = [f"{change.key}={change.new}: {change}" for change in differences if change.kind == REFUSED]
     models = [("actor_rollout_ref.model.path", settings.actor_rollout_ref.model.path, driver["weights"], environment.weights)]
-    # A run without a critic goes on from a checkpoint that has one.
+    # A run without a critic may continue from a checkpoint that has one, so only runs with a critic compare its weights.
     if environment.critic_weights and driver.get("critic_weights"):
         models.append(
             ("critic.model.path", str(settings.critic.model.path), driver["critic_weights"], environment.critic_weights)
@@ -124,9 +124,9 @@ def compare_settings(
 
 
 def with_seeds(data: Data, rollout: Rollout, resumed_seed: int | None) -> tuple[Data, Rollout]:
-    """Return both sections with concrete seeds: those of the settings, else the resumed run's, else drawn and logged.
+    """Return both sections with concrete seeds: from the settings, or else from the resumed run, or else drawn and logged.
 
-    The seed of the rollout defaults to that of the data. ``resumed_seed``: None for a fresh start.
+    The seed of the rollout defaults to the seed of the data. ``resumed_seed``: None for a fresh start.
     """
     seed = data.seed
     if seed is not None and rollout.seed is not None:
@@ -156,7 +156,7 @@ def _shape(shape: Any) -> str:
     return "missing" if shape is None else "x".join(map(str, shape))
 
 
-# What a resumed run changed in its settings, and what each change means for the run.
+# The changes in the settings of a resumed run, and the effect of each change on the run.
 
 
 _AR = "actor_rollout_ref"
@@ -169,38 +169,38 @@ TRAJECTORY = "changes the trajectory"
 REFUSED = "refused"
 
 _BY_REASON = {
-    "it says what is recorded, and where": (
+    "it decides what is recorded, and where": (
         *("trainer.logger", "trainer.table_every_steps", "trainer.track_memory_every_steps"),
         *("trainer.log_val_generations", "trainer.rollout_data_dir", "trainer.validation_data_dir"),
         *("trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir"),
     ),
-    "it says which checkpoints are kept and read": (
+    "it decides which checkpoints are kept and read": (
         *("trainer.save_freq", "trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", "trainer.keep_best"),
         *("trainer.keep_best_checkpoint", "trainer.save_final_model", "trainer.resume_mode", "trainer.resume_from_path"),
         "trainer.private_files",
         *(f"{role}.checkpoint.save_contents" for role in _TRAINED),
     ),
-    "training does not read it; validation scores before and after may not be comparable": (
+    "training does not use it; validation scores before and after may not be comparable": (
         *("trainer.test_freq", "trainer.val_before_train", "trainer.val_only", "data.val_files", "data.val_max_samples"),
         *("data.val_batch_size", "data.validation_shuffle"),
         *(f"{_AR}.rollout.val_kwargs.{key}" for key in ("n", "do_sample", "temperature", "top_p", "top_k")),
     ),
-    "it says how processes run and when they stop": (
+    "it decides how processes run and when they stop": (
         *("trainer.ray_wait_register_center_timeout", "trainer.stop_deadline_seconds", "trainer.max_skipped_steps"),
         *("ray_kwargs.ray_init", "ray_kwargs.timeline_json_file", "debug.mode", f"{_AR}.nccl_timeout"),
         *(f"reward_model.{key}" for key in ("num_workers", "max_concurrent", "sandbox_fusion.max_concurrent")),
         *(f"{_AR}.rollout.{key}" for key in ("disable_log_stats", "mode", "max_logprob_diff")),
         *("memory.card_gb", "memory.host_limit_gb", "memory.pinned_limit_gb"),
     ),
-    "the same values are kept elsewhere, or computed again": (
+    "the same values are stored elsewhere, or computed again": (
         *(key for knob in knobs() if knob.same_numbers for key in knob.keys),
         *(f"{role}.fsdp_config.forward_prefetch" for role in _SHARDED),
     ),
-    "the same weights lie elsewhere": ("reward_model.residency",),
+    "the same weights are stored elsewhere": ("reward_model.residency",),
     "the adapters come from the checkpoint": [f"{model}.lora_adapter_path" for model in _TRAINED.values()],
 }
 HARMLESS_KEYS = {key: reason for reason, keys in _BY_REASON.items() for key in keys}
-"""Key -> why no number of the training can depend on it. A key that is neither here nor refused changes the trajectory."""
+"""Key -> why no number of the training depends on it. A key that is neither here nor refused changes the trajectory."""
 
 ADAPTERS = dict.fromkeys(
     [f"{model}.{key}" for model in _TRAINED.values() for key in ("lora_rank", "target_modules", "exclude_modules")],
@@ -209,12 +209,12 @@ ADAPTERS = dict.fromkeys(
 LENGTH_KEYS = ("trainer.total_training_steps", "trainer.total_epochs")
 QUANTISED = ("int8", "int4")
 STATE_FREE = frozenset({"eps", "betas", "lr", "weight_decay", "fused", "foreach", "maximize", "capturable", "differentiable"})
-"""Arguments of an optimizer that its saved state does not depend on."""
+"""Arguments of an optimizer that have no influence on the form of its saved state."""
 
 
 @dataclass(frozen=True)
 class SettingChange:
-    """A key that differs from the checkpoint's settings. kind: HARMLESS, TRAJECTORY or REFUSED. reason: may be empty."""
+    """A key whose value differs from the checkpoint's. ``kind``: HARMLESS, TRAJECTORY or REFUSED. ``reason`` may be empty."""
 
     key: str
     old: Any
@@ -238,14 +238,14 @@ def _without_secrets(kept: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def contents_of(settings: Settings, environment: Environment) -> dict[str, str]:
-    """Map the key of each file or folder that training reads to a checksum of its contents.
+    """Return the key of each file or folder that training reads -> a checksum of its contents.
 
-    A model's large files are hashed in part. Data sources of the hub are left out.
+    Of the large files of a model only parts are hashed. Data sources on the hub are left out.
     """
     digests: dict[str, str] = {}
     for key, paths in _files_read(settings, environment).items():
         if key not in HARMLESS_KEYS and paths and all(path.exists() for path in paths):
-            with suppress(OSError):  # whoever reads it says what is wrong with it
+            with suppress(OSError):  # the code that reads the file later reports the error
                 digests[key] = ",".join(digest_of(path) for path in paths)
     return digests
 
@@ -268,7 +268,7 @@ def _files_read(settings: Settings, environment: Environment) -> dict[str, list[
 def check_own_files(settings: Settings, environment: Environment, folder: Path, continues: bool) -> None:
     """Refuse settings that name files which this start moves or overwrites in its own folder.
 
-    ``continues``: the run continues the one in that folder.
+    ``continues``: the start continues the run in that folder.
     """
     for key, paths in _files_read(settings, environment).items():
         if changed := next((path for path in paths if differs_from_name(path)), None):
@@ -277,7 +277,7 @@ def check_own_files(settings: Settings, environment: Environment, folder: Path, 
             name = path.relative_to(folder.resolve()).parts[:1]
             if name and (name[0] in (FINAL_MODEL, BEST_MODEL) or (is_run_file(name[0]) and not continues)):
                 raise ConfigError(
-                    f"{key}={path}: an earlier run left it in {folder}, where this run would put its own in its place. Give this "
+                    f"{key}={path}: an earlier run left it in {folder}, where this run would replace it. Give this "
                     "run another folder: trainer.default_local_dir=..., or run_dir=... from Python."
                 )
 
@@ -285,8 +285,8 @@ def check_own_files(settings: Settings, environment: Environment, folder: Path, 
 def changes(before: Mapping[str, Any], settings: Settings) -> list[SettingChange]:
     """Return which settings differ from those that a checkpoint kept, in the order of the schema.
 
-    A key that did not exist when the checkpoint was made counts as if it had had its default. In a run without a critic, the
-    critic's keys are left out. ``before``: as :func:`kept_settings` returned it.
+    If a key did not exist when the checkpoint was made, it counts as having had its default. In a run without a critic, the
+    critic's keys are left out. ``before``: the result of :func:`kept_settings` at that time.
     """
     now, old = kept_settings(settings), {**kept_settings(Settings()), **_without_secrets(before)}
     has_critic = now["algorithm.adv_estimator"] in WITH_CRITIC
@@ -304,7 +304,7 @@ def _meaning(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[
 
 
 def _length(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
-    # A change of the run's length matters only if the schedule of the learning rate takes its length from it.
+    # A change of the run's length matters only if the schedule of the learning rate depends on it.
     for optim in (f"{role}.optim" for role in _TRAINED):
         flat = now[f"{optim}.lr_scheduler_type"] in ("constant", "constant_with_warmup", "inverse_sqrt")
         warm = now[f"{optim}.lr_warmup_steps"] > 0 or now[f"{optim}.lr_warmup_steps_ratio"] == 0
@@ -323,7 +323,7 @@ STATE_FITS: dict[str, Callable[[Any, Any, str], bool]] = {
         (old or {}).get(name) == (new or {}).get(name) for name in {**(old or {}), **(new or {})}.keys() - STATE_FREE
     ),
 }
-"""Key of an optimizer -> whether the state of the checkpoint fits, from both values and the name of the optimizer."""
+"""Key of an optimizer -> function of (old value, new value, name of the optimizer): whether the checkpoint's state fits."""
 
 
 def _optimizer(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
@@ -349,4 +349,4 @@ RULES: dict[str, Callable[[str, Mapping[str, Any], Mapping[str, Any]], tuple[str
     "data.streaming": _streaming,
     **{f"{role}.optim.{name}": _optimizer for role in _TRAINED for name in STATE_FITS},
 }
-"""Keys whose meaning depends on other keys or on the values."""
+"""Key -> function that returns kind and reason of its change, for keys whose effect depends on other keys or on the values."""

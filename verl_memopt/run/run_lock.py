@@ -1,4 +1,4 @@
-"""A lock that allows one writer in a run folder. The kernel releases it when the process dies.
+"""A lock that allows only one writer in a run folder. The kernel releases it when the process dies.
 
 POSIX record locks belong to a process. A child does not inherit them, so no process that outlives the run keeps the lock. A
 process loses the lock when it closes any descriptor of the file, so no other code may open that file.
@@ -28,21 +28,21 @@ from verl_memopt.records import RecordError, read_json
 logger = logging.getLogger(__name__)
 
 LOCK = "run.lock"
-"""File in the run folder. It exists while a run writes there, and after a run that was killed."""
+"""File in the run folder. It exists while a run writes there, and remains after a run that was killed."""
 
 LOCKED_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 RECORD_BYTES = 4096
 RECORD_SECONDS = 1.0
-"""Longest time between getting the lock and having written who holds it."""
+"""Longest time from getting the lock until the file names the process that holds it."""
 
 
 class RunLock:
     """The right to write in a run folder, from construction until :meth:`release` or the end of ``with``.
 
-    ``made``: folders that were made for this lock, the innermost first. They are removed at its release if they are empty.
+    ``made``: folders that were created for this lock, the innermost first. If they are empty at its release, they are removed.
 
     Raises:
-        ConfigError: It names the process that holds the lock.
+        ConfigError: Another process holds the lock. The message names it.
     """
 
     def __init__(self, folder: Path, made: Sequence[Path] = ()) -> None:
@@ -51,7 +51,7 @@ class RunLock:
         self._made = made
         self._pid = os.getpid()
         self._descriptor: int | None = None
-        # The folder is locked too: the file may be deleted, and then another run would make one of its own and lock that.
+        # The folder is locked too. If the file were deleted, another run could create a new file and lock that one.
         self._folder = self._lock_folder()
         try:
             while self._descriptor is None:
@@ -64,7 +64,7 @@ class RunLock:
 
     @property
     def is_own(self) -> bool:
-        # A forked process has a copy of the object, and not the lock.
+        # A forked process has a copy of the object, but not the lock.
         return self._pid == os.getpid()
 
     def release(self) -> None:
@@ -73,12 +73,12 @@ class RunLock:
         if descriptor is None or not self.is_own:
             return
         _HELD.pop(self.path, None)
-        # Remove the file while it is locked. A process that has opened it sees then that it is no longer in the folder.
+        # Remove the file while it is locked. Then a process that has opened it sees that the file is no longer in the folder.
         with suppress(OSError):  # the folder may have been made read-only
             self.path.unlink(missing_ok=True)
         os.close(descriptor)
         self._release_folder()
-        with suppress(OSError):  # something is in it
+        with suppress(OSError):  # the folder is not empty
             for folder in self._made:
                 folder.rmdir()
 
@@ -89,7 +89,7 @@ class RunLock:
         self.release()
 
     def _lock_folder(self) -> int | None:
-        # Unlike that of the file, this lock is shared with forked processes, which therefore close the descriptor.
+        # Unlike the lock of the file, a forked process would share this lock, so it closes the descriptor.
         folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         if _locked(folder, fcntl.LOCK_EX):
             return folder
@@ -108,9 +108,9 @@ class RunLock:
         )
 
     def _lock(self) -> int | None:
-        # The locked descriptor; None if the file was removed between opening and locking.
+        # Return the locked descriptor, or None if the file was removed after it was opened.
         try:
-            # Not through a link: what it leads to would be overwritten.
+            # A link is not followed, because the file that it leads to would be overwritten.
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except OSError as error:
             if error.errno == errno.ELOOP:
@@ -136,27 +136,27 @@ class RunLock:
                 "run a folder of its own."
             )
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
-        # Only after the lock is held, since until then the content belongs to another run.
+        # The file is written only after it is locked, because until then its content belongs to another run.
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, (json.dumps(holder) + "\n").encode(), 0)
         return descriptor
 
 
 def _is_ours(text: bytes) -> bool:
-    # New, or written by a run that was killed.
+    # The file is new, or was written by a run that was killed.
     return not text or (text.startswith(b'{"pid": ') and text.endswith(b"}\n"))
 
 
-# Who reads a checkpoint keeps the run beside it from removing it.
+# While a process reads a checkpoint, a run that goes on meanwhile must not remove it.
 
 
 @contextmanager
 def reading(folder: Path) -> Iterator[bool]:
-    """Yield whether a folder exists, and keep it from being removed in the body by :func:`removing`."""
+    """Yield whether a folder exists. During the body, :func:`removing` does not allow its removal."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
-        yield os.path.lexists(folder)  # whoever reads it says what is wrong
+        yield os.path.lexists(folder)  # the code that reads it reports the error
         return
     try:
         deadline = time.monotonic() + REMOVAL_SECONDS
@@ -169,7 +169,7 @@ def reading(folder: Path) -> Iterator[bool]:
 
 @contextmanager
 def removing(folder: Path) -> Iterator[bool]:
-    """Yield whether a folder may be renamed or removed, because nobody reads it. In the body nobody can begin to."""
+    """Yield whether a folder may be renamed or removed, because nobody reads it. During the body nobody can begin to read it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -182,14 +182,14 @@ def removing(folder: Path) -> Iterator[bool]:
 
 
 REMOVAL_SECONDS = 2.0
-"""Longest wait for a lock that is held only while a folder gets another name."""
+"""Longest wait for a lock that another process holds only while it renames a folder."""
 
 
 def _locked(descriptor: int, kind: int) -> bool:
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno not in LOCKED_BY_ANOTHER  # a file system without such locks
+        return error.errno not in LOCKED_BY_ANOTHER  # True for a file system without such locks
     return True
 
 
@@ -205,11 +205,11 @@ def only_run(what: str) -> Iterator[None]:
     """Allow one run or session at a time in this process, because signals, byte counters and Ray belong to the whole process.
 
     Raises:
-        ConfigError: There is another one, which is not disturbed.
+        ConfigError: There is another run or session. It is not disturbed.
     """
     if not _ONLY.acquire(blocking=False):
         raise ConfigError(
-            f"{what}: {_running[-1] if _running else 'another run'} is going on in this process, which has room for one. Wait "
+            f"{what}: {_running[-1] if _running else 'another run'} is going on in this process, which allows only one. Wait "
             "until it ends (leave the body of a session), or start this one in a process of its own."
         )
     _running.append(f"{what} in the thread {threading.current_thread().name}")
@@ -225,7 +225,7 @@ _running: list[str] = []
 
 
 def _as_in_a_new_process() -> None:
-    # A forked process does not run the run of its parent.
+    # The run of the parent does not go on in a forked process.
     global _ONLY
     _ONLY = threading.Lock()
     _running.clear()
@@ -234,11 +234,11 @@ def _as_in_a_new_process() -> None:
 os.register_at_fork(after_in_child=_as_in_a_new_process)
 
 _HELD: dict[Path, RunLock] = {}
-"""The locks of this process. A forked child has those of its parent here."""
+"""Path of the lock file -> lock of this process. In a forked child these are the locks of its parent."""
 
 
 def hold(folder: Path) -> RunLock:
-    """Return the lock of a run folder, which is made if needed. A lock that this process holds is returned again."""
+    """Return the lock of a run folder, which is created if needed. If this process already holds it, it is returned again."""
     made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -257,7 +257,7 @@ class _Holder(TypedDict):
 
 
 def _holder(path: Path) -> str:
-    # A process that has only just got the lock needs a moment to write who it is.
+    # A process that has just got the lock needs a moment to write its id.
     deadline = time.monotonic() + RECORD_SECONDS
     while time.monotonic() < deadline:
         try:
