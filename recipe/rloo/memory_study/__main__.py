@@ -1,7 +1,7 @@
-"""The study's commands: ``run`` measures, ``combine`` makes one table of it, ``charts`` draws it, ``study`` does all three.
+"""The commands of the study: ``run`` measures, ``combine`` makes one table, ``charts`` draws it, and ``study`` does all three.
 
-Exit codes: 0 every cell completed, 1 one failed, 2 a setting was refused, 3 one ran out of memory, 4 arms that must compute the
-same did not, 5 one ran into the time limit. Where several apply, it is the first of 1, 4, 5, 2, 3. What completed is on file.
+Exit codes: 0 every cell completed, 1 a cell failed, 2 a setting was refused, 3 a cell ran out of memory, 4 arms that must compute
+the same did not, 5 a cell exceeded the time limit. If several apply, the first of 1, 4, 5, 2, 3 counts. Complete cells are saved.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from verl_memopt.distributed.device import device_count
 from verl_memopt.errors import UserError
 
 MOST_CPU_GIB, QUICK_CPU_GIB = 20.0, 1.0
-"""Arms that need more than this are simulated, so that a quick study does not take long."""
+"""Memory limits for real tensors on a CPU, in GiB. A quick study simulates more arms, so that it ends soon."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,17 +73,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     add, names = parser.add_argument, sorted({arm.name for arm in ARMS})
     add("--quick", action="store_true", help="every arm once at k = 2, 4, 8, in minutes on a CPU")
-    devices = "auto: a GPU if there is one, else real tensors where they fit, else fake"
+    devices = "auto: a GPU if there is one, else real tensors on the CPU if they fit, else fake ones"
     add("--device", choices=(AUTO, CPU, FAKE, CUDA), default=AUTO, help=devices)
     add("--expansion", nargs="+", choices=EXPANSIONS, default=EXPANSIONS, help="only arms with these expansions")
     add("--arm", nargs="+", metavar="NAME", default=names, choices=names, help="only these arms")
     add("--k", nargs="+", type=int, help="only these group sizes of 2, 4, 8 (and no larger ones)")
-    add("--repeats", type=int, help="processes for each cell (default: 3, with --quick 1)")
+    add("--repeats", type=int, help="repetitions of each measurement (default: 3, with --quick 1)")
     add("--seed", type=int, default=0, help="seed of ids, weights and order (default: %(default)s)")
     add("--device-limit-gb", type=float, help="limit of the device's memory, as memory.device_limit_gb (default: none)")
     most = f"largest arm with real tensors on a CPU (default: {MOST_CPU_GIB:g}, or half of what is free)"
     add("--cpu-limit-gb", type=float, help=most)
-    add("--time-limit", type=float, default=600.0, help="seconds of a cell (default: %(default)s)")
+    add("--time-limit", type=float, default=600.0, help="longest seconds of a cell (default: %(default)s)")
     add("--jobs", type=int, default=1, help="cells at the same time; 1 on a GPU (default: %(default)s)")
     add("--documents", type=Path, help="GovReport (.jsonl) or a text file, for the prompt (default: random words, made locally)")
     add("--measure", default=MEASURE, help=argparse.SUPPRESS)
@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> set[str]:
     outcomes, planned = set[str](), list[Cell]()
     results = run_study(arms, cells_of, options.seed, how, not (options.quick or options.k), planned)
     for number, result in enumerate(results, start=1):
-        # What a simulation needs beyond the limit says nothing about whether the study went well.
+        # A simulation without the limit only shows how much memory it needs, so its outcome does not count.
         if result.cell.limit_bytes == limit:
             outcomes.add(result.outcome)
         sys.stdout.write(f"{number} of {len(planned)}  {_cell_line(result)}\n")

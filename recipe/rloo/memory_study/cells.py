@@ -1,4 +1,4 @@
-"""What the study runs and where, what a cell leaves behind, and what was published with the formula that predicts it."""
+"""The arms of the study and their devices, the result of a cell (one measurement), and the published values."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from verl_memopt.observe.files import write_whole
 MIB, GIB = 2**20, 2**30
 
 LABELS = {"token": "Basic", "lazy": "Lazy generation", "repeat_sampler": "RepeatSampler", "string": "String-level"}
-"""Ways to give a prompt k rows, as in ``algorithm.expansion``, with their published names."""
+"""Ways to expand a prompt to k rows, as in ``algorithm.expansion`` -> their published names."""
 EXPANSIONS = tuple(LABELS)
 FULL, TRUNCATED = "full", "truncated"
 PROMPT, RESPONSE, VOCAB = 3015, 100, 151_669
 TRUNCATED_TOKENS = 1024
-"""Tokens that a truncated prompt keeps: the first ones, as the published tokenizer call did."""
+"""Number of tokens that a truncated prompt keeps: its first tokens, as in the published tokenizer call."""
 
 LEGACY, WHOLE_RUN = "legacy", "whole_run"
-"""The published trainer, and a whole step of this project, which samples its own answers."""
+"""The update of the published trainer, and a whole step of this project, which samples its own answers."""
 NO_RETENTION, RESPONSE_ONLY, CHUNKED = "no_retention", "response_only", "chunked"
 SHARED, SHARED_CHECKPOINTING = "shared_prompt", "shared_prompt_checkpointing"
 OWN_UPDATES = (CHUNKED, SHARED, SHARED_CHECKPOINTING)
-"""This project's own pass. The two before it mend the published trainer."""
+"""Updates by this project's own pass. NO_RETENTION and RESPONSE_ONLY are repaired forms of the published trainer."""
 SAVINGS = (NO_RETENTION, RESPONSE_ONLY, *OWN_UPDATES)
-"""Updates that save memory with the whole prompt and the same loss, each on top of the one before."""
+"""Updates that save memory with the whole prompt and the same loss. Each includes the savings of the one before."""
 
 KS, MORE_KS = (2, 4, 8), (16, 32, 64)
-"""The published group sizes, and further ones. One of those is run where half of it completed; 64 only with a shared prompt."""
+"""The published group sizes, and larger ones. A larger size runs only if half of it completed; 64 also needs a shared prompt."""
 FIXED_ROWS = 2
-"""Rows of one forward in the main table, whatever the group size."""
+"""Rows per forward in the main table, for every group size."""
 COUPLED = "_coupled"
-"""Ending of the names of the published runs: micro-batch = k."""
+"""Suffix of the names of arms whose micro-batch is k, as in the published runs."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Arm:
     update: str
     k: int
     micro_batch: int
-    """Rows of one forward; it divides ``k``. A shared prompt takes the token budget of the project's defaults instead."""
+    """Rows per forward; a divisor of ``k``. Arms with a shared prompt use the project's default token budget instead."""
 
     @property
     def cell(self) -> str:
@@ -60,7 +60,7 @@ class Arm:
 
 
 def main_arms(ks: Iterable[int] = KS) -> list[Arm]:
-    """Return the main table: each expansion, whole and truncated prompt, the published update, FIXED_ROWS rows in a forward."""
+    """Return the main table: the published update with FIXED_ROWS rows per forward, for each expansion and prompt length."""
     return [
         Arm(f"{expansion}_{prompt}_{LEGACY}", expansion, prompt, LEGACY, k, FIXED_ROWS)
         for k in ks
@@ -70,12 +70,12 @@ def main_arms(ks: Iterable[int] = KS) -> list[Arm]:
 
 
 def coupled_arms() -> list[Arm]:
-    """Return the same with the published coupling: all k rows in one forward."""
+    """Return the arms of the main table with the published micro-batch: all k rows in one forward."""
     return [dataclasses.replace(arm, name=arm.name + COUPLED, micro_batch=arm.k) for arm in main_arms()]
 
 
 def saving_arms(ks: Iterable[int] = KS) -> list[Arm]:
-    """Return what saves memory with the whole prompt, from the least to the most."""
+    """Return the arms that save memory with the whole prompt, from the smallest to the largest saving."""
     arms = []
     for k in ks:
         for update in SAVINGS:
@@ -95,7 +95,7 @@ LARGER = [
 
 
 def larger(completed: Iterable[Arm]) -> list[Arm]:
-    """Return the arms to try next: those that completed at half the group size."""
+    """Return the arms to try next: the arms that completed at half the group size."""
     done = {(arm.name, arm.k) for arm in completed}
     return [arm for arm in LARGER if (arm.name, arm.k // 2) in done and (arm.name, arm.k) not in done]
 
@@ -104,7 +104,7 @@ AUTO, CPU, FAKE, CUDA = "auto", "cpu", "fake", "cuda"
 ROW_BYTES = {NO_RETENTION: 2_800 * MIB, RESPONSE_ONLY: 320 * MIB, CHUNKED: 90 * MIB} | dict.fromkeys(
     (SHARED, SHARED_CHECKPOINTING, WHOLE_RUN), 20 * MIB
 )
-"""About what a row of one forward takes. It only decides where an arm runs."""
+"""Approximate bytes per row of a forward. They only decide on which device an arm runs."""
 
 
 def needed_bytes(arm: Arm) -> int:
@@ -116,11 +116,11 @@ def needed_bytes(arm: Arm) -> int:
 def choose_device(arm: Arm, asked: str, has_gpu: bool, cpu_bytes: int) -> str:
     """Return the device of an arm.
 
-    Without a GPU, ``auto`` simulates the published update, so that all prompts are measured in the same way, and takes real
-    tensors for the others where they need at most ``cpu_bytes``.
+    Without a GPU, ``auto`` simulates the published update, so that all prompts are measured in the same way. Other updates use
+    real tensors if they need at most ``cpu_bytes``.
     """
     if asked == FAKE and arm.update == WHOLE_RUN:
-        return CPU  # a worker samples and reads values
+        return CPU  # a whole step samples tokens, so it needs tensors with values
     if asked != AUTO:
         return asked
     if has_gpu:
@@ -128,21 +128,21 @@ def choose_device(arm: Arm, asked: str, has_gpu: bool, cpu_bytes: int) -> str:
     return CPU if arm.update in ROW_BYTES and needed_bytes(arm) <= cpu_bytes else FAKE
 
 
-# What a cell leaves behind: its outcome, and a record of each phase of each update. None = not measured.
+# The result of a cell: its outcome, and a record of each phase of each update. None = not measured.
 
 COMPLETED, OOM, DIVERGED, FAILED, REFUSED, TIMEOUT = "completed", "oom", "diverged", "failed", "refused", "timeout"
 EXIT_CODES = {COMPLETED: 0, FAILED: 1, REFUSED: 2, OOM: 3, DIVERGED: 4, TIMEOUT: 5}
 WORST_FIRST = (FAILED, DIVERGED, TIMEOUT, REFUSED, OOM, COMPLETED)
-"""A study ends with the exit code of the first of these that one of its cells has."""
+"""Outcomes, the worst first. A study ends with the exit code of its worst cell."""
 BYTE_TRACKER, SIMULATED_ALLOCATOR, DEVICE_ALLOCATOR = "byte tracker", "simulated allocator", "device allocator"
-"""Values of ``measured_by``: real tensors on a CPU, fake tensors on a fake GPU, a real GPU."""
+"""Values of ``measured_by``, for real tensors on a CPU, fake tensors on a fake GPU, and a real GPU."""
 
 Point = tuple[float, int, int | None]
 """Seconds since the phase began, live bytes, reserved bytes."""
 
 
 class OutOfMemory(RuntimeError):  # noqa: N818 - the name of the event, as in torch
-    """A device, or the limit set for it, had no room for a tensor, ``shape``. ``peak_bytes``: held before, at most."""
+    """A device, or the limit set for it, had no room for a tensor, ``shape``. ``peak_bytes``: the peak before this request."""
 
     def __init__(self, phase: str, requested_bytes: int, held_bytes: int, shape: str = "", peak_bytes: int | None = None) -> None:
         super().__init__(phase, requested_bytes, held_bytes, shape, peak_bytes)
@@ -156,7 +156,7 @@ class OutOfMemory(RuntimeError):  # noqa: N818 - the name of the event, as in to
 
 @dataclass(frozen=True)
 class Phase:
-    """What a phase of an update held, in bytes."""
+    """Bytes that were held in a phase of an update."""
 
     update: int
     phase: str
@@ -164,9 +164,9 @@ class Phase:
     allocated_peak: int
     allocated_exit: int
     reserved_peak: int | None
-    """Of what the caching allocator held, live or cached."""
+    """Peak of the bytes that the caching allocator held, live or cached."""
     seconds: float
-    """On fake tensors the time of the simulation."""
+    """Duration of the phase. With fake tensors, this is the duration of the simulation."""
     timeline: tuple[Point, ...] = ()
 
 
@@ -180,15 +180,15 @@ class UpdateRecord(Phase):
     """Prompt tokens that truncation removed, over all rows."""
     vocab: int
     dtype: str
-    """Of the weights, and of autocast where there is one."""
+    """Dtype of the weights, and of autocast if it is used."""
     ids_sha256: str
-    """Of ids and mask of all rows, as the model gets them. Empty = the arm samples its own answers."""
+    """Hash of ids and mask of all rows, as the model gets them. Empty = the arm samples its own answers."""
     loss: float | None
     grad_norm: float | None
-    """Of the whole update, before it is clipped."""
+    """Gradient norm of the whole update, before clipping."""
     measured_by: str
     values_from: str = "this run"
-    """Source of loss and gradient norm. Fake tensors have no values: then it says at which shape the same program ran."""
+    """Source of loss and gradient norm. Fake tensors have no values; this then names the shape at which the program got them."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a cell did not complete. Its highest bytes before that never enter a mean, a saving or a bar."""
+    """Why a cell did not complete. Its peak before the failure is used in no mean, no saving and no bar."""
 
     error: str
     message: str
@@ -230,7 +230,7 @@ class CellResult:
     started: float = 0.0
     seconds: float = 0.0
     host_rss: int | None = None
-    """Largest resident memory of the process, bytes."""
+    """Largest resident memory of the process, in bytes."""
     versions: dict[str, str] = field(default_factory=dict)
 
 
@@ -253,7 +253,7 @@ def read_result(path: Path) -> CellResult:
     return CellResult(**entries)
 
 
-# What the published experiment reports. Nothing from here on was measured by this study.
+# The values of the published experiment. This study measured none of the values below.
 
 PEAKS_GIB: dict[tuple[str, int], float | None] = {
     ("token", 2): 14.38, ("token", 4): 26.99, ("token", 8): None,
@@ -261,28 +261,30 @@ PEAKS_GIB: dict[tuple[str, int], float | None] = {
     ("repeat_sampler", 2): 14.48, ("repeat_sampler", 4): 27.22, ("repeat_sampler", 8): None,
     ("string", 2): 6.40, ("string", 4): 11.01, ("string", 8): 20.25,
 }  # fmt: skip
-"""Peak use of the whole device by (expansion, k). None = out of memory. One run a cell on one RTX 5090, desktop included. The
-string-level runs had prompts of 1,024 tokens, the others of about 3,015."""
+"""(expansion, k) -> peak use of the whole device, with the desktop. None = out of memory. Each is one run on an RTX 5090. The
+string-level runs had prompts of 1,024 tokens, and the other runs of about 3,015 tokens."""
 LAST_GIB = {("token", 8): 23.87}
-"""What the publication gives for a run that ran out of memory: the highest reading before the error, as "Completed"."""
+"""The published value of a run that ran out of memory: the highest reading before the error, published as "Completed"."""
 CARD_GIB = 32_607 / 1024
 IDLE_BYTES = 641 * MIB
-"""Level of the process before its first update: the CUDA context, the libraries and the models. A given constant."""
+"""Memory of the process before its first update: the CUDA context, the libraries and the models. A given constant."""
 DESKTOP_BYTES = int(1109.9 * MIB)
-"""What the desktop of the machine held. The published peaks contain it."""
+"""Memory of the machine's desktop. The published peaks include it."""
 PLATEAUS = (4.0, 6.2, 8.0, 12.0, 14.2)
-"""Plateaus of the samples in bytes per logit: above the level between updates, divided by B T V."""
+"""Plateaus in the published samples, in bytes per logit: the memory above the level between updates, divided by B T V."""
 
 
 def predicted_bytes(rows: int, prompt: int, response: int, vocab: int) -> int:
-    """Return the peak above the desktop, ``641 MiB + B V (14 T + 8 R)``.
+    """Return the predicted peak without the desktop, for B rows of T = P + R tokens and a vocabulary of V::
 
-    14 bytes for every position, T = P + R: three fp32 tensors and the cached bf16 block of the head's output. 8 for those of the
-    response: the fp32 scores of the generation, which are kept, and a gradient of the same size.
+        641 MiB + B V (14 T + 8 R)
+
+    Each position needs 14 bytes per logit: three fp32 tensors and the cached bf16 block of the head's output. Each position of
+    the response needs 8 more: the fp32 scores of the generation, which are kept, and a gradient of the same size.
     """
     return IDLE_BYTES + rows * vocab * (14 * (prompt + response) + 8 * response)
 
 
 def card_bytes(held: float) -> float:
-    """Return the used memory of the whole published card while a process's allocator holds some bytes."""
+    """Return the used memory of the whole published card while the allocator of the process holds ``held`` bytes."""
     return IDLE_BYTES + DESKTOP_BYTES + held

@@ -1,7 +1,7 @@
 """A GPU without memory: ``cuda`` tensors have shapes and dtypes but no values, and a simulated allocator counts their bytes.
 
-What it counts is exact where the program decides it: the order in which tensors are made and dropped. Memory inside a kernel,
-such as the workspace of a matrix product, is not seen.
+The count is exact for all tensors that the program creates and drops. Memory inside a kernel, such as the workspace of a matrix
+product, is not counted.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ DEVICE = torch.device("cuda", 0)
 ROUND_BYTES = 512
 """Every size is rounded up to a multiple of this."""
 SMALL_BYTES, SMALL_SEGMENT_BYTES = MIB, 2 * MIB
-"""Largest size of the small pool, and its segments. A larger remainder of a large block is split off."""
+"""Largest block in the small pool, and the size of that pool's segments. In the large pool, the rest of a block is split off if
+it is larger than SMALL_BYTES."""
 MEDIUM_BYTES, MEDIUM_SEGMENT_BYTES = 10 * MIB, 20 * MIB
-"""Sizes below the first share a segment of the second. Larger ones have their own, rounded up to 2 MiB."""
+"""Blocks below the first size share segments of the second size. Larger blocks have their own segments, in multiples of 2 MiB."""
 Block = tuple[int, int, int]
-"""Size, number of the segment, first byte there."""
+"""Size, number of the segment, and first byte in the segment."""
 
 
 class NoRoom(Exception):  # noqa: N818 - an event, which the meter turns into an error with its phase
-    """A request does not fit under the limit: the bytes asked for and held, and the tensor they are for."""
+    """A request does not fit under the limit. It has the requested bytes, the held bytes, and the shape of the tensor."""
 
     def __init__(self, requested_bytes: int, held_bytes: int) -> None:
         super().__init__(f"{requested_bytes} bytes beside {held_bytes}")
@@ -44,7 +45,7 @@ class CachingAllocator:
     """Simulates torch's caching allocator, ``c10/cuda/CUDACachingAllocator.cpp`` with its defaults and one stream.
 
     Small and large sizes have pools of their own. A freed block stays in its pool and merges with its free neighbours. A request
-    takes the smallest free block that fits, and what is left of it stays free.
+    takes the smallest free block that fits, and the rest of that block stays free.
 
     Attributes:
         live: Bytes of the blocks in use, rounded. ``live_peak``: the highest since ``reset_peaks``.
@@ -57,7 +58,7 @@ class CachingAllocator:
         self.changes: list[tuple[float, int, int | None]] = []
         self._limit_bytes = limit_bytes
         self._segments: list[int] = []
-        """Size of each segment that there ever was."""
+        """Size of each segment, including returned ones."""
         self._pools: dict[bool, list[Block]] = {False: [], True: []}
         """Free blocks, large and small, in order."""
         self._starts: dict[tuple[int, int], int] = {}
@@ -67,7 +68,7 @@ class CachingAllocator:
         self._used: dict[Hashable, Block] = {}
 
     def allocate(self, key: Hashable, num_bytes: int) -> None:
-        """Take a block, which ``key`` names until it is freed."""
+        """Take a block. ``key`` names it until it is freed."""
         assert key not in self._used, key
         size = max(ROUND_BYTES, _rounded(num_bytes, ROUND_BYTES))
         small = size <= SMALL_BYTES
@@ -97,7 +98,7 @@ class CachingAllocator:
         self._cache((size, segment, start))
 
     def empty_cache(self) -> None:
-        """Return every segment that is wholly free, large ones before small ones, in each pool the smallest first."""
+        """Return all free segments to the device: first the large pool and then the small pool, the smallest segments first."""
         for pool in self._pools.values():
             for block in [block for block in pool if block[0] == self._segments[block[1]]]:
                 self._take(block)
@@ -147,7 +148,7 @@ def _rounded(size: int, multiple: int) -> int:
 
 
 class FakeDevice(TorchDispatchMode):
-    """Sends each storage that is made on the fake device through the allocator, until it dies. Enter :func:`fake_device`."""
+    """Allocates each new storage of the fake device, and frees it when it dies. Use it by :func:`fake_device`."""
 
     def __init__(self, allocator: CachingAllocator) -> None:
         super().__init__()
@@ -184,9 +185,9 @@ class FakeDevice(TorchDispatchMode):
 
 @contextmanager
 def described_efficient_backward() -> Iterator[None]:
-    """Tell torch inside the body what the backward of memory-efficient attention over several sequences returns.
+    """In the body, give torch a correct meta kernel for the backward of memory-efficient attention over several sequences.
 
-    Torch's own description of it (2.11 and 2.13) leaves out the argument ``out``, and fails where a scale is given.
+    Torch's own meta kernel (2.11 and 2.13) lacks the argument ``out``, and fails if a scale is given.
     """
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_efficient_attention_backward", _efficient_backward, "Meta", allow_override=True)
@@ -200,12 +201,12 @@ def _efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, 
 
 @contextmanager
 def fake_device(limit_bytes: int | None = None) -> Iterator[CachingAllocator]:
-    """Run the body with a fake GPU, and yield its allocator. Tensors must be made on ``cuda`` and must not be read.
+    """Run the body with a fake GPU, and yield its allocator. Create tensors on ``cuda``, and do not read their values.
 
     ``limit_bytes``: largest number of reserved bytes. None = no limit.
     """
     allocator = CachingAllocator(limit_bytes)
-    # Without this, autograd would run the backward in a thread of the device, which knows no dispatch mode.
+    # With multithreading, autograd would run the backward in another thread, where these dispatch modes are not active.
     with (
         torch.autograd.set_multithreading_enabled(False),
         described_efficient_backward(),

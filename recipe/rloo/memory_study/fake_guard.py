@@ -1,6 +1,6 @@
-"""Runs a function in a process in which autograd takes fake ``cuda`` tensors, on a machine without a GPU.
+"""Runs a function in a process in which autograd accepts fake ``cuda`` tensors, on a machine without a GPU.
 
-This file does not import torch: the guard must be loaded first.
+For this, a small C++ library, the guard, must be loaded before torch. So this file does not import torch.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class NoCompilerError(ConfigError):
 
 
 def call_in_fake_process(function: str, *args: Any) -> Any:
-    """Call a function, ``module:name``, where there is a fake CUDA device. Its arguments and its result are pickled.
+    """Call a function, ``module:name``, in a new process with a fake CUDA device. Arguments and result are pickled.
 
-    In a process that has the guard, it is called there.
+    If this process has loaded the guard already, the function is called here.
 
     Raises:
         NoCompilerError: There is no C++ compiler.
-        RuntimeError: The function raised. The message holds its traceback.
+        RuntimeError: The function raised an error. The message has its traceback.
     """
     if _loaded:
         return pkgutil.resolve_name(function)(*args)
@@ -54,10 +54,10 @@ def call_in_fake_process(function: str, *args: Any) -> Any:
 
 
 def compiled_guard() -> Path:
-    """Return the library of the guard. It is compiled once for each installation of torch and version of its source."""
+    """Return the library of the guard. It is compiled once per installation of torch and version of the guard's source."""
     torch_folder = _torch_folder()
     version = (torch_folder / "version.py").read_bytes()
-    # The library finds torch by its path.
+    # The path counts too, because the library finds torch by it.
     digest = hashlib.sha256(SOURCE.read_bytes() + version + str(torch_folder).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl_memopt"
     library = cache / f"fake-guard-{digest}.so"
@@ -99,7 +99,7 @@ def serve(library: str, request: str, answer: str) -> None:
     assert "torch" not in sys.modules, "torch was imported before the guard"
     of_cuda = _torch_folder() / "lib" / "libtorch_cuda.so"
     if of_cuda.exists():
-        ctypes.CDLL(str(of_cuda))  # a CUDA build registers its own guard when it is loaded, and the last one counts
+        ctypes.CDLL(str(of_cuda))  # a CUDA build registers its own guard when it is loaded, and the last guard is used
     load(library)
     function, args = pickle.loads(Path(request).read_bytes())
     Path(answer).write_bytes(pickle.dumps(pkgutil.resolve_name(function)(*args)))

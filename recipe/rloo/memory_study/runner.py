@@ -1,4 +1,4 @@
-"""Runs cells: each in a process of its own, with a time limit and its outcome on file, and a GPU sampled beside it."""
+"""Runs cells: each in a process of its own, with a time limit, a result file, and on a GPU a sampler of the used memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from verl_memopt.errors import ConfigError
 MEASURE = "recipe.rloo.memory_study.measure:measure_cell"
 PRELOAD = "recipe.rloo.memory_study.preload"
 CELLS, SAMPLES = "cells", "samples"
-"""Folders of the results: one JSON and one log for each cell, and the device's samples."""
+"""Folders of the results: the first has one JSON file and one log per cell, and the second the samples of the device."""
 Measure = Callable[[Cell], Sequence[UpdateRecord]]
 
 
@@ -61,9 +61,9 @@ class How:
     """Module and name of the function that measures a cell."""
     time_limit: float = 600.0
     jobs: int = 1
-    """Cells that run at the same time. One on a GPU, whose memory they would share."""
+    """Number of cells that run at the same time. On a GPU only one, because cells would share its memory."""
     preload: str = ""
-    """The module that the server imports from which the processes are forked. Empty = that of ``measure``."""
+    """Module that the fork server imports before it forks the processes of cells. Empty = the module of ``measure``."""
 
     def path(self, cell: Cell) -> Path:
         return self.out / CELLS / f"{cell.name}.json"
@@ -99,14 +99,14 @@ def run_study(
 
 
 def shuffled(cells: Sequence[Cell], seed: int) -> list[Cell]:
-    """Return the cells in an order that only the seed decides, so that no arm always runs first."""
+    """Return the cells in a random order that depends only on the seed, so that no arm always runs first."""
     return random.Random(seed).sample(cells, len(cells))
 
 
 def run_cells(cells: Sequence[Cell], how: How) -> Iterator[CellResult]:
     """Run cells, each in a fresh process, and yield their results as they end.
 
-    One thread starts and waits, because each ``Process.start`` polls every child.
+    Only one thread starts processes and waits for them, because each ``Process.start`` polls every child.
     """
     (how.out / CELLS).mkdir(parents=True, exist_ok=True)
     waiting, running = list(cells), list[_Running]()
@@ -125,7 +125,7 @@ def run_cells(cells: Sequence[Cell], how: How) -> Iterator[CellResult]:
 
 
 class _Running:
-    """A cell in a process of its own, forked from a server which has only imported modules; on a GPU with its sampler."""
+    """A cell in a process of its own, forked from a server that has only imported modules. On a GPU it has a sampler too."""
 
     def __init__(self, cell: Cell, how: How) -> None:
         self.cell, self.how, self.path = cell, how, how.path(cell)
@@ -140,7 +140,7 @@ class _Running:
             self.sampler.pid = self.process.pid
 
     def end(self) -> None:
-        """End the process and its sampler, by force where it must be."""
+        """End the process and its sampler. A process that does not terminate is killed."""
         for signal in (self.process.terminate, self.process.kill):
             if self.process.is_alive():
                 signal()
@@ -149,7 +149,7 @@ class _Running:
             self.sampler.close()
 
     def result(self) -> CellResult:
-        """Return what became of the cell, and write it where the process could not."""
+        """Return the result of the cell. If the process could not write it, write it here."""
         late = self.process.is_alive()
         self.end()
         if self.path.exists() and not late:
@@ -166,7 +166,7 @@ class _Running:
 
 
 def _cell_main(cell: Cell, how: How) -> None:
-    """Run a cell in this process, its output in a log, and end with the exit code of its outcome."""
+    """Run a cell in this process, write its output to a log, and exit with the code of its outcome."""
     log = os.open(how.path(cell).with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -176,7 +176,7 @@ def _cell_main(cell: Cell, how: How) -> None:
 
 
 def measured(cell: Cell, measure: Measure) -> CellResult:
-    """Measure a cell, and return its records or how it failed. The traceback of an error is printed."""
+    """Measure a cell, and return its records or its failure. The traceback of an error is printed."""
     started, records, failure, outcome = time.time(), tuple[UpdateRecord, ...](), None, COMPLETED
     try:
         records = tuple(measure(cell))
@@ -190,7 +190,8 @@ def measured(cell: Cell, measure: Measure) -> CellResult:
 def outcome_of(error: Exception) -> str:
     """Return the outcome of a cell that raised an error.
 
-    Memory that ran out is ``oom``, whether this study, torch or the host said so. A setting that cannot work is ``refused``.
+    The outcome is ``oom`` if memory ran out, by an error of this study, of torch or of the host. It is ``refused`` if a setting
+    cannot work.
     """
     names = {kind.__name__ for kind in type(error).__mro__}
     if isinstance(error, (OutOfMemory, MemoryError)) or names & {"OutOfMemoryError", "DeviceMemoryError"}:
@@ -199,7 +200,7 @@ def outcome_of(error: Exception) -> str:
 
 
 def failure_of(error: Exception) -> Failure:
-    """Return what is kept of an error: its phase, the bytes asked for and held, and the tensor, where it knows them."""
+    """Return the record of an error: its phase, the requested and the held bytes, and the tensor, if the error has them."""
     known = getattr(error, "figures", error)
     requested = getattr(known, "requested_bytes", getattr(known, "asked_bytes", None))
     held = getattr(known, "held_bytes", getattr(known, "num_bytes", None))
@@ -224,7 +225,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-# The sampler of a GPU. It runs in a thread of this process, which is not the one that is measured and only waits.
+# The sampler of a GPU. It runs in a thread of this process, which only waits. The measured process is another one.
 
 PUBLISHED_COLUMNS = (
     "timestamp", "datetime", "gpu_memory_allocated_mb", "gpu_memory_reserved_mb", "gpu_memory_free_mb", "gpu_memory_total_mb",
@@ -233,12 +234,12 @@ PUBLISHED_COLUMNS = (
 """Columns of the published CSV. ``gpu_memory_allocated_mb`` is the memory of the whole device in use, as it was there.
 ``gpu_memory_reserved_mb`` stays empty: NVML cannot tell live tensors from cached blocks. The published files have 0."""
 SAMPLE_COLUMNS = (*PUBLISHED_COLUMNS, "device_used", "process_used", "idle_used")
-"""The published columns, and in bytes: the whole device, the measured process alone, the device before the cell began."""
+"""The published columns, and used bytes: of the device, of the measured process, and of the device before the cell began."""
 PERIOD_SECONDS = 0.02
 
 
 class NoNvmlError(Exception):
-    """NVML is not to be had on this machine. The message says why."""
+    """NVML is not available on this machine. The message says why."""
 
 
 def open_device(index: int = 0) -> tuple[Any, Any]:
@@ -259,7 +260,7 @@ class Sampler:
     def __init__(self, path: Path, period: float = PERIOD_SECONDS) -> None:
         self.path, self.period, self.ended = path, period, threading.Event()
         self.pid: int | None = None
-        """The measured process, whose own memory is read too."""
+        """Id of the measured process, whose memory is read too."""
         self.thread = threading.Thread(target=self._run, daemon=True)
         with suppress(NoNvmlError):
             self.nvml, self.handle = open_device()
@@ -296,7 +297,7 @@ class Sampler:
             "gpu_utilization_percent": nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
             "cpu_memory_used_mb": round(host.used / MIB, 3),
             "cpu_memory_percent": host.percent,
-            # Since the last call, so that it takes no time.
+            # interval=None: the mean since the last call, so that this call does not wait.
             "cpu_usage_percent": psutil.cpu_percent(interval=None),
             "device_used": memory.used,
             "process_used": next((each.usedGpuMemory for each in processes if each.pid == self.pid), ""),

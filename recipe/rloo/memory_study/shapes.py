@@ -1,4 +1,4 @@
-"""The published shapes, and what every arm gets: a model, a long document as prompt, k answers and their rewards."""
+"""The published shapes, and the inputs of every arm: a model, a long document as prompt, k answers and their rewards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
 FIRST_ID = 3
-"""Ids below it are special tokens. No answer has one."""
+"""Ids below this number are special tokens. No answer contains them."""
 ENGLISH = (
     "the", "report", "of", "office", "program", "agency", "state", "budget", "review", "law", "fund", "plan", "data", "cost",
     "risk", "public", "service", "year", "officials", "federal", "local", "rule", "audit", "actions", "health", "energy", "water",
@@ -59,22 +59,22 @@ SHAPES = {shapes.name: shapes for shapes in (PUBLISHED, SMALL)}
 
 
 def shortened(shapes: Shapes) -> Shapes:
-    """Return the shapes with short lengths, for runs that read values."""
+    """Return the shapes with short lengths, for runs whose values are compared."""
     return replace(shapes, name=SMALL.name, prompt=SMALL.prompt, truncated=SMALL.truncated, response=SMALL.response)
 
 
 @dataclass(frozen=True)
 class StudyBatch:
-    """One prompt with k answers, a row each. No row has padding."""
+    """One prompt with k answers, one row per answer. No row has padding."""
 
     prompts: tuple[tuple[int, ...], ...]
     answers: tuple[tuple[int, ...], ...]
     rewards: tuple[float, ...]
     """Multiples of 1/64, so that sums of them are exact."""
     drift: tuple[float, ...]
-    """Log-ratio of each answer where values are compared, as if the policy had moved towards those above the mean. Multiples of
-    1/1024, which fp32 adds to a log-prob without rounding, and too small to be clipped. The advantages of a group sum to 0, and
-    without a drift so would its losses."""
+    """Log-ratio of each answer when values are compared, as if the policy had moved towards the answers above the mean. Without a
+    drift, the losses of a group would sum to 0, because its advantages do. The values are multiples of 1/1024, which fp32 adds to
+    a log-prob without rounding, and too small to be clipped."""
     dropped: int
     """Prompt tokens that truncation removed, over all rows."""
 
@@ -91,7 +91,7 @@ class StudyBatch:
         return len(self.answers[0])
 
     def advantages(self) -> list[float]:
-        """Return the leave-one-out advantage of each row: its reward minus the mean of the others'."""
+        """Return the leave-one-out advantage of each row: its reward minus the mean reward of the other rows."""
         total = sum(self.rewards)
         return [reward - (total - reward) / (self.rows - 1) for reward in self.rewards]
 
@@ -107,7 +107,7 @@ def make_model(folder: Path, shapes: Shapes, seed: int) -> Path:
 
 
 def make_batch(arm: Arm, shapes: Shapes, tokenizer: Any, seed: int) -> StudyBatch:
-    """Return the batch of an arm. Arms of one seed and one prompt handling get the same ids, whatever their expansion."""
+    """Return the batch of an arm. Arms with equal seed and prompt length get the same ids, whatever their expansion."""
     kept = shapes.truncated if arm.prompt == TRUNCATED else shapes.prompt
     encoder = PromptEncoder(tokenizer, kept, "right", embedding_rows=shapes.model.vocab_size)
     record = PromptRow(0, prompt_text(shapes, tokenizer, seed), "study", "", {}, "the study's document")
@@ -125,7 +125,7 @@ def make_batch(arm: Arm, shapes: Shapes, tokenizer: Any, seed: int) -> StudyBatc
 def prompt_text(shapes: Shapes, tokenizer: Any, seed: int) -> str:
     """Return a chat turn with a document and an instruction, of exactly ``shapes.prompt`` tokens.
 
-    The document is cut to the tokens that the turn leaves. Single digits, which are one token each, fill what a cut word leaves.
+    The document is cut so that the turn fits. A cut word may leave some tokens free. Digits fill them, one token each.
     """
 
     def turn(document: str) -> str:
@@ -161,7 +161,7 @@ def choose_document(shapes: Shapes, seed: int) -> str:
 
 
 def read_documents(path: Path) -> list[str]:
-    """Return the documents of a ``.txt`` or JSON-lines file (GovReport as SCROLLS publishes it), or of all those of a folder."""
+    """Return the documents of a ``.txt`` or JSON-lines file (GovReport as in SCROLLS), or of all such files in a folder."""
     documents: list[str] = []
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.suffix == ".txt":

@@ -49,14 +49,14 @@ KL_COEF = 0.05
 ATTENTION = "memory_study"
 """Name of the attention function in a config of transformers."""
 FAKE_STEPS = 8
-"""Steps of a generation that run on a fake device. Each later step would make the same tensors, and a cache one token longer. Of
-them only the scores are made there."""
+"""Number of generation steps that run on a fake device. Each later step would create the same tensors, with a cache that is one
+token longer, so only its scores are created."""
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Options:
-    """How an update runs, beside its shapes."""
+    """How an update runs, apart from its shapes."""
 
     micro_batch: int
     autocast: bool = True
@@ -66,7 +66,7 @@ class Options:
     ratio is then known exactly, so that loss and gradient can be compared between programs. Otherwise the published difference of
     two sums over a whole answer loses about 1e-4 of a ratio."""
     dtype: torch.dtype = torch.float32
-    """Of the weights. float64 gives the values that rounding moves the programs away from."""
+    """Dtype of the weights. float64 gives reference values almost without rounding."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def build_model(folder: Path, device: torch.device, fake: bool, dtype: torch.dty
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None, **_: Any
 ) -> tuple[Tensor, None]:
-    """Return causal attention without a mask tensor, [batch, length, heads, D], by the kernel that a GPU takes."""
+    """Return causal attention without a mask tensor, [batch, length, heads, D], by the kernel that a GPU would use."""
     causal, fake = query.shape[2] > 1, isinstance(query, FakeTensor)
     if fake and torch.is_autocast_enabled("cuda"):
         query, key, value = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (query, key, value))
@@ -123,7 +123,7 @@ def _attention(
 
 @contextmanager
 def autocast(kind: str) -> Iterator[None]:
-    """Run the body under bf16 autocast of a kind of device. Unlike ``torch.autocast`` it does not ask whether there is one."""
+    """Run the body under bf16 autocast for a kind of device. Unlike ``torch.autocast``, it works without such a device."""
     before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     torch.set_autocast_enabled(kind, True)
     torch.set_autocast_dtype(kind, torch.bfloat16)
@@ -139,7 +139,7 @@ def autocast(kind: str) -> Iterator[None]:
 
 def forward(model: nn.Module, ids: Tensor, mixed: bool, **options: Any) -> Any:
     """Return a model's output for ids [B, T]. ``mixed``: under bf16 autocast, with the logits cast to fp32."""
-    # No row has padding. Given a prepared mask, transformers does not read values to find that out.
+    # No row has padding. With a prepared mask, transformers need not read values to find this out.
     with autocast(ids.device.type) if mixed else nullcontext():
         output = model(input_ids=ids, attention_mask={"full_attention": None}, **options)
     if mixed:
@@ -160,12 +160,12 @@ def sequence_loss(log_ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
 
 
 class PublishedTrainer:
-    """One step of the published trainer, phase by phase, and its mended forms."""
+    """One step of the published trainer, phase by phase, and the repaired forms of it."""
 
     def __init__(self, policy: nn.Module, reference: nn.Module, shapes: Shapes, options: Options, meter: Meter) -> None:
         self.policy, self.reference = policy, reference.requires_grad_(False)
         self.shapes, self.options, self.meter = shapes, options, meter
-        # The fused kernel reads no value on the host.
+        # Unlike other kernels, the fused one reads no value on the host, so it works with fake tensors.
         self.optimizer = torch.optim.AdamW(policy.parameters(), lr=shapes.learning_rate, weight_decay=0.0, fused=True)
 
     def train(self, batch: StudyBatch) -> Values:
@@ -175,7 +175,7 @@ class PublishedTrainer:
         context = queries.shape[1]
         with torch.no_grad():
             with meter.phase("rollout"):
-                # Stays alive until this method returns, though nothing reads it after the next phase.
+                # As published, this stays alive until the method returns, although nothing reads it after the next phase.
                 scores = self._scores(queries, responses)
                 query_responses = torch.cat((queries, responses), 1)
             with meter.phase("old_log_prob"):
@@ -220,7 +220,7 @@ class PublishedTrainer:
         steps.extend(torch.empty_like(steps[0]) for _ in inputs[len(steps) :])
         scores = torch.stack(steps, 1)
         del steps, cache, output
-        # The published padding to one length copies them once more.
+        # The published code pads all scores to one length, which copies them once more.
         padded = torch.full_like(scores, 0.0)
         padded.copy_(scores)
         return padded
@@ -231,7 +231,7 @@ class PublishedTrainer:
         meter, shapes, size = self.meter, self.shapes, self.options.micro_batch
         context, shares = ids.shape[1] - responses.shape[1], len(ids) // size
         total, values = torch.zeros((), device=meter.device), Values()
-        # What a micro-batch binds here lives until the next one binds it again, as in the published loop.
+        # As in the published loop, the tensors of a micro-batch live until the next one assigns the same variables.
         for start in range(0, len(ids), size):
             rows = slice(start, start + size)
             with meter.phase("forward", epoch):
@@ -257,7 +257,7 @@ class PublishedTrainer:
         return values
 
     def _step(self, epoch: int, loss: Tensor) -> Values:
-        """Take the optimizer step, and return the values of its gradient: nothing on fake tensors."""
+        """Make the optimizer step, and return the values of its gradient. With fake tensors these are empty."""
         values = Values() if isinstance(loss, FakeTensor) else self._values(loss, self.options.for_values and epoch == 0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -272,7 +272,7 @@ class PublishedTrainer:
     def train_mended(self, batch: StudyBatch, update: str) -> Values:
         """Run the published step without its retention: outputs are dropped at once, no scores are kept, no division is in place.
 
-        The passes without gradient score ``micro_batch`` rows at a time too. RESPONSE_ONLY computes logits of the answers alone.
+        The passes without gradient score ``micro_batch`` rows at a time too. RESPONSE_ONLY computes logits for answers only.
         """
         meter, size = self.meter, self.options.micro_batch
         responses = self._on_device(batch.answers)
@@ -328,9 +328,9 @@ ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "a
 
 
 def own_settings(arm: Arm, shapes: Shapes, folder: Path) -> ActorRolloutRef:
-    """Return this project's settings for an arm: its defaults but for what the arm switches off and the study holds equal.
+    """Return this project's settings for an arm: the defaults, except for keys that the arm or the study sets.
 
-    Compute is fp32, so that values can be compared. The loss, the epochs and the temperature are the published ones.
+    Compute is in fp32, so that values can be compared. Loss, epochs and temperature are the published ones.
     """
     shared = arm.update != CHUNKED
     rows = {f"{ACTOR}.use_dynamic_bsz": True} if shared else {f"{ACTOR}.ppo_micro_batch_size_per_gpu": arm.micro_batch}
@@ -451,7 +451,7 @@ def whole_step(arm: Arm, shapes: Shapes, folder: Path, batch: StudyBatch, device
 
     try:
         sampling = dataclasses.replace(train_sampling(settings.rollout), max_tokens=shapes.response, ignore_eos=True)
-        # A training run syncs once before its first rollout.
+        # Like a training run, sync the weights once before the first rollout.
         group.all("call", "update_weights", False, "update_weights")
         generation = call("gen", "generate", [list(prompt) for prompt in batch.prompts], list(range(k)), sampling)
         group.all("call", "gen", False, "release_engine")
