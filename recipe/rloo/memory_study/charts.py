@@ -1,4 +1,4 @@
-"""The four charts. A run that did not complete is a word where its bar would be, never a bar. Peaks are never smoothed."""
+"""The four charts. A run that did not complete has a word instead of a bar. Peaks are never smoothed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MUTED, RED, LIGHT_RED, BLUE, LIGHT_BLUE = "#5b6670", "#b8433d", "#e39a97", "#3b6ea5", "#8fb0d0"
 LABEL_GIB = 1.6
-"""Room that the label of a bar takes above it."""
+"""Height of the label above a bar, in GiB of the y axis."""
 COLOURS = dict(zip(EXPANSIONS, (PALETTE[0], PALETTE[5], PALETTE[2], PALETTE[1]), strict=True))
 Summary = Mapping[str, Any]
 
@@ -53,7 +53,8 @@ def draw_all(out: Path) -> list[Path]:
     ]
 
 
-# Peaks: what was published, and every method with the same whole prompt, the same cut prompt, and a fixed micro-batch.
+# Peaks: the published ones, and those of every method with the same whole prompt, the same truncated prompt, and a fixed
+# micro-batch.
 
 
 def draw_peaks(summary: Summary, path: Path) -> Path:
@@ -88,7 +89,7 @@ def draw_peaks(summary: Summary, path: Path) -> Path:
 
 
 def _bar(row: Row) -> tuple[float | None, str]:
-    """Return what a completed run took of the card, or the outcome of another."""
+    """Return the GiB of the card that a completed run took, or the outcome of a run that did not complete."""
     return (card_gib(row), "") if row["outcome"] == COMPLETED else (None, row["outcome"])
 
 
@@ -106,7 +107,7 @@ def _bars(axes: Axes, peaks: Mapping[tuple[str, int], tuple[float | None, str]],
             middle = group - 0.4 + (place + 0.5) * width
             axes.bar(middle, size or 0.0, width * 0.9, color=colour, label=None if group else label)
             if size is not None:
-                # Inside its bar where it would lie on the card's line.
+                # The label is inside its bar if it would otherwise be on the line of the card's limit.
                 is_inside = size <= CARD_GIB < size + LABEL_GIB
                 place_of = {"va": "top", "color": "white"} if is_inside else {"va": "bottom", "color": INK}
                 axes.text(middle, size, f"{size:.2f}", ha="center", fontsize=7.5, **place_of)
@@ -121,10 +122,10 @@ def _bars(axes: Axes, peaks: Mapping[tuple[str, int], tuple[float | None, str]],
     axes.text(0.005, CARD_GIB, words, transform=side, fontsize=8, color=MUTED, va="bottom")
 
 
-# Methods: what each fed the model, its bytes per token, the ids that it saves, and a table with the controls.
+# Methods: the tokens that each gave the model, its bytes per token, the ids that it saves, and a table with the controls.
 
 PUBLISHED_TOKENS = dict.fromkeys(EXPANSIONS, PROMPT + RESPONSE) | {"string": TRUNCATED_TOKENS + RESPONSE}
-"""Tokens of a row in the published runs."""
+"""Number of tokens per row in the published runs."""
 TABLE_COLUMNS = (
     "method", "prompt", "tokens\na row", "dropped\na row", "ids of k = 2, 4, 8", "loss at\nk = 4", "gradient\nnorm",
     "peak GiB\nk = 2", "k = 4", "k = 8",
@@ -154,7 +155,7 @@ def draw_methods(summary: Summary, path: Path) -> Path:
 
 
 def _bytes_per_token(axes: Axes, rows: Sequence[Row], methods: Sequence[str]) -> None:
-    """Draw the peak of a forward divided by its tokens. Equal heights mean that a row's length alone decides."""
+    """Draw the peak of a forward divided by its tokens. Equal heights mean that only the length of rows matters."""
     k = max((row["k"] for row in rows if row["outcome"] == COMPLETED and row["prompt"] == FULL), default=None)
     below = "" if k is None else f"k = {k}; dark: whole prompt, light: cut prompt"
     style(axes, "Here: the peak divided by the tokens of a forward", below, "MiB per token")
@@ -173,7 +174,7 @@ def _bytes_per_token(axes: Axes, rows: Sequence[Row], methods: Sequence[str]) ->
 
 
 def _table(axes: Axes, rows: Sequence[Row]) -> None:
-    """Draw a line per method and prompt. What must be equal stands in one column."""
+    """Draw one table row per method and prompt. Values that must be equal are in one column."""
     axes.axis("off")
     title = "The control: equal ids, equal loss, equal memory (allocator's peak)"
     axes.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold")
@@ -215,7 +216,7 @@ def _peak(row: Row | None) -> str:
     return ("out of memory" if row["outcome"] == OOM else row["outcome"]) + needs
 
 
-# Savings: each update's live peak at the largest published group size, and against the group size.
+# Savings: the live peak of each update, at the largest published group size and as a curve over the group size.
 
 STEPS = (
     (f"token_{FULL}_{LEGACY}_coupled", "published trainer", RED),
@@ -227,7 +228,7 @@ STEPS = (
     (f"token_{FULL}_shared_prompt", "prompt computed once,\nrows packed together", BLUE),
     (f"token_{FULL}_shared_prompt_checkpointing", "... and checkpointing:\nthis project's update", BLUE),
 )
-"""Arms from the most memory to the least, with their words and colours."""
+"""Arms from the most memory to the least, with labels and colours."""
 LIVE = "live tensors at the peak, MiB (logarithmic)"
 
 
@@ -293,14 +294,14 @@ def _growth(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xlim(right=max(ks) * 7)
     lowest = 0.0
     for size, k, words, colour in sorted(ends, key=lambda end: end[0]):
-        height = max(size, lowest)  # apart from the name below it
+        height = max(size, lowest)  # keeps a distance from the label below
         axes.text(k * 1.12, height, words, va="center", fontsize=8, color=colour)
         lowest = height * 1.22
     axes.axhline(32 * 1024, color=MUTED, linewidth=1, linestyle="--")
     axes.text(max(ks) * 6.8, 32 * 1024 * 0.95, "a card of 32 GiB", fontsize=8, color=MUTED, ha="right", va="top")
 
 
-# Timeline: memory over one update, live and reserved bytes as they were, with the phases shaded.
+# Timeline: live and reserved bytes during one update, with the phases shaded.
 
 TIMELINE_K = 4
 """The largest group size at which the published whole-prompt run fits its card."""
@@ -361,7 +362,7 @@ def _panel(axes: Axes, results: Sequence[CellResult], title: str) -> None:
 def _shade(axes: Axes, phases: Sequence[tuple[str, float, float]]) -> None:
     names = [name for name, _, _ in phases]
     for phase in dict.fromkeys(names):
-        # This project's update has one phase for both.
+        # This project's update has one phase for forward and backward.
         label = phase if "forward" in names or phase != "backward" else "forward and backward"
         stretches = [(begin, end - begin) for name, begin, end in phases if name == phase]
         look: dict[str, Any] = {"color": PHASE_COLOURS.get(phase, MUTED), "alpha": 0.16, "linewidth": 0, "label": label}
@@ -369,7 +370,7 @@ def _shade(axes: Axes, phases: Sequence[tuple[str, float, float]]) -> None:
 
 
 def _plateaus(axes: Axes, record: UpdateRecord, rows: int, base: float, divisor: float) -> None:
-    """Mark the published bytes per logit at the right: multiples of B T V above the level between two updates."""
+    """Mark the published bytes per logit at the right edge: multiples of B T V above the level between two updates."""
     logits = rows * (record.prompt_len + record.response_len) * record.vocab
     for level in PLATEAUS:
         size = (base + level * logits) / divisor
@@ -380,7 +381,7 @@ def _plateaus(axes: Axes, record: UpdateRecord, rows: int, base: float, divisor:
 
 
 def _mark_peak(axes: Axes, xs: Sequence[float], levels: Sequence[float], colour: str, unit: str) -> None:
-    """Write the highest level of a line above it, on the side of it that has room."""
+    """Write the highest level of a line above its peak, on the side that has room."""
     place = max(range(len(levels)), key=lambda index: levels[index])
     late = xs[place] > xs[0] + 0.75 * (xs[-1] - xs[0])
     axes.annotate(

@@ -56,15 +56,15 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker, DeviceLimitError
 
 STEADY_EPOCHS = 2
-"""Epochs of the updates that save. The first creates the optimizer state; the second and all later ones hold the same bytes."""
+"""Epochs of the updates in ``SAVINGS``. The first one creates the optimizer state. All later ones hold the same bytes."""
 LEAST_SHARE = 0.005
-"""A change of memory smaller than this share of the highest level is not kept."""
+"""A timeline omits changes of memory that are smaller than this fraction of the highest level."""
 
 
 # Three counters of bytes. Each has a device, a source of figures, its changes as (``time.perf_counter()``, live, reserved), and
 # - begin: start the peaks at the present level, and return the live bytes;
 # - end: return the peak of the live bytes, the live bytes, and the peak of what an allocator held;
-# - refusal: of an error that is a lack of room, return bytes asked for, bytes held, tensor, and peak.
+# - refusal: for an out-of-memory error, return requested bytes, held bytes, tensor, and peak.
 
 
 class TrackerCounter(ByteTracker):
@@ -97,11 +97,11 @@ class TrackerCounter(ByteTracker):
         return error.asked_bytes, error.num_bytes - error.asked_bytes, error.op, None
 
     def empty_cache(self) -> None:
-        """Live tensors are all that there is."""
+        """Do nothing: there is no cache, only live tensors."""
 
 
 class FakeCounter:
-    """Counts the fake GPU that is entered."""
+    """Reads the allocator of the fake GPU in whose context it runs."""
 
     device, source = FAKE_GPU, SIMULATED_ALLOCATOR
 
@@ -164,7 +164,7 @@ def requested_bytes(message: str) -> int:
 
 
 class Meter:
-    """Measures phases with a counter. A phase that is entered again in an update is the same phase."""
+    """Measures phases with a counter. If a phase is entered again in an update, both parts count as one phase."""
 
     def __init__(self, counter: Counter) -> None:
         self.counter, self.device, self.empty_cache = counter, counter.device, counter.empty_cache
@@ -209,7 +209,7 @@ def merged(first: Phase, second: Phase) -> Phase:
 
 
 def thinned(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Return the points that a chart needs: the first, the last, and each that differs from the one kept before it.
+    """Return the points that a chart needs: the first, the last, and each point that differs from the last kept one.
 
     Differences below LEAST_SHARE of the highest level do not count. The highest live and the highest reserved level always stay.
     """
@@ -275,7 +275,7 @@ def _record(
         dropped_tokens=batch.dropped,
         vocab=shapes.model.vocab_size,
         dtype="float32" if own else "float32, autocast bfloat16",
-        # A whole step samples its answers, so it has no ids to compare with other arms.
+        # A whole step samples its own answers, so its ids cannot be compared with those of other arms.
         ids_sha256="" if cell.arm.update == WHOLE_RUN else batch.ids_sha256(),
         loss=values.loss if first else None,
         grad_norm=values.grad_norm if first else None,

@@ -1,4 +1,4 @@
-"""What the cells say together: the controls, ``combined.csv``, ``summary.json``, and the tables of the study's page."""
+"""The results of all cells: the controls, ``combined.csv``, ``summary.json``, and the tables of the study's page."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def read_results(out: Path) -> list[CellResult]:
     return results
 
 
-# The controls: a comparison of memory means something only where the arms computed the same thing.
+# The controls: the memory of two arms can only be compared if both computed the same values.
 
 TOLERANCE = 1e-5
 """Largest relative difference of losses and of gradient norms between arms with equal ids."""
@@ -101,7 +101,7 @@ def check(results: Sequence[CellResult]) -> tuple[list[CellResult], dict[str, An
             if max(apart) > TOLERANCE:
                 reason = f"update {record.update}: loss and gradient norm {mine}, but {first} in {name}"
                 diverged.setdefault(cell.name, reason)
-        # A tracker and a simulation count the same bytes each time; a real device need not.
+        # A tracker and a simulation must count the same bytes in each repeat. A real device may differ.
         if records and records[0].measured_by != DEVICE_ALLOCATOR:
             figures = [record.allocated_peak for record in records]
             known, name = peaks.setdefault((cell.arm, cell.seed, cell.shapes, cell.limit_bytes), (figures, cell.name))
@@ -118,7 +118,7 @@ def check(results: Sequence[CellResult]) -> tuple[list[CellResult], dict[str, An
 
 
 def _difference(value: float | None, expected: float | None) -> float:
-    """Return the difference relative to the expected value: 0 where neither was measured, infinite where one was not."""
+    """Return the difference relative to the expected value: 0 if neither was measured, infinity if only one was measured."""
     if value is None or expected is None:
         return 0.0 if value is expected else float("inf")
     return 0.0 if value == expected else abs(value - expected) / max(abs(expected), 1e-30)
@@ -130,7 +130,7 @@ COMBINED_COLUMNS = (
     "method", "rloo_k", "method_rloo", "time_normalized", "gpu_memory_allocated_gb", "gpu_memory_reserved_gb",
     "gpu_memory_free_gb",
 )  # fmt: skip
-"""Columns that the published combined file has beside those of the sampler."""
+"""Columns of the published combined file, apart from the columns of the sampler."""
 STUDY_COLUMNS = (
     "source", "cell", "arm", "expansion", "prompt", "logprob", "k", "b", "m", "prompt_len", "response_len", "total_tokens",
     "dropped_tokens", "vocab", "dtype", "ids_sha256", "seed", "repeat", "update", "phase", "allocated_enter", "allocated_peak",
@@ -138,12 +138,12 @@ STUDY_COLUMNS = (
     "limit_bytes", "outcome", "failed_phase", "failed_shape", "requested_bytes", "held_bytes", "peak_before_failure",
 )  # fmt: skip
 """Columns of this study. ``source`` is ``phase`` for a phase of an update, ``sample`` for a reading of a device, and ``outcome``
-for a run without records. Sizes are bytes. An empty cell means that nobody measured it."""
+for a run without records. Sizes are bytes. An empty cell = not measured."""
 COLUMNS = (*SAMPLE_COLUMNS, *COMBINED_COLUMNS, *STUDY_COLUMNS)
 
 
 def csv_rows(result: CellResult, samples: Path) -> Iterator[Row]:
-    """Yield a row per record, or one with the outcome where there is none, and one per reading of the device."""
+    """Yield one row per record, or one row with the outcome if there is no record, and one row per reading of the device."""
     cell, arm, failure = result.cell, result.cell.arm, result.failure or Failure("", "")
     common = _known(cell, ("seed", "repeat", "device", "limit_bytes")) | _known(arm, ("expansion", "prompt", "k"))
     common |= _known(result, ("host_rss", "outcome"))
@@ -198,7 +198,7 @@ def summarize(results: Sequence[CellResult], controls: Mapping[str, Any]) -> dic
 
 
 def _runs_and_needs(results: Sequence[CellResult]) -> tuple[list[CellResult], dict[Arm, CellResult]]:
-    """Return the runs, and by arm those that only show what an arm that ran below a limit would need without it."""
+    """Return the runs, and by arm the extra runs without a limit, which show what a limited arm would need."""
     limited = {result.cell.arm for result in results if result.cell.limit_bytes is not None}
     needs = [result for result in results if result.cell.limit_bytes is None and result.cell.arm in limited]
     return [result for result in results if result not in needs], {result.cell.arm: result for result in needs}
@@ -265,7 +265,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def needed(row: Row) -> Row | None:
-    """Return the figures of a row, or those without the limit where it ran out of memory. None = there are none."""
+    """Return the figures of a row; if it ran out of memory, those of the run without the limit. None = no figures."""
     if row["outcome"] == COMPLETED:
         return row
     without: Row | None = row["without_limit"] if row["outcome"] == OOM else None
@@ -273,13 +273,13 @@ def needed(row: Row) -> Row | None:
 
 
 def held_bytes(row: Row | None) -> float | None:
-    """Return what the run took from the device: reserved bytes where an allocator was there, else live bytes."""
+    """Return the bytes that the run took from the device: reserved bytes if there was an allocator, or else live bytes."""
     figures = None if row is None else needed(row)
     return None if figures is None else float((figures["reserved_peak"] or figures["peak"])["median"])
 
 
 def card_gib(row: Row | None) -> float | None:
-    """Return what a run took of the whole published card, or would have taken."""
+    """Return the memory that a run takes, or would take, on the whole published card."""
     held = held_bytes(row)
     return None if held is None else card_bytes(held) / GIB
 
@@ -289,7 +289,7 @@ def find(rows: Iterable[Row], **values: Any) -> Row | None:
 
 
 def findings(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the study's answers: formula, truncation, expansion, savings, and a whole step of this project."""
+    """Return the findings of the study: formula, truncation, expansion, savings, and a whole step of this project."""
     whole = [row for row in rows if row["update"] == WHOLE_RUN and row["outcome"] == COMPLETED]
     return {
         "formula": _formula_rows(rows),
@@ -314,7 +314,7 @@ def _formula_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def _truncation_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return what truncation alone takes off the whole device, and what string-level took off basic in the published runs."""
+    """Return the memory that truncation alone saves, and the published saving of "String-level" against "Basic"."""
     compared = []
     for k in sorted({row["k"] for row in rows}):
         basic, string = PEAKS_GIB.get(("token", k)), PEAKS_GIB.get(("string", k))
@@ -331,7 +331,7 @@ def _truncation_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def _expansion_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return how far apart the four expansions are with the same prompts, and the ids that waiting to expand saves."""
+    """Return the difference between the four expansions with equal prompts, and the ids that a late expansion saves."""
     compared = []
     for coupled, prompt, k in [(coupled, prompt, k) for coupled in (False, True) for prompt in (FULL, TRUNCATED) for k in KS]:
         group = [row for row in rows if (row["update"], row["coupled"], row["prompt"], row["k"]) == (LEGACY, coupled, prompt, k)]
@@ -357,7 +357,7 @@ def _expansion_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def _saving_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return what each update with the whole prompt takes, against the published one at the same group size. Live bytes."""
+    """Compare the live bytes of each update with the published update at the same group size, with the whole prompt."""
     compared = []
     for row in rows:
         if row["update"] in (LEGACY, WHOLE_RUN) or row["outcome"] != COMPLETED:
@@ -373,7 +373,7 @@ def _saving_rows(rows: Sequence[Row]) -> list[Row]:
     return compared
 
 
-# The tables of the page, as Markdown, which the page holds word for word.
+# The tables of the page in Markdown. The page contains them word for word.
 
 WORDS = {FULL: "whole", TRUNCATED: "cut", OOM: "out of memory"}
 STEPS = {
@@ -386,7 +386,7 @@ STEPS = {
     f"token_{FULL}_shared_prompt": "the prompt is computed once, rows packed together",
     f"token_{FULL}_shared_prompt_checkpointing": "+ activation checkpointing: this project's update",
 }
-"""Arms from the most memory to the least, with their words."""
+"""Arm -> its label, from the most memory to the least."""
 
 
 def report(summary: Mapping[str, Any]) -> str:
@@ -421,7 +421,7 @@ def methods_table(summary: Mapping[str, Any], coupled: bool = True) -> str:
     lines = []
     for prompt in (FULL, TRUNCATED):
         for expansion in EXPANSIONS:
-            # The published string-level runs had cut prompts, and no other published runs had.
+            # Only the published string-level runs had truncated prompts.
             was_run = (prompt == TRUNCATED) == (expansion == "string")
             published = [_published((expansion, k)) if was_run else "" for k in KS if coupled]
             found = [find(rows, prompt=prompt, expansion=expansion, k=k) for k in ks]
@@ -432,13 +432,13 @@ def methods_table(summary: Mapping[str, Any], coupled: bool = True) -> str:
 
 
 def _published(run: tuple[str, int]) -> str:
-    """Return a published peak. Of a run that died, the word for that, and its last reading where one was published."""
+    """Return a published peak. For a run that ran out of memory, return that word, with its last reading if it was published."""
     peak, last = PEAKS_GIB[run], f"{LAST_GIB[run]:.2f}, " if run in LAST_GIB else ""
     return f"{last}{WORDS[OOM]}" if peak is None else f"{peak:.2f}"
 
 
 def _status(row: Row | None, size: float | None, digits: str) -> str:
-    """Return the size of a run that completed, else its status with what it would need."""
+    """Return the size of a completed run. For another run, return its status and the memory that it would need."""
     text = "" if size is None else format(size, digits)
     if row is None or row["outcome"] == COMPLETED:
         return text
@@ -447,7 +447,7 @@ def _status(row: Row | None, size: float | None, digits: str) -> str:
 
 
 def cause_table(summary: Mapping[str, Any], k: int = 4) -> str:
-    """Return two methods with both prompts at one group size: tokens of a row, GiB of the card, and what the cut saves."""
+    """Return two methods with both prompts at one group size: tokens per row, GiB of the card, and what truncation saves."""
     lines = []
     for expansion in ("token", "string"):
         whole = None
@@ -494,7 +494,7 @@ def live_mib(row: Row | None) -> float | None:
 
 
 def _table(heads: Sequence[str], lines: Iterable[Sequence[str]], words: int) -> str:
-    """Return a table in Markdown, in which the first columns are words and the others figures. Empty = it has no lines."""
+    """Return a table in Markdown. The first ``words`` columns are words, and the others figures. Empty = it has no lines."""
     ruler = "|" + "|".join("---" if place < words else "---:" for place in range(len(heads))) + "|"
     head, *rest = ("| " + " | ".join(cells) + " |" for cells in (heads, *lines))
     return "\n".join([head, ruler, *rest]) if rest else ""
