@@ -53,11 +53,11 @@ def checkpointed(function: Callable[..., Any], *args: Any, mode: str) -> Any:
 
 
 Forward: TypeAlias = Literal["first", "again"]
-"""Which of its two forwards a checkpointed block computes."""
+"""Which of the two forwards of a checkpointed block is computed: the first one, or the one in backward."""
 
 
 def checkpointed_block(compute: Callable[..., Tensor], hidden: Tensor, *others: Any) -> Tensor:
-    """As ``checkpointed(compute, hidden, *others, mode="full")``, for a function that returns one tensor and no other graph.
+    """Like ``checkpointed(compute, hidden, *others, mode="full")``, but for a function that returns only one tensor.
 
     The first forward builds no graph, so its tensors need no hooks, which saves a quarter of the host's work for a block.
 
@@ -88,7 +88,7 @@ class _CheckpointedBlock(torch.autograd.Function):
         others = list(ctx.others)
         for place, tensor in zip(ctx.places, tensors, strict=True):
             others[place] = tensor
-        # A leaf of its own, so that this backward ends here. Parameters accumulate their gradients inside of it.
+        # A new leaf, so that the backward below ends here. It adds the gradients of the parameters itself.
         start = hidden.detach().requires_grad_()
         del hidden, tensors
         with torch.enable_grad():

@@ -45,9 +45,9 @@ class CastUnit:
     """Parameters that are cast and freed together."""
 
     frees: bool = True
-    """Free the buffer after a forward; a backward that reads it casts again."""
+    """Free the buffer after a forward. A backward that reads the parameters casts them again."""
     again_in_backward: bool = True
-    """The backward of the next forward reads the parameters."""
+    """Whether the backward of the next forward reads the parameters."""
     weights: list[_Weight] = field(default_factory=list)
     storage: torch.UntypedStorage | None = None
     num_bytes: int = 0
@@ -86,11 +86,11 @@ class CastUnits:
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter not in own and self._needs_cast(parameter):
                     places.setdefault(parameter, []).append((module, name))
-        # What is in no unit is cast with the model, and used from the start of a forward to the end of its backward.
+        # Parameters in no unit are cast with the model. They stay cast from the start of a forward to the end of its backward.
         root = CastUnit(frees=False)
         self._units = [*(CastUnit(self._frees) for _ in self._modules), root]
         for module, unit in zip(self._modules, self._units, strict=False):
-            # A parameter of two units, such as a tied one, would be freed while the other computes.
+            # A parameter of two units, such as a tied one, belongs to none: one unit would free it while the other computes.
             members = [parameter for parameter in dict.fromkeys(module.parameters()) if parameter in places]
             self._fill(unit, {parameter: places.pop(parameter) for parameter in members})
         self._fill(root, places)
@@ -125,7 +125,7 @@ class CastUnits:
     def _fill(self, unit: CastUnit, members: Mapping[nn.Parameter, list[tuple[nn.Module, str]]]) -> None:
         if not members:
             return
-        # Matrices lie one behind another, then vectors: neighbours of one width can be multiplied at once.
+        # First all matrices, then all vectors: neighbouring matrices of one width can be multiplied in one product.
         order = sorted(members, key=lambda parameter: (members[parameter][0][1], -parameter.dim()))
         starts = aligned_starts([parameter.numel() * self._compute.itemsize for parameter in order])
         first = order[0]
@@ -169,7 +169,8 @@ class CastUnits:
             inputs = list(_tensors((args, kwargs)))
         waited_for = [tensor for tensor in inputs if tensor.requires_grad] if torch.is_grad_enabled() else []
         weak = weakref.proxy(self)
-        # The gradient of a unit's input is complete when its backward is over. A unit whose input needs none waits for the end.
+        # The gradient of a unit's input is complete when its backward is over. A unit whose input needs no gradient waits for the
+        # end of the whole backward.
         if len(waited_for) == 1:
             waited_for[0].register_hook(lambda _: weak._leave_backward(unit))
         elif waited_for:
@@ -209,7 +210,7 @@ class CastUnits:
             return
         with scope(kind=KIND):
             unit.storage.resize_(unit.num_bytes)
-        # Autograd must not see a change: a node that has saved the parameters gets the same values again.
+        # Autograd must not see this write as a change: nodes that saved the parameters get the same values again.
         with torch.autograd._unsafe_preserve_version_counter(tuple(unit.targets)):
             torch._foreach_copy_(unit.targets, unit.sources)
         unit.is_cast = True
