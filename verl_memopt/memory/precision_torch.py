@@ -90,7 +90,8 @@ class CastUnits:
         root = CastUnit(frees=False)
         self._units = [*(CastUnit(self._frees) for _ in self._modules), root]
         for module, unit in zip(self._modules, self._units, strict=False):
-            # A parameter of two units, such as a tied one, belongs to none: one unit would free it while the other computes.
+            # Units must not share a parameter, such as a tied one: the unit that casts it would free it while the other one
+            # computes.
             members = [parameter for parameter in dict.fromkeys(module.parameters()) if parameter in places]
             self._fill(unit, {parameter: places.pop(parameter) for parameter in members})
         self._fill(root, places)
