@@ -498,6 +498,18 @@ def test_a_fresh_start_moves_every_checkpoint_into_a_folder_of_its_own(store):
     assert names(store.root) == ["previous"]
 
 
+def test_a_checkpoint_that_vanishes_while_it_is_read_makes_no_unreadable_one_whole(store):
+    for step in (1, 2, 3):
+        save(store, step)
+
+    class Vanishing(dict):  # of a run that removes its newest checkpoint while this process looks
+        def __contains__(self, step):
+            shutil.rmtree(store.folder(3), ignore_errors=True)
+            return super().__contains__(step)
+
+    assert store.newest(Vanishing({2: "it could not be loaded"})).step == 1
+
+
 def test_checkpoints_that_are_gone_are_no_start_from_nothing(store, tmp_path):
     store.keep = None
     save(store, 2)

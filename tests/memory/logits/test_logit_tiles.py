@@ -125,6 +125,23 @@ def test_chunks_and_tiles_cover_everything_once(tokens, chunk, tile):
     assert (rows, columns) == (list(range(tokens)), list(range(11)))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tile", "more", "rows"),
+    [
+        (torch.bfloat16, 0, {"compiled": False}, 10),
+        (torch.bfloat16, 0, {"cap": 30.0}, 10),
+        (torch.bfloat16, 0, {}, 30),  # 2 bytes an entry instead of 2 + 4
+        (torch.float32, 0, {}, 10),
+        # Each token also has 3 sums of 4 bytes and 3 products: 4 * 6 + 18 = 42 bytes become 4 * 2 + 18 = 26.
+        (torch.bfloat16, 4, {}, 10 * 42 // 26),
+        (torch.float32, 4, {}, 10),
+    ],
+)
+def test_without_the_fp32_buffer_as_many_tokens_as_its_bytes_hold_are_taken_at_once(dtype, tile, more, rows):
+    head = Head(torch.zeros(11, 3, dtype=dtype), None, 1.0, 10, tile, **{"compiled": True} | more)
+    assert [len(range(100)[part]) for part in head.chunks(100)][:2] == [rows, rows]
+
+
 def test_a_confident_token_keeps_its_small_gradient_in_half_precision():
     """1 - p is taken in fp32: p alone would be rounded to 1 in bfloat16."""
     weight = torch.tensor([[8.0], [0.0]], dtype=torch.bfloat16)
