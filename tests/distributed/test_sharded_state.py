@@ -7,7 +7,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor
 from torch.serialization import get_crc32_options, set_crc32_options
@@ -22,6 +28,7 @@ from verl_memopt.distributed.file_records import record_folder
 from verl_memopt.distributed.sharded_state import (
     HashingFileSystem,
     StoredTensors,
+    check_index,
     detached,
     load_training_state,
     load_weights,
@@ -356,6 +363,42 @@ def test_an_index_whose_parts_do_not_make_up_a_tensor_is_refused(tiny_folder, on
         load_training_state(tmp_path, *run, CPU, ALL)
     with pytest.raises(CheckpointError, match="do not make up the tensor"):
         StoredTensors(tmp_path)
+
+
+def index_of(*boxes):
+    """The index of one tensor of 4 rows and 2 columns, in parts: (row, column) of its first entry, and (rows, columns)."""
+    chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size(size)) for at, size in boxes]
+    return Metadata({"w": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size((4, 2)), chunks)})
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [((0, 0), (4, 2))],
+        [((2, 0), (2, 2)), ((0, 0), (2, 2))],
+        [((0, 0), (3, 2)), ((3, 0), (1, 1)), ((3, 1), (1, 1))],
+        [((0, 0), (4, 2)), ((4, 0), (0, 2))],  # a rank without rows
+    ],
+)
+def test_an_index_may_list_parts_in_any_order_and_empty_ones(boxes):
+    check_index(index_of(*boxes))
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [((0, 0), (3, 2))],
+        [((0, 0), (4, 1)), ((0, 0), (4, 1))],
+        [((0, 0), (3, 2)), ((3, 1), (1, 1)), ((2, 1), (1, 1))],
+        [((-1, 0), (4, 2))],
+        [((0, 1), (4, 2))],
+        [((0,), (4,)), ((0,), (4,))],
+        [((0, 0), (4, 2)), ((0, 0), (-1, 2)), ((0, 0), (1, 2))],
+    ],
+)
+def test_an_index_whose_parts_leave_something_out_overlap_or_lie_outside_is_refused(boxes):
+    with pytest.raises(ValueError, match=r"parts of w that do not make up the tensor"):
+        check_index(index_of(*boxes))
 
 
 def test_an_interrupt_during_a_save_is_an_interrupt(tiny_folder, one_rank, tmp_path, monkeypatch):
