@@ -84,7 +84,7 @@ def test_a_wrong_row_of_a_stream_is_refused_at_the_start_where_it_is_the_first_a
 def test_a_validation_alone_needs_no_row_of_a_stream(settled):
     only = {"data.streaming": True, "data.train_files": "python:dataset", "trainer.total_training_steps": None}
     assert len(build_run(settled({**only, "trainer.val_only": True})).validation) == 3
-    with pytest.raises(ConfigError, match=r"data\.train_files=python:dataset: .*Start it there again"):
+    with pytest.raises(ConfigError, match=r"data\.train_files=python:dataset: .*Start the run there again"):
         build_run(settled({**only, "trainer.total_training_steps": 1}))
 
 
