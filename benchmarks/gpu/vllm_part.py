@@ -213,7 +213,7 @@ def sleep(work: Work) -> None:
                 started.load_weights(weights())
             started.wake_up("kv_cache")
             note("awake again")
-            same = started.generate(prompts, list(range(8)), sampling) == before
+            same = started.generate(prompts, list(range(8)), sampling).response_ids == before.response_ids
             work.note(
                 f"level {level}: answers after the {turn} sleep {'are the same' if same else 'differ'}", level=level, same=same
             )

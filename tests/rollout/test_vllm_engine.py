@@ -189,6 +189,12 @@ def test_an_argument_that_vllm_did_not_take_is_named_by_its_key(key, vllm_engine
         check_arrived({argument: value}, resolved, log_stats=False)
 
 
+@pytest.mark.parametrize("further", [{}, {"cudagraph_capture_sizes": []}])
+def test_how_vllm_compiles_can_be_set_beside_the_sizes_of_graphs(further, vllm_engine):
+    resolved = vllm_engine._llm.llm_engine.vllm_config
+    check_arrived({"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", **further}}, resolved, log_stats=False)
+
+
 def test_vllm_not_installed_is_said_with_the_way_to_install_it(tied_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.platforms", None)
     with pytest.raises(ConfigError, match=r"rollout\.name=vllm: vLLM cannot be imported.*pip install vllm"):

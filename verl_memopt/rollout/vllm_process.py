@@ -147,8 +147,11 @@ def check_arrived(arguments: dict[str, Any], resolved: Any, log_stats: bool) -> 
         "disable_log_stats": not log_stats,
         "scheduling_policy": resolved.scheduler_config.policy,
         "kv_cache_dtype": resolved.cache_config.cache_dtype,
-        "compilation_config": {"cudagraph_capture_sizes": resolved.compilation_config.cudagraph_capture_sizes},
     }
+    compilation, sizes = arguments.get("compilation_config"), "cudagraph_capture_sizes"
+    if isinstance(compilation, dict) and sizes in compilation:
+        # What else engine_kwargs sets in it has forms that vLLM replaces by its own.
+        arrived["compilation_config"] = compilation | {sizes: getattr(resolved.compilation_config, sizes)}
     for name, value in arrived.items():
         if name in arguments and arguments[name] != value:
             raise ConfigError(
