@@ -28,7 +28,7 @@ _AR = "actor_rollout_ref"
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Why a key has no effect, and which of its values pass with a warning. All other values are a problem."""
+    """Why a key has no effect, and which of its values pass with a warning. All other values are refused."""
 
     inert: tuple[Any, ...] | None
     """Values that pass; null always passes. None = every value passes."""

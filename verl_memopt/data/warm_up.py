@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 def warm_up(folder: Path, lessons: Sequence[tuple[str, str, str]], recipe: WarmUp, seed: int) -> float:
     """Train the model in ``folder``, save it in place, and return the loss of the last step in nats per answer token.
 
-    ``lessons`` are triples (question, careless answer, right answer). The loss compares the model with the teacher's probability
-    of each answer, because labels that are sampled from the teacher would be noisy. The same seed gives the same weights.
+    ``lessons`` are triples (question, careless answer, right answer). ``recipe`` gives both answers a fixed probability. The loss
+    compares the model's probabilities with these, because answers that are sampled with them would be noisy. The same seed gives
+    the same weights.
     """
     model, tokenizer = load_model(folder)
     prompts = _ids(tokenizer, [_prompt(tokenizer, lesson[0]) for lesson in lessons])

@@ -206,7 +206,10 @@ def _round(group: Any, settings: Settings, batch: RolloutBatch, memories: list[P
 
 
 def shapes(folder: Path, work: UpdateSize, overrides: Sequence[str]) -> Shapes:
-    """Return the sizes that the formulas of knobs use, for a model and the settings of a row. No weights are loaded."""
+    """Return the sizes that the knobs' memory formulas need, for the model in ``folder`` and the settings of one ladder row.
+
+    No weights are loaded.
+    """
     settings = row_settings(str(folder), work, overrides)
     roles = settings.actor_rollout_ref
     tokens = make_batch(work, roles.actor).row_tokens()

@@ -379,9 +379,10 @@ def _collect(collect: Callable[[Tensor, Tensor], Tensor], targets: Parts, call: 
 
 
 def key_heads_at_once(elements: int, kv_heads: int, tile: int) -> int:
-    """Return how many of ``kv_heads`` key heads attention computes at once. It is a divisor, so that all calls have equal width.
+    """Return the number of key heads that one attention call computes.
 
-    ``elements`` is the number of query elements that share a key head. ``tile`` is the largest number that a call may have.
+    It divides ``kv_heads``, so that every call computes equally many. ``elements`` is the number of query elements that share a
+    key head. ``tile`` is the largest number of query elements in one call.
     """
     most = min(max(tile // max(elements, 1), 1), kv_heads)
     return next(count for count in range(most, 0, -1) if kv_heads % count == 0)

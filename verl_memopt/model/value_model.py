@@ -58,10 +58,10 @@ class ValueModel(PackedModel):
         return self.score
 
     def forward(self, pack: Pack, prefix_kv: Prefix | None = None, unpacked: bool = False) -> Any:
-        """Return values fp32 [R], one per token of ``pack.targets``.
+        """Return the value estimates as an fp32 tensor [R], one for each token of ``pack.targets``.
 
-        ``prefix_kv`` is as in :meth:`verl_memopt.model.packed_model.PolicyModel.forward`. With ``unpacked`` a pack of one row is
-        computed with eager attention, for comparisons.
+        ``prefix_kv`` is as in :meth:`verl_memopt.model.packed_model.PolicyModel.forward`. If ``unpacked`` is true, the pack must
+        have one row. It is then computed with eager attention, to compare the result with the packed one.
         """
         if isinstance(prefix_kv, PrefixRecorder):
             return self.recorded(pack, prefix_kv)

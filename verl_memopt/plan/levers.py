@@ -71,14 +71,14 @@ def levers_of(settings: Settings, size: ModelSize, host_is_bounded: bool) -> tup
 
 
 def _useful(settings: Settings, lever: Lever) -> Lever | None:
-    # Keep the levels of a lever that differ from the run's values and from each other; return None if there are none.
+    # Keep the levels that differ from the run's values and from each other. Return None if there is no such level.
     kept: list[Level] = [AS_IS]
     differing = [{key: value for key, value in level.keys.items() if value_at(settings, key) != value} for level in lever.levels]
-    # If the run already has the values of a level, the levels before it need more memory.
+    # Levels are ordered from most memory to least. If the run already uses one, that level and all before it are skipped.
     own = max((at for at, keys in enumerate(differing) if not keys), default=-1)
     for level, keys in list(zip(lever.levels, differing, strict=True))[0 if lever.is_choice else own + 1 :]:
         if keys and keys not in [dict(kept_level.keys) for kept_level in kept]:
-            # Keep also the keys that have this value already, because an earlier lever may set them to another value.
+            # All keys of the level, even those that the run has already, because an earlier lever may change them.
             kept.append(Level(level.knob, level.keys, level.changes_numbers))
     return Lever(tuple(kept), lever.cost, lever.is_choice) if len(kept) > 1 else None
 

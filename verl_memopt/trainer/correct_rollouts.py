@@ -236,12 +236,14 @@ class MismatchCheck:
         return f" The model has {', '.join(self.features)}, which an engine may compute differently." if self.features else ""
 
     def _look_at_first(self, mean: float) -> None:
-        # Before the first update the weights are the same, so only the forwards can differ. They may differ in a special feature.
+        # Before the first update engine and trainer have the same weights, so only their computations differ. A likely cause is a
+        # feature of the model that the engine computes in another way.
         rounding = log_prob_limit(replace(self.rollout, max_logprob_diff="auto"), self.fsdp)
         assert rounding is not None
         if self.features and not mean <= FIRST_SHARE * rounding:
             other = "vllm" if self.rollout.name == "hf" else "hf"
             logger.warning(
                 "in the first rollout the engine's log-probs are %.2g nats from the trainer's on average; rounding explains "
-                "%.2g.%s Compare with actor_rollout_ref.rollout.name=%s", mean, FIRST_SHARE * rounding, self._special, other,
+                "%.2g.%s To find the cause, run again with actor_rollout_ref.rollout.name=%s and compare this difference",
+                mean, FIRST_SHARE * rounding, self._special, other,
             )  # fmt: skip

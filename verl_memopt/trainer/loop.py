@@ -484,7 +484,7 @@ def start_rewards(custom: CustomReward, reward_model: RewardModel, run_dir: Path
 
 @contextmanager
 def start_workers(context: RunContext, clock: PhaseClock, begun: RayGroup | None = None) -> Iterator[TimedGroup]:
-    """Start the run's workers. ``clock`` times the start and every call as a phase.
+    """Start the run's workers. ``clock`` measures the seconds of the start and of every call, each as a phase of its own.
 
     No worker is left when the ``with`` block ends, even if it ends with an error. ``begun``: a Ray group that has started, but
     has no workers yet; None = start one if the settings ask for Ray.

@@ -114,7 +114,7 @@ class NoPrompts:
         """Do nothing, because an abandoned step is read again by its number."""
 
     def state_dict(self) -> dict[str, Any]:
-        # The number of a step decides its rows, so there is no position to save.
+        # The step number determines which rows a step uses, so there is no position to save.
         return {}
 
     def close(self) -> None:

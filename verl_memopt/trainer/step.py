@@ -215,10 +215,11 @@ def score(scorer: Scorer, batch: StepBatch) -> StepBatch:
 
 @dataclass
 class Rollouts:
-    """Returns the answers of a step. They come from the engine, from a dump, or from the dataset.
+    """Provides the answers of a step. They come from the engine, from a dump, or from the dataset.
 
     Attributes:
-        scorer: Scores the answers here if it reads only their text. A group filter and ReMax need such a scorer.
+        scorer: Scores the answers at once if it needs only their text; otherwise they are scored later in the step. A group
+            filter and ReMax need a scorer of the first kind.
         greedy_baseline: Also generate a greedy answer to each prompt (ReMax).
         group_filter: Drops groups without a training signal; None = keep all groups.
         replay: Reads or makes the rows instead of the engine; None = the engine generates them.

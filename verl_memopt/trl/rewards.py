@@ -32,8 +32,8 @@ def accuracy_reward(
 ) -> list[float | None]:
     """Return 1.0 if the LaTeX in a completion equals its solution, else 0.0. None = the solution cannot be parsed.
 
-    A boxed answer is preferred. Only LaTeX counts as an answer. math-verify limits its own time with an alarm, which works only
-    in the main thread; in any other thread its time has no limit.
+    If a completion has a boxed answer, that one is used. Only LaTeX counts as an answer. math-verify limits its own time with an
+    alarm, which works only in the main thread; in any other thread its time has no limit.
     """
     compared = [latex_answer(_text(text), wanted) for text, wanted in zip(completions, solution, strict=True)]
     return _logged(compared, solution, log_extra)

@@ -400,7 +400,10 @@ def pack_log_probs(
     prefix_kv: PrefixKV | None = None,
     statistics: TokenStatistics | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs and, if requested, entropies of a pack's targets, fp32 [R], without gradients. Fills ``statistics``."""
+    """Return log-probs and, if requested, entropies of a pack's targets, fp32 [R], without gradients.
+
+    ``statistics`` is filled as in :class:`~verl_memopt.model.packed_model.LogProbHead`.
+    """
     with torch.no_grad():
         return policy(pack, temperature, with_entropy, None, prefix_kv, statistics=statistics)
 

@@ -63,7 +63,7 @@ def _quantile(share: float, values: Tensor, rows: Rows) -> Tensor:
 
 
 def _median(values: Tensor, rows: Rows) -> Tensor:
-    # Of two middle values the smaller one, as in ``torch.median``.
+    # If there are two middle values, the smaller one is the median, as in ``torch.median``.
     return _ordered(values, rows, (rows[1] - 1).clamp(min=0) // 2)
 
 
@@ -103,11 +103,11 @@ class RltScores:
 
     Attributes:
         reward: fp32, ``r_ss - r_kl + match``. Always finite; 0 for a skipped row.
-        r_ss: fp32, the weighted log-probs of the solution.
-        r_kl: fp32, the weighted differences on the explanation.
-        match: fp32, 0 or the penalty for a missing end tag.
-        parts: Name of a reduction, such as ``answer_log_prob/mean``, -> its value, fp32. The same name with ``/weighted`` has
-            the value times its weight, which is what it adds to ``r_ss`` or ``r_kl``.
+        r_ss: fp32, the weighted sum of the reductions over the log-probs of the solution.
+        r_kl: fp32, the weighted sum of the reductions over the differences of log-probs on the explanation.
+        match: fp32, 0, or the penalty for a missing end tag.
+        parts: A dict from the name of a reduction, such as ``answer_log_prob/mean``, to its value, fp32. The entry with the
+            suffix ``/weighted`` is that value times its weight: the amount that this reduction adds to ``r_ss`` or ``r_kl``.
         num_think: int32, tokens of the explanation.
         num_solution: int32, tokens of the solution.
         status: int8, a key of ``NAMES``.

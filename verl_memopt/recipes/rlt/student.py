@@ -307,7 +307,7 @@ class StudentPlan:
 def _swapped(roles: RoleBuilder, reference: PolicyModel, folder: Path) -> PolicyModel:
     """Return the reference's module. It holds the student's weights in the phase ``reward``, and its own in the phase ``ref``.
 
-    Both sets of weights rest on the host. On the device they use the same storages, one after the other.
+    While they are not in use, both sets of weights are in host memory. On the device they use the same storages in turn.
     """
     residency = roles.residency
     reference_params = residency.find(REFERENCE)
