@@ -131,7 +131,7 @@ def local_part(parameter):
 @pytest.mark.parametrize("is_sharded", [True, False])
 def test_masters_that_lie_apart_are_saved_for_the_parameters_and_come_back(tiny_folder, one_rank, tmp_path, is_sharded):
     def run(factor):
-        policy = sharded(tiny_folder, one_rank, dtype="bfloat16" if is_sharded else "fp32").to(torch.bfloat16)
+        policy = sharded(tiny_folder, one_rank, dtype="fp32", offload_policy=is_sharded).to(torch.bfloat16)
         assert is_sharded == any(isinstance(each, DTensor) for each in policy.parameters())
         optimizer = build_optimizer(policy.parameters(), Optim())
         return (policy, optimizer, build_schedule(optimizer, Optim(), 10)), Apart(policy, factor)
@@ -168,7 +168,7 @@ def test_a_master_that_comes_in_parts_lands_at_its_rows():
 
 
 def test_a_detached_parameter_has_the_same_shard_outside_of_autograd(tiny_folder, one_rank):
-    for parameter in sharded(tiny_folder, one_rank, dtype="bfloat16").parameters():
+    for parameter in sharded(tiny_folder, one_rank, offload_policy=True).parameters():
         found = detached(parameter)
         assert not found.requires_grad
         assert (found.shape, found.placements, found.device_mesh) == (
@@ -180,7 +180,7 @@ def test_a_detached_parameter_has_the_same_shard_outside_of_autograd(tiny_folder
 
 
 def test_parameters_of_another_device_whose_shards_rest_on_the_host_are_written_from_there(tiny_folder, one_rank, tmp_path):
-    policy = sharded(tiny_folder, one_rank, dtype="bfloat16")
+    policy = sharded(tiny_folder, one_rank, offload_policy=True)
     expected, at_rest = full(policy), {}
     for module in policy.modules():
         for name, parameter in module._parameters.items():
