@@ -30,6 +30,12 @@ READ_ELSEWHERE = {
     ),
     # read through mlp_tiles, over which an MLP runs (tests/memory/activations/test_tiled_mlp.py)
     *(f"{role}.model.tiled_mlp.{key}" for role in ("actor_rollout_ref", "critic") for key in ("enabled", "num_shards")),
+    # read only where FSDP2 gathers a model, or one device casts it (tests/end_to_end/test_combinations.py, with several ranks)
+    *(
+        f"{role}.fsdp_config.forward_prefetch"
+        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model", "reward_model.model")
+    ),
+    "critic.model.fsdp_config.reshard_after_forward",
     # read only where the rows are a stream (tests/trainer/test_build.py)
     "data.shuffle_buffer_size",
     # read only where there is a sandbox service (tests/rewards/test_sandbox.py)
