@@ -287,7 +287,7 @@ def test_a_low_agreement_is_warned_of_with_the_way_out():
     agreement = rank_correlation(rewards, torch.tensor([1.0, 2.0, 3.0, 4.0]), [0] * 4)
     text = agreement.warning("nf4", KEY)
     assert text.startswith(f"{KEY}=nf4: ")
-    assert "0.800 only (mean over 1 groups; 0.95 is expected)" in text
+    assert "0.800 (mean over 1 groups; 0.95 is expected)" in text
     assert text.endswith(f"Set {KEY}=int8 or none.")
     assert agreement.warning("int8", KEY).endswith(f"Set {KEY}=none.")
     assert rank_correlation(rewards, rewards, [0] * 4).warning("int8", KEY) is None
