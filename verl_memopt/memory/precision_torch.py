@@ -62,6 +62,9 @@ class CastUnits:
 
     Between passes the model has the parameters at rest. A forward of the model swaps them; the end of a backward, or
     :meth:`rest`, swaps them back.
+
+    Attributes:
+        modules: The units, in forward order.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class CastUnits:
             frees: Free a unit's cast parameters after its forward, and cast them again for its backward. False keeps them.
             own_dtype: Modules whose parameters compute in the dtype in which they rest.
         """
-        self._modules, self._compute, self._frees, self._own_dtype = list(units), compute, frees, list(own_dtype)
+        self.modules, self._compute, self._frees, self._own_dtype = list(units), compute, frees, list(own_dtype)
         self._units: list[CastUnit] = []
         self._swapped = self._ends = False
 
@@ -88,14 +91,14 @@ class CastUnits:
                     places.setdefault(parameter, []).append((module, name))
         # Parameters in no unit are cast with the model. They stay cast from the start of a forward to the end of its backward.
         root = CastUnit(frees=False)
-        self._units = [*(CastUnit(self._frees) for _ in self._modules), root]
-        for module, unit in zip(self._modules, self._units, strict=False):
+        self._units = [*(CastUnit(self._frees) for _ in self.modules), root]
+        for module, unit in zip(self.modules, self._units, strict=False):
             # Units must not share a parameter, such as a tied one: the unit that casts it would free it while the other one
             # computes.
             members = [parameter for parameter in dict.fromkeys(module.parameters()) if parameter in places]
             self._fill(unit, {parameter: places.pop(parameter) for parameter in members})
         self._fill(root, places)
-        for module, unit in zip(self._modules, self._units, strict=False):
+        for module, unit in zip(self.modules, self._units, strict=False):
             setattr(module, CAST_UNIT, unit)
             self._watch(module, unit)
         self._watch(model, root, is_root=True)

@@ -320,6 +320,9 @@ def arriving_units(model: PackedModel, fsdp: Fsdp) -> tuple[list[nn.Module], int
 
     FSDP2 gathers all parameters of a unit at once. It may gather the next unit while a unit computes.
     """
+    if model.casts is not None:
+        # Each unit is cast whole before it computes. What is in no unit, such as a head, is cast at the start of the model.
+        return [model, *model.casts.modules], 0
     sharded: list[Any] = fsdp_units(model)
     return (sharded, int(fsdp.forward_prefetch)) if sharded else ([model, *model.blocks(), model.head], 0)
 
