@@ -45,9 +45,8 @@ def test_the_cpu_is_taken_beside_a_gpu_where_it_is_asked_for(cache, gpu):
 def test_a_gpu_that_pytorch_does_not_see_is_told(cache):
     task, sentence = choose("auto", MODEL, DATA, "nowhere", gpu_listed=True)
     assert task == ["toy"]
-    assert sentence.startswith(
-        "nvidia-smi lists a GPU and the installed PyTorch sees none, so the toy task is trained on the CPU."
-    )
+    assert "nvidia-smi" in sentence
+    assert "VERL_MEMOPT_BUILD=gpu" in sentence
 
 
 def test_on_the_cpu_a_build_of_vllm_for_gpus_leaves_generation_to_transformers(cache, tmp_path, monkeypatch):
