@@ -59,7 +59,7 @@ Forward: TypeAlias = Literal["first", "again"]
 def checkpointed_block(compute: Callable[..., Tensor], hidden: Tensor, *others: Any) -> Tensor:
     """Like ``checkpointed(compute, hidden, *others, mode="full")``, but for a function that returns only one tensor.
 
-    The first forward builds no graph, so its tensors need no hooks, which saves a quarter of the host's work for a block.
+    The first forward builds no graph, so its tensors need no hooks. This saves a quarter of the Python calls of a block's update.
 
     Args:
         compute: Called with all arguments and ``checkpoint=``: ``first`` in the forward, without gradients; ``again`` in

@@ -1,3 +1,4 @@
+import copy
 from itertools import product
 
 import pytest
@@ -9,6 +10,7 @@ from tests.tensors import operations_named, whole_of
 from tests.worker.test_policy import micro_batches
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.memory.fused import joined
+from verl_memopt.memory.precision_torch import CastUnits
 from verl_memopt.memory.resharding_torch import abandon_pass
 from verl_memopt.model.assembly import mixed_precision
 from verl_memopt.observe.byte_tracker import ByteTracker
@@ -184,3 +186,36 @@ def test_hooks_of_a_parameter_at_rest_get_the_gradient_of_each_backward(untied_f
     policy.accumulate(micro_batches(mini), mini.counts, 0.9)
     assert set(taken.values()) == {len(mini.micro_batches)}
     assert all(parameter.grad is None for parameter in policy.model.parameters())
+
+
+class Sum(torch.nn.Module):
+    """A unit of two inputs, in a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, pair):
+        return pair[0] @ self.weight + (pair[1] @ self.weight).relu()
+
+
+class Fork(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.unit = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), Sum()
+
+    def forward(self, x):
+        return self.unit((self.first(x), self.second(x))).sum()
+
+
+def test_a_unit_of_several_inputs_waits_for_the_gradients_of_all_and_casts_what_comes_in():
+    torch.manual_seed(0)
+    model, x = Fork(), torch.randn(3, 4)
+    plain = copy.deepcopy(model).bfloat16()
+    casts = CastUnits([model.unit], BF16)
+    casts.take_over(model)
+    model(x).backward()
+    plain(x.bfloat16()).backward()
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.grad, expected.grad.float())
+    assert {parameter.dtype for parameter in model.parameters()} == {FP32}
