@@ -1,7 +1,8 @@
 """A virtual GPU that counts what a GPU pays for: kernel launches, bytes moved, FLOPs, waits, copies of pageable memory.
 
 Operations run on fake ``cuda`` tensors (``tests/virtual_gpu``), so the code takes the path of a GPU. An operation is one launch,
-unless :func:`launches_of` knows better. A compiled call is as many launches as Inductor's scheduler makes kernels of it.
+unless :func:`launches_of` knows better. A compiled call is as many launches as Inductor's scheduler makes kernels of it, and a
+kernel of this project is one, or two if it sums over rows.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from benchmarks.update_pass.flops import PRODUCTS, attention_formulas
 from tests.virtual_gpu.clocks import HOST
 from tests.virtual_gpu.device import VirtualGpu, _written
 from verl_memopt.memory.fused import NO_TEMPORARIES
+from verl_memopt.memory.kernels import Kernel
 
 aten = torch.ops.aten
 
@@ -152,7 +154,13 @@ class CountingGpu(VirtualGpu):
             result = uncompiled()
         finally:
             self._into = into
-        if into is not None:
+        if into is not None and isinstance(function, Kernel):
+            self._launched += 1
+            cost = into.ops.setdefault(f"kernel {function.__name__} {place()}", Cost())
+            for read, written in kernel_bytes(function, tensors, others):
+                cost.add(1, read, written)
+                into.kernels.append((read + written, 0))
+        elif into is not None:
             self._launched += 1
             key, rows = region_of(function, tensors, others)
             self._pending.append((key, rows, f"compiled {function.__name__} {place()}"))
@@ -206,12 +214,27 @@ def operations(
     return int(formula(*shapes[0], **shapes[1], out_shape=shapes[2]))
 
 
+def kernel_bytes(kernel: Kernel, tensors: Sequence[Tensor | None], others: Sequence[Any]) -> list[tuple[int, int]]:
+    """Return what each launch of a kernel of ours reads and writes."""
+    pairs = [(tensor, access) for tensor, access in zip(tensors, kernel.access, strict=True) if tensor is not None]
+    sums = [others[index] for index in kernel.sums if others[index] is not None]
+    shared = [other for other in others if isinstance(other, Tensor) and not any(other is total for total in sums)]
+    read = sum(map(span_bytes, _distinct([*(tensor for tensor, access in pairs if access != "w"), *shared])))
+    written = sum(map(span_bytes, _distinct([tensor for tensor, access in pairs if access != "r"])))
+    partial = kernel.partial_bytes(tensors, others)
+    if not partial:
+        return [(read, written)]
+    added = sum(map(span_bytes, sums))
+    return [(read, written + partial), (partial + added, added)]
+
+
 def place() -> str:
     """Return where in this project, or in FSDP2, the present operation is called; empty for a step of autograd."""
     frame = sys._getframe(2)
     while frame is not None:
         folder, _, name = frame.f_code.co_filename.rpartition("/")
-        if ("/verl_memopt/" in frame.f_code.co_filename and name != "fused.py") or folder.endswith("_fully_shard"):
+        ours = "/verl_memopt/" in frame.f_code.co_filename and name not in ("fused.py", "kernels.py")
+        if ours or folder.endswith("_fully_shard"):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

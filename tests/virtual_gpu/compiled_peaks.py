@@ -31,6 +31,7 @@ from verl_memopt.data.batch import Ragged
 from verl_memopt.ladder.measure import UpdateSize, make_batch
 from verl_memopt.memory.critic_rules import has_critic
 from verl_memopt.memory.fused import compiled_for_width, recorded_calls
+from verl_memopt.memory.kernels import Kernel
 from verl_memopt.memory.knob import needs_reference
 from verl_memopt.memory.recompute_elementwise_torch import _norm_of_sum
 from verl_memopt.model.tiny import TinyShape
@@ -71,9 +72,13 @@ class CompiledGpu(VirtualGpu):
     def record(
         self, function: Callable[..., Any], tensors: Sequence[Tensor | None], others: Sequence[Any], uncompiled: Callable[[], Any]
     ) -> Any:
-        """Run a call uncompiled, and count what it would hold compiled: its results, and what Inductor keeps."""
-        key, rows = region_of(function, tensors, others)
+        """Run a call uncompiled, and count what it would hold compiled: its results, and what Inductor or our kernel keeps."""
         before = self.peak
+        if isinstance(function, Kernel):
+            uncompiled()
+            self.peak = max(before, self.allocated + function.partial_bytes(tensors, others))
+            return None
+        key, rows = region_of(function, tensors, others)
         result = uncompiled()
         self.peak = max(before, self.allocated + round(self.regions.setdefault(key, 0) * rows))
         return result

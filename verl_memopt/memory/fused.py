@@ -1,7 +1,8 @@
 """Run elementwise statements as one kernel each if compilation is on, and over tiles of rows otherwise.
 
 Uncompiled, each operation of a statement launches one kernel per tile, and small models wait for these launches. A compiled
-statement is one or two kernels over all rows. It makes no temporary tensor as large as the rows, so it needs no tiles.
+statement is one or two kernels over all rows. It makes no temporary tensor as large as the rows, so it needs no tiles. On a GPU,
+a kernel of :mod:`verl_memopt.memory.kernels` takes the place of the compiled statement where there is one.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from verl_memopt.memory.kernels import DEVICE_TYPES, KERNELS, KEY
 from verl_memopt.observe.phase import COMPILE_FIGURES
-
-KEY = "actor_rollout_ref.actor.use_torch_compile"
 
 TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**23}
 NARROW_TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
@@ -121,16 +121,44 @@ def over_rows(
         if otherwise is not None:
             otherwise()
             return
-        if first.shape[0] <= _tile_rows(first, narrow):
-            statement(*tensors, *others)
-            return
-        for rows in tiles(first, narrow):
-            statement(*(None if tensor is None else tensor[rows] for tensor in tensors), *others)
+        _run_in_tiles(statement, tensors, others, narrow)
 
+    if launched(statement, tensors, *others):
+        return
     if runs_compiled(first):
         run_compiled(statement, _once_each(tensors), others, in_tiles)
     else:
         in_tiles()
+
+
+def launched(statement: Callable[..., None], tensors: Sequence[Tensor | None], *others: Any) -> bool:
+    """Run a statement over all rows by a kernel of our own. Return False if there is none for these arguments; nothing ran then.
+
+    Such a kernel may overwrite a tensor that it also sums over rows, which a compiled statement may not. A sum is added to a
+    tensor of fp32, and overwrites a tensor of a shorter dtype.
+    """
+    first = tensors[0]
+    if not _on or first is None or first.device.type not in DEVICE_TYPES or _observed():
+        return False
+    kernel = KERNELS.get(statement)
+    if kernel is None or not kernel.fits(tensors, others):
+        return False
+    if _recorder is None:
+        return kernel.run(tensors, others)
+    _recorder(kernel, tensors, others, lambda: _run_in_tiles(statement, tensors, others))
+    return True
+
+
+def _run_in_tiles(
+    statement: Callable[..., None], tensors: Sequence[Tensor | None], others: Sequence[Any], narrow: bool = False
+) -> None:
+    first = tensors[0]
+    assert first is not None
+    if first.shape[0] <= _tile_rows(first, narrow):
+        statement(*tensors, *others)
+        return
+    for rows in tiles(first, narrow):
+        statement(*(None if tensor is None else tensor[rows] for tensor in tensors), *others)
 
 
 def runs_compiled(first: Tensor) -> bool:

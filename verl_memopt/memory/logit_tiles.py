@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_memopt.memory import kernels
 from verl_memopt.memory.fused import fused_statements, over_rows, run_compiled
+from verl_memopt.memory.kernels import has_kernel
 
 BEFORE_ANY = -1e30
 """Initial value of the running statistics of :func:`product_statistics`: so low that it changes no bit, and finite, so that 0
@@ -330,6 +332,7 @@ def add_target_terms_(gradient: Tensor, targets: Tensor, grad: Tensor) -> None:
     gradient.scatter_add_(-1, clamped(targets, gradient), (grad * is_inside(targets, gradient))[:, None])
 
 
+@has_kernel(kernels.logit_statistics, "rrrw")
 def product_statistics(products: Tensor, targets: Tensor, before: Tensor, known: Tensor, inverse: float) -> None:
     """Write the statistics of all tiles up to this one into ``known``. ``before`` has the statistics of earlier tiles.
 
@@ -358,6 +361,7 @@ def product_statistics(products: Tensor, targets: Tensor, before: Tensor, known:
         known[:, 3].copy_(_mixed_entropy((before[:, 3], first), (entropy, second), log_sum))
 
 
+@has_kernel(kernels.logit_gradient, "brrrrr", strided=(2,))
 def product_gradient_(
     products: Tensor, targets: Tensor, normalizer: Tensor, grad: Tensor, entropy: Tensor | None, grad_entropy: Tensor | None,
     inverse: float,

@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, silu
 
-from verl_memopt.memory.fused import JOINS, joined, over_rows, runs_compiled
+from verl_memopt.memory import kernels
+from verl_memopt.memory.fused import JOINS, joined, launched, over_rows, runs_compiled
+from verl_memopt.memory.kernels import has_kernel
 from verl_memopt.memory.lora_torch import LoraLinear
 from verl_memopt.memory.quantized_frozen_torch import Packing, stored_weight, whole_weight
 from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS
@@ -369,24 +371,24 @@ class RMSNorm:
         """
         (x,), (weight,) = sources, parameters
         total = sums[0]
+        statement, tensors = (
+            (norm_gradient, (grad, x, into[0])) if plus is None else (_norm_gradient_plus, (grad, x, into[0], plus))
+        )
         if total is not None and runs_compiled(grad):
+            if launched(statement, tensors, weight, self.eps, total):
+                return
             # When compiled, the sum over rows must be a separate statement. Otherwise it could run after `grad` was overwritten.
-            if total.dtype == _wide(total.dtype):
-                over_rows(norm_weight_gradient, (grad, x), self.eps, total)
-            else:
-                self._write_sum(grad, x, total)
+            self._sum_weight(grad, x, total)
             total = None
-        if plus is None:
-            over_rows(norm_gradient, (grad, x, into[0]), weight, self.eps, total)
-        else:
-            over_rows(_norm_gradient_plus, (grad, x, into[0], plus), weight, self.eps, total)
+        over_rows(statement, tensors, weight, self.eps, total)
 
-    def _write_sum(self, grad: Tensor, x: Tensor, into: Tensor) -> None:
+    def _sum_weight(self, grad: Tensor, x: Tensor, total: Tensor) -> None:
         def in_tiles() -> None:
-            over_rows(norm_weight_gradient, (grad, x), self.eps, total := zeros_to_sum(into))
-            into.copy_(total)
+            over_rows(norm_weight_gradient, (grad, x), self.eps, wide := zeros_to_sum(total))
+            total.copy_(wide)
 
-        over_rows(_whole_weight_gradient, (grad, x), self.eps, into, otherwise=in_tiles)
+        is_wide = total.dtype == _wide(total.dtype)
+        over_rows(norm_weight_gradient, (grad, x), self.eps, total, otherwise=None if is_wide else in_tiles)
 
 
 @dataclass(frozen=True)
@@ -438,17 +440,18 @@ def normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (wide * inverse if wide is x else wide.mul_(inverse)), inverse
 
 
+@has_kernel(kernels.norm_gradient, "rrw", sums=(2,))
 def norm_gradient(grad: Tensor, x: Tensor, into: Tensor, weight: Tensor, eps: float, sums: Tensor | None) -> None:
     """Write the gradient of the norm's input x [..., n] into ``into``, and add the gradient of its weight [n] to ``sums``.
 
-    ``grad`` [..., n] is the gradient of the norm's output; ``into`` may be the same tensor. ``sums`` is [n] in fp32 or wider;
-    None = the weight's gradient is not needed.
+    ``grad`` [..., n] is the gradient of the norm's output; ``into`` may be the same tensor. ``sums`` is [n] in fp32 or wider; a
+    shorter dtype gets the whole sum, which is not added. None = the weight's gradient is not needed.
     """
     normal, inverse = normalized(x, eps)
     above = grad.to(normal.dtype)
     product = above * normal
     if sums is not None:
-        sums.add_(product.flatten(0, -2).sum(0))
+        _sum_rows(product, sums)
     shared = product.mul_(weight).mean(-1, keepdim=True).neg_()
     del product  # freed before the next tensor of its size is allocated
     # Without a cast `above` is the caller's tensor, which must not be overwritten.
@@ -456,16 +459,21 @@ def norm_gradient(grad: Tensor, x: Tensor, into: Tensor, weight: Tensor, eps: fl
     into.copy_(weighted.addcmul_(normal, shared).mul_(inverse))
 
 
+@has_kernel(kernels.norm_weight_gradient, "rr", sums=(1,))
 def norm_weight_gradient(grad: Tensor, x: Tensor, eps: float, sums: Tensor) -> None:
     normal, _ = normalized(x, eps)
-    sums.add_((grad.to(normal.dtype) * normal).flatten(0, -2).sum(0))
+    _sum_rows(grad.to(normal.dtype) * normal, sums)
 
 
-def _whole_weight_gradient(grad: Tensor, x: Tensor, eps: float, into: Tensor) -> None:
-    normal, _ = normalized(x, eps)
-    into.copy_((grad.to(normal.dtype) * normal).flatten(0, -2).sum(0))
+def _sum_rows(values: Tensor, sums: Tensor) -> None:
+    total = values.flatten(0, -2).sum(0)
+    if sums.dtype == _wide(sums.dtype):
+        sums.add_(total)
+    else:
+        sums.copy_(total)
 
 
+@has_kernel(kernels.norm_gradient_plus, "rrwr", sums=(2,))
 def _norm_gradient_plus(
     grad: Tensor, x: Tensor, into: Tensor, plus: Tensor, weight: Tensor, eps: float, sums: Tensor | None
 ) -> None:
@@ -473,21 +481,25 @@ def _norm_gradient_plus(
     into.add_(plus)
 
 
+@has_kernel(kernels.norm_of_sum, "rrww")
 def _norm_of_sum(residual: Tensor, x: Tensor, total: Tensor, out: Tensor, weight: Tensor, eps: float) -> None:
     torch.add(residual, x, out=total)
     _norm(total, out, weight, eps)
 
 
+@has_kernel(kernels.norm, "rw")
 def _norm(x: Tensor, out: Tensor, weight: Tensor, eps: float) -> None:
     normal, _ = normalized(x, eps)
     # Rounded before it is multiplied by the weight, as in transformers. The other order would give other last bits.
     torch.mul(normal.to(x.dtype), weight, out=out)
 
 
+@has_kernel(kernels.gate, "rrw")
 def _gate(gate: Tensor, up: Tensor, out: Tensor) -> None:
     torch.mul(silu(gate), up, out=out)
 
 
+@has_kernel(kernels.gate_gradient, "rrrww")
 def _gate_gradient(grad: Tensor, gate: Tensor, up: Tensor, into_gate: Tensor, into_up: Tensor) -> None:
     # Both are computed before anything is written, because `into_gate` and `into_up` may be `gate` and `up`.
     active, above = silu(gate), grad * up
@@ -496,6 +508,7 @@ def _gate_gradient(grad: Tensor, gate: Tensor, up: Tensor, into_gate: Tensor, in
     into_gate.copy_(active)
 
 
+@has_kernel(kernels.gate_gradient_and_value, "bbb")
 def _gate_gradient_and_value(grad: Tensor, gate: Tensor, up: Tensor) -> None:
     active, above = silu(gate), grad * up
     value = active * up

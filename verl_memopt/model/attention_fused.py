@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from verl_memopt.memory import kernels
 from verl_memopt.memory.fused import over_rows, runs_compiled
+from verl_memopt.memory.kernels import has_kernel
 from verl_memopt.model.packing import PrefixLayout
 from verl_memopt.model.rotary import (
     Rotary,
@@ -221,6 +223,7 @@ def merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> No
     over_rows(_merge_statement, (out, lse, other, other_lse, out, lse))
 
 
+@has_kernel(kernels.merge, "rrrrww", dims=3, strided=(1, 3, 5), takes=kernels.has_narrow_heads)
 def _merge_statement(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, into: Tensor, into_lse: Tensor) -> None:
     merged, merged_lse = merge(out, lse, other, other_lse)
     into.copy_(merged)

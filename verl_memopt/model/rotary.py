@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from verl_memopt.memory.fused import joined, over_rows, runs_compiled
+from verl_memopt.memory import kernels
+from verl_memopt.memory.fused import joined, launched, over_rows, runs_compiled
+from verl_memopt.memory.kernels import has_kernel
 from verl_memopt.memory.recompute_elementwise_torch import (
     norm_gradient,
     norm_weight_gradient,
@@ -99,6 +101,10 @@ Norms = tuple[Tensor | None, Tensor | None]
 def apply_rotary_to_both(
     query: Tensor, key: Tensor, norms: Norms, eps: float, query_tables: Tables, tables: Tables
 ) -> tuple[Tensor, Tensor]:
+    if query_tables[0] is tables[0] and tables[0] is not None:
+        query_out, key_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key))
+        if launched(_both_statement, (query, key, *tables, query_out, key_out), *norms, eps):
+            return query_out, key_out
     # If queries and keys are side by side in memory, one kernel launch is enough.
     both = joined((query, key), 1) if query_tables[0] is tables[0] else None
     if both is None or tables[0] is None or (norms[0] is None) is not (norms[1] is None):
@@ -125,7 +131,12 @@ def rotary_backward_to_all(
     added to ``sums``, as in :func:`rotary_backward`.
     """
     (dq, dk, dv), (query, key, _) = grads, inputs
-    whole = joined(inputs, 1) if runs_compiled(dq) and query_tables[0] is tables[0] else None
+    together = runs_compiled(dq) and query_tables[0] is tables[0] and tables[0] is not None
+    whole = joined(inputs, 1) if together else None
+    if together:
+        values = (None, None) if whole is None else (dv, inputs[2])
+        if launched(_both_back_statement, (dq, dk, query, key, *tables, *values), *norms, eps, *sums):
+            return query, key, dv if whole is None else inputs[2]
     if whole is None or (norms[0] is None) is not (norms[1] is None):
         # Overwrite queries and keys, because they are not read again.
         rotary_backward(dq, query, norms[0], eps, *query_tables, query, sums[0])
@@ -157,12 +168,15 @@ def rotary_backward(
         into.copy_(grad)
         return
     if sums is not None and x is not None and runs_compiled(grad):
+        if launched(_backward_statement, (grad, x, cos, sin, into), weight, eps, sums):
+            return
         # In compiled code the sum over rows needs a separate statement. Otherwise it could run after `grad` is overwritten.
         over_rows(_weight_statement, (grad, x, cos, sin), eps, sums)
         sums = None
     over_rows(_backward_statement, (grad, x, cos, sin, into), weight, eps, sums)
 
 
+@has_kernel(kernels.rotate, "rrrw", dims=3, takes=kernels.has_one_norm)
 def _forward_statement(
     x: Tensor,
     cos: Tensor,
@@ -176,6 +190,22 @@ def _forward_statement(
     if weight is not None and key_weight is not None:
         weight = _weights(x.shape[1], queries, weight, key_weight)
     _rotate(x if weight is None else normalized(x, eps)[0].to(x.dtype).mul_(weight), cos, sin, out, 1)
+
+
+@has_kernel(kernels.rotate_both, "rrrrww", dims=3, takes=kernels.has_halves)
+def _both_statement(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    query_out: Tensor,
+    key_out: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    eps: float,
+) -> None:
+    _forward_statement(query, cos, sin, query_out, query_weight, eps)
+    _forward_statement(key, cos, sin, key_out, key_weight, eps)
 
 
 def _weights(heads: int, queries: int, weight: Tensor, key_weight: Tensor) -> Tensor:
@@ -207,6 +237,30 @@ def _backward_to_all_statement(
     whole.copy_(torch.where(rotated, back, grad))
 
 
+@has_kernel(kernels.rotate_back_both, "rrbbrrrw", dims=3, sums=(3, 4), takes=kernels.has_halves)
+def _both_back_statement(
+    dq: Tensor,
+    dk: Tensor,
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    dv: Tensor | None,
+    value: Tensor | None,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    eps: float,
+    query_sums: Tensor | None,
+    key_sums: Tensor | None,
+) -> None:
+    # Queries and keys are overwritten with their gradients, and values with `dv`, if there is one.
+    _backward_statement(dq, query, cos, sin, query, query_weight, eps, query_sums)
+    _backward_statement(dk, key, cos, sin, key, key_weight, eps, key_sums)
+    if dv is not None and value is not None:
+        value.copy_(dv)
+
+
+@has_kernel(kernels.rotate_back, "rrrrw", dims=3, sums=(2,), takes=kernels.has_halves)
 def _backward_statement(
     grad: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, into: Tensor, weight: Tensor | None, eps: float, sums: Tensor | None
 ) -> None:
@@ -218,6 +272,7 @@ def _backward_statement(
         norm_gradient(back, x, into, weight, eps, sums)
 
 
+@has_kernel(kernels.rotary_weight_gradient, "rrrr", dims=3, sums=(1,), takes=kernels.has_halves)
 def _weight_statement(grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, eps: float, sums: Tensor) -> None:
     back = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
     _rotate(grad, cos, sin, back, -1)

@@ -22,7 +22,6 @@ from verl_memopt.memory.recompute_elementwise_torch import (
     _gate_gradient_and_value,
     _norm_gradient_plus,
     _norm_of_sum,
-    _whole_weight_gradient,
     norm_gradient,
     norm_weight_gradient,
     sum_of,
@@ -167,7 +166,7 @@ def test_the_gradient_of_a_norms_weight_is_written_whole_where_one_call_computes
     into = torch.empty_like(x)
     RMSNorm(EPS).differentiate(grad, (x,), (weight,), (into,), (expected := zeros_to_sum(weight),))
     if given_up:
-        monkeypatch.setattr(fused, "_given_up", {_whole_weight_gradient, norm_weight_gradient})
+        monkeypatch.setattr(fused, "_given_up", {norm_weight_gradient})
     with fused_statements(True):
         found = sum_of(weight, [slice(0, rows)], x)
         assert found.dtype == torch.bfloat16
