@@ -126,7 +126,7 @@ class Kernel:
             self.statement(*expected, *given)
             pairs = zip([*found, *own], [*expected, *given], strict=True)
             errors = [_error(one, two) for one, two in pairs if isinstance(one, Tensor) and one.dtype in BOUNDS]
-            worst = max(torch.stack(errors).tolist())
+            worst = float(torch.stack(errors).max())  # NaN if any is
         except _failures() as error:
             return _first_line(error)
         # Not `worst > 1`, which is false for a NaN.
@@ -224,11 +224,10 @@ def _triton() -> Any:
     return triton_kernels
 
 
-@cache
-def _block(width: int, most: int = MOST_COLUMNS) -> tuple[int, int]:
+def _block(width: int) -> tuple[int, int]:
     # Columns of a block, and warps of a program.
     block = _power(width)
-    block = block if block <= most else most // 2
+    block = block if block <= MOST_COLUMNS else MOST_COLUMNS // 2
     return block, 4 if block <= 1024 else 8 if block <= 4096 else 16
 
 
@@ -268,12 +267,8 @@ def norm_gradient_plus(
     _norm_gradient(grad, x, into, plus, weight, eps, sums)
 
 
-def norm_weight_gradient(grad: Tensor, x: Tensor, eps: float, sums: Tensor) -> None:
-    _norm_gradient(grad, x, None, None, None, eps, sums)
-
-
 def _norm_gradient(
-    grad: Tensor, x: Tensor, into: Tensor | None, plus: Tensor | None, weight: Tensor | None, eps: float, sums: Tensor | None
+    grad: Tensor, x: Tensor, into: Tensor, plus: Tensor | None, weight: Tensor, eps: float, sums: Tensor | None
 ) -> None:
     rows, width = x.shape
     block, warps = _block(width)
@@ -282,7 +277,7 @@ def _norm_gradient(
         programs = _programs(rows)
         partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     _triton().norm_gradient[programs,](
-        grad, x, into, plus, weight, partial, rows, grad.stride(0), x.stride(0), 0 if into is None else into.stride(0),
+        grad, x, into, plus, weight, partial, rows, grad.stride(0), x.stride(0), into.stride(0),
         0 if plus is None else plus.stride(0), eps, WIDTH=width, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     if partial is not None:
@@ -362,10 +357,6 @@ def rotate_back(
     _rotate_back(grad, None, x, None, cos, sin, into, None, None, None, (weight, None), eps, (sums, None))
 
 
-def rotary_weight_gradient(grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, eps: float, sums: Tensor) -> None:
-    _rotate_back(grad, None, x, None, cos, sin, None, None, None, None, (None, None), eps, (sums, None))
-
-
 def rotate_back_both(
     query_grad: Tensor, key_grad: Tensor, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, value_grad: Tensor | None,
     value: Tensor | None, query_weight: Tensor | None, key_weight: Tensor | None, eps: float, query_sums: Tensor | None,
@@ -379,7 +370,7 @@ def rotate_back_both(
 
 def _rotate_back(
     query_grad: Tensor, key_grad: Tensor | None, query: Tensor | None, key: Tensor | None, cos: Tensor, sin: Tensor,
-    query_into: Tensor | None, key_into: Tensor | None, value_grad: Tensor | None, value_into: Tensor | None,
+    query_into: Tensor, key_into: Tensor | None, value_grad: Tensor | None, value_into: Tensor | None,
     weights: Tensors, eps: float, sums: Tensors,
 ) -> None:  # fmt: skip
     rows, heads, size = query_grad.shape
@@ -392,8 +383,7 @@ def _rotate_back(
     _triton().rotate_back[programs,](
         query_grad, key_grad, query, key, cos, sin, query_into, key_into, value_grad, value_into, *weights, partial, rows,
         *_heads(query_grad), *_heads(key_grad), *_heads(query), *_heads(key), cos.stride(0), sin.stride(0),
-        *_heads(query_into), *_heads(key_into), *_heads(value_grad), *_heads(value_into), eps, WRITES=query_into is not None,
-        QUERY_NORM=weights[0] is not None or query_into is None, KEY_NORM=weights[1] is not None, HEADS=heads,
+        *_heads(query_into), *_heads(key_into), *_heads(value_grad), *_heads(value_into), eps, HEADS=heads,
         KEY_HEADS=0 if key_grad is None else key_grad.shape[1], HALF=half,
         BLOCK_HEADS=min(_power(heads), max(ELEMENTS // block, 1)), BLOCK=block, num_warps=4,
     )  # fmt: skip

@@ -459,7 +459,6 @@ def norm_gradient(grad: Tensor, x: Tensor, into: Tensor, weight: Tensor, eps: fl
     into.copy_(weighted.addcmul_(normal, shared).mul_(inverse))
 
 
-@has_kernel(kernels.norm_weight_gradient, "rr", sums=(1,))
 def norm_weight_gradient(grad: Tensor, x: Tensor, eps: float, sums: Tensor) -> None:
     normal, _ = normalized(x, eps)
     _sum_rows(grad.to(normal.dtype) * normal, sums)

@@ -65,7 +65,7 @@ def norm_gradient(
     grad, x, into, plus, weight, partial, rows, grad_row, x_row, into_row, plus_row, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a norm's input (unless ``into`` is None), and of its weight (unless ``partial`` is None).
+    """The gradient of a norm's input, and of its weight unless ``partial`` is None.
 
     ``partial`` [programs, WIDTH] gets the sum of each program's rows.
     """
@@ -79,8 +79,7 @@ def norm_gradient(
             mask = columns < WIDTH
             value = _load(x + row * x_row + columns, mask)
             squares += value * value
-            if into is not None:
-                products += _load(grad + row * grad_row + columns, mask) * value * _load(weight + columns, mask)
+            products += _load(grad + row * grad_row + columns, mask) * value * _load(weight + columns, mask)
         inverse = tl.rsqrt(tl.sum(squares) / WIDTH + eps)
         shared = -tl.sum(products) * inverse / WIDTH
         for start in range(0, WIDTH, BLOCK):
@@ -95,11 +94,10 @@ def norm_gradient(
                     place = partial + tl.program_id(0).to(tl.int64) * WIDTH + columns
                     before = tl.where(at == tl.program_id(0), 0.0, tl.load(place, mask=mask, other=0.0))
                     tl.store(place, before + above * normal, mask=mask)
-            if into is not None:
-                gradient = (above * _load(weight + columns, mask) + normal * shared) * inverse
-                if plus is not None:
-                    gradient = _rounded(gradient, into) + _load(plus + row * plus_row + columns, mask)
-                _store(into + row * into_row + columns, gradient, mask)
+            gradient = (above * _load(weight + columns, mask) + normal * shared) * inverse
+            if plus is not None:
+                gradient = _rounded(gradient, into) + _load(plus + row * plus_row + columns, mask)
+            _store(into + row * into_row + columns, gradient, mask)
         if partial is not None and WIDTH > BLOCK:
             tl.debug_barrier()  # the next row reads the sums that other threads of this program may have written
     if partial is not None and WIDTH <= BLOCK:
@@ -230,7 +228,7 @@ def rotate(
 @triton.jit
 def _rotate_heads_back(
     grad, x, into, weight, first_sums, second_sums, row, grad_row, x_row, into_row, grad_head, x_head, into_head,
-    first_cos, second_cos, first_sin, second_sin, eps, WRITES: tl.constexpr, NORMS: tl.constexpr,
+    first_cos, second_cos, first_sin, second_sin, eps,
     HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Return the sums of the weight's gradient, with those of these heads added.
@@ -241,21 +239,19 @@ def _rotate_heads_back(
         above, other = _both_halves(grad + row * grad_row, heads, grad_head, columns, mask, HALF)
         first = _rounded(_rounded(above * first_cos, grad) + other * second_sin, grad)
         second = _rounded(_rounded(other * second_cos, grad) - above * first_sin, grad)
-        if NORMS:
+        if weight is not None:
             first_x, second_x = _both_halves(x + row * x_row, heads, x_head, columns, mask, HALF)
             inverse = tl.rsqrt(tl.sum(first_x * first_x + second_x * second_x, 1) / (2 * HALF) + eps)[:, None]
             first_x *= inverse
             second_x *= inverse
             first_sums += first * first_x
             second_sums += second * second_x
-            if WRITES:
-                first_weight, second_weight = _both_halves(weight, 0, 0, columns, columns < HALF, HALF)
-                products = first * first_x * first_weight + second * second_x * second_weight
-                shared = -(tl.sum(products, 1) / (2 * HALF))[:, None]
-                first = (first * first_weight + first_x * shared) * inverse
-                second = (second * second_weight + second_x * shared) * inverse
-        if WRITES:
-            _store_halves(into + row * into_row, first, second, heads, into_head, columns, mask, HALF)
+            first_weight, second_weight = _both_halves(weight, 0, 0, columns, columns < HALF, HALF)
+            products = first * first_x * first_weight + second * second_x * second_weight
+            shared = -(tl.sum(products, 1) / (2 * HALF))[:, None]
+            first = (first * first_weight + first_x * shared) * inverse
+            second = (second * second_weight + second_x * shared) * inverse
+        _store_halves(into + row * into_row, first, second, heads, into_head, columns, mask, HALF)
     return first_sums, second_sums
 
 
@@ -270,12 +266,12 @@ def rotate_back(
     query_grad, key_grad, query, key, cos, sin, query_into, key_into, value_grad, value_into, query_weight, key_weight,
     partial, rows, query_grad_row, query_grad_head, key_grad_row, key_grad_head, query_row, query_head, key_row, key_head,
     cos_row, sin_row, query_into_row, query_into_head, key_into_row, key_into_head, value_grad_row, value_grad_head,
-    value_into_row, value_into_head, eps, WRITES: tl.constexpr, QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr,
+    value_into_row, value_into_head, eps,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradients of queries and keys before norm and rotation, and those of values copied unless they are None.
 
-    ``partial`` [programs, 4 * HALF] gets the sums of both weights' gradients, of queries first. WRITES: not only the sums.
+    ``partial`` [programs, 4 * HALF] gets the sums of both weights' gradients, of queries first.
     """
     columns = tl.arange(0, BLOCK)[None, :]
     first_sums = tl.zeros([BLOCK_HEADS, BLOCK], tl.float32)
@@ -289,13 +285,13 @@ def rotate_back(
         first_sums, second_sums = _rotate_heads_back(
             query_grad, query, query_into, query_weight, first_sums, second_sums, row, query_grad_row, query_row, query_into_row,
             query_grad_head, query_head, query_into_head,
-            first_cos, second_cos, first_sin, second_sin, eps, WRITES, QUERY_NORM, HEADS, HALF, BLOCK_HEADS, BLOCK,
+            first_cos, second_cos, first_sin, second_sin, eps, HEADS, HALF, BLOCK_HEADS, BLOCK,
         )  # fmt: skip
         if KEY_HEADS > 0:
             first_key_sums, second_key_sums = _rotate_heads_back(
                 key_grad, key, key_into, key_weight, first_key_sums, second_key_sums, row, key_grad_row, key_row, key_into_row,
                 key_grad_head, key_head, key_into_head,
-                first_cos, second_cos, first_sin, second_sin, eps, WRITES, KEY_NORM, KEY_HEADS, HALF, BLOCK_HEADS, BLOCK,
+                first_cos, second_cos, first_sin, second_sin, eps, KEY_HEADS, HALF, BLOCK_HEADS, BLOCK,
             )  # fmt: skip
         if value_into is not None:
             for start in range(0, KEY_HEADS, BLOCK_HEADS):

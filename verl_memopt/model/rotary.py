@@ -272,7 +272,6 @@ def _backward_statement(
         norm_gradient(back, x, into, weight, eps, sums)
 
 
-@has_kernel(kernels.rotary_weight_gradient, "rrrr", dims=3, sums=(1,), takes=kernels.has_halves)
 def _weight_statement(grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, eps: float, sums: Tensor) -> None:
     back = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
     _rotate(grad, cos, sin, back, -1)
