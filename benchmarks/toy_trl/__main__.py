@@ -78,11 +78,11 @@ def run(plan: Plan) -> Record:
     return stored(found)
 
 
-def call(command: Sequence[str], log: Path) -> None:
+def call(command: Sequence[str], log: Path, seconds: int = PROCESS_SECONDS, **environment: str) -> None:
     with log.open("w") as output:
         done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, stdout=output, stderr=subprocess.STDOUT,
-            timeout=PROCESS_SECONDS, check=False,
+            command, cwd=ROOT, env={**os.environ, **ENVIRONMENT, **environment}, stdout=output, stderr=subprocess.STDOUT,
+            timeout=seconds, check=False,
         )  # fmt: skip
     if done.returncode != 0:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
@@ -155,7 +155,8 @@ def source(result: dict[str, Any]) -> str:
     load = " to ".join(str(value) for value in where["load_average"])
     packages = f"TRL {with_['trl']}, transformers {with_['transformers']}, torch {with_['torch']}, {with_['vllm']}"
     packages += f", verl_memopt {with_['commit']}" if with_["commit"] else ""
-    machine = f"{where['cpu']}, {where['cores']} cores (load {load}), one thread per process"
+    threads = "one thread" if where["threads_per_process"] == 1 else f"{where['threads_per_process']} threads"
+    machine = f"{where['cpu']}, {where['cores']} cores (load {load}), {threads} per process"
     return f"Measured {result['date']} on {machine}; {packages}."
 
 

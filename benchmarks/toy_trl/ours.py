@@ -62,15 +62,15 @@ def read_bytes(folder: Path) -> dict[str, Peak]:
 
 
 def read_prompts(folder: Path, steps: int) -> str:
-    samples = [_json_lines(folder / "samples" / f"{step}.jsonl") for step in range(1, steps + 1)]
+    samples = [json_lines(folder / "samples" / f"{step}.jsonl") for step in range(1, steps + 1)]
     return hash_of([[sample["prompt_ids"] for sample in step] for step in samples])
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    return [row for row in _json_lines(folder / "run" / "metrics.jsonl") if row["step"] > 0]
+    return [row for row in json_lines(folder / "run" / "metrics.jsonl") if row["step"] > 0]
 
 
-def _json_lines(path: Path) -> list[dict[str, Any]]:
+def json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

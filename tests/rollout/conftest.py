@@ -1,7 +1,6 @@
 import pytest
 
 from tests.rollout.tools import engine_at, model_of, place_at, rollout_settings, tiny_folder, weights_of
-from verl_memopt.config import schema
 from verl_memopt.rollout.vllm_engine import VllmEngine
 
 
@@ -29,8 +28,7 @@ class SharedVllm:
 
     def get(self):
         if self._engine is None:
-            further = schema.EngineKwargs(vllm={"block_size": 32})
-            self._engine = VllmEngine(rollout_settings("vllm", engine_kwargs=further), place_at(self._folder))
+            self._engine = VllmEngine(rollout_settings("vllm"), place_at(self._folder))
         return self._engine
 
     def close(self):

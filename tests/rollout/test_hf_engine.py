@@ -22,6 +22,21 @@ def test_chunks_of_one_row_give_what_one_chunk_gives(tied_folder, hf_engine):
     assert small.generate(prompts(6), list(range(6)), sampling(repetition_penalty=1.3)).response_ids == whole.response_ids
 
 
+def test_answers_to_one_prompt_compute_it_once_and_are_what_single_rows_give(hf_engine):
+    asked, seeds = [prompts(4)[number] for number in (3, 1, 3, 3, 2)], list(range(5))
+    computed = []
+    embedding = hf_engine._model.get_input_embeddings()
+    hook = embedding.register_forward_hook(lambda module, inputs, output: computed.append(inputs[0].numel()))
+    together = hf_engine.generate(asked, seeds, sampling(max_tokens=2))
+    hook.remove()
+    width = max(map(len, asked))
+    assert computed == [3 * (width - 1), 5, 5]
+    for prompt, seed, ids, log_probs in zip(asked, seeds, together.response_ids, together.log_probs, strict=True):
+        alone = hf_engine.generate([prompt], [seed], sampling(max_tokens=2))
+        assert alone.response_ids == [ids]
+        assert alone.log_probs[0] == pytest.approx(log_probs, abs=1e-5)
+
+
 def test_sleep_frees_the_weights_and_a_load_after_waking_brings_them_back(hf_engine, tied_folder):
     before = hf_engine.generate(prompts(4), [0] * 4, sampling())
     tensors = [tensor for _, tensor in hf_engine.resident_tensors() if tensor.requires_grad is False and tensor.dim() == 2]
@@ -60,11 +75,11 @@ def test_settings_meant_for_another_engine_are_refused(tied_folder):
 
 @pytest.mark.parametrize("model_type", [*SHAPED, "gemma3_text", "mistral", "qwen3"])
 def test_the_engine_computes_what_is_special_in_a_family_as_the_trainer_does(tmp_path, one_rank, model_type):
-    """Caps, factors, windows shorter than a row, and norms; prompts of several lengths."""
+    """Caps, factors, windows shorter than a row, and norms; prompts of several lengths, some of them twice."""
     folder = tiny_folder(tmp_path, model_type, **fields_of(model_type))
     engine = engine_at("hf", folder, load_format="auto")
-    asked = [list(range(5, 5 + size)) for size in (21, 3, 12)]
-    answer = engine.generate(asked, [0, 1, 2], sampling())
+    asked = [list(range(5, 5 + size)) for size in (21, 3, 12, 21, 3)]
+    answer = engine.generate(asked, list(range(5)), sampling())
     policy, ids = trained(folder, one_rank, False), [torch.tensor(row) for row in answer.response_ids]
     tokens = torch.tensor([token for row in asked for token in row])
     pack = pack_rows(tokens, [len(row) for row in asked], torch.cat(ids), [len(row) for row in ids])

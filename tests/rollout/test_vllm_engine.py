@@ -94,10 +94,11 @@ def test_weights_do_not_load_while_a_request_holds_blocks_of_the_cache(vllm_engi
 
 def test_answers_to_one_prompt_compute_it_once(vllm_engine):
     long_prompt = [5 + place % 190 for place in range(150)]
-    found = vllm_engine.generate([long_prompt] * 4, [0, 1, 2, 3], sampling(max_tokens=4))
-    block = vllm_engine._llm.llm_engine.vllm_config.cache_config.block_size
-    # Whole blocks of the first answer's prompt serve the other three; one token at least is computed, to predict the next.
-    assert found.cached_tokens == 3 * (149 // block * block)
+    for prompt in (long_prompt, long_prompt[-45:]):
+        found = vllm_engine.generate([prompt] * 4, [0, 1, 2, 3], sampling(max_tokens=4))
+        # Whole blocks of 32 tokens of the first answer's prompt serve the other three; one token at least is computed, to predict
+        # the next.
+        assert found.cached_tokens == 3 * ((len(prompt) - 1) // 32 * 32)
     vllm_engine.load_weights(weights_of(model_of(vllm_engine._place.model_folder)))
     assert vllm_engine.generate([long_prompt], [0], sampling(max_tokens=4)).cached_tokens == 0
 

@@ -187,6 +187,7 @@ class HfEngine:
         output = generate(
             ids,
             attention_mask=mask,
+            past_key_values=self._shared_prefill(prompts, ids, mask),
             logits_processor=[sampler, check_stop],
             stopping_criteria=[texts] if sampling.stop else None,
             do_sample=False,
@@ -201,6 +202,22 @@ class HfEngine:
             return responses, [[] for _ in responses], ended
         table = torch.stack(sampler.log_probs, dim=1).tolist()
         return responses, [row[: len(response)] for row, response in zip(table, responses, strict=True)], ended
+
+    def _shared_prefill(self, prompts: list[list[int]], ids: Tensor, mask: Tensor) -> Any:
+        """Return the KV cache of all prompt tokens but the last, with each different prompt computed once.
+
+        None = the prompts all differ, or one has a single token.
+        """
+        numbers: dict[tuple[int, ...], int] = {}
+        rows = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
+        if len(numbers) == len(prompts) or min(map(len, prompts)) == 1:
+            return None
+        first = [rows.index(number) for number in range(len(numbers))]
+        generate: Any = self._model.generate
+        options = {"do_sample": False, "max_new_tokens": 1, "pad_token_id": PAD, "return_dict_in_generate": True}
+        cache = generate(ids[first, :-1], attention_mask=mask[first, :-1], **options).past_key_values
+        cache.batch_select_indices(torch.tensor(rows, device=ids.device))
+        return cache
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -56,6 +56,10 @@ SAME_NAME = (
 )
 """Rollout keys that vLLM knows under the same name."""
 
+CPU_BLOCK_TOKENS = 32
+"""Tokens in a block of the KV cache on a CPU, the fewest that vLLM's kernels take. Requests share only whole blocks. With vLLM's
+default of 128 the answers to a short prompt would share nothing, and each would compute the whole prompt."""
+
 ARRIVED_IN = {
     "model_config": ("seed", "max_model_len", "enforce_eager", "logprobs_mode", "enable_sleep_mode", "quantization"),
     "scheduler_config": ("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill"),
@@ -106,6 +110,8 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, A
             raise ConfigError(
                 f"{KEY}.engine_kwargs.vllm.{name}: {SET_BY.get(name, f'{KEY}.{name}')} sets it already. Use that key alone."
             )
+    if rollout.enable_prefix_caching and not is_gpu(place.device):
+        arguments["block_size"] = CPU_BLOCK_TOKENS
     return arguments | further
 
 
