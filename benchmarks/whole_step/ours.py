@@ -41,7 +41,7 @@ def overrides(plan: Plan) -> list[str]:
         f"{rollout}.kv_cache_memory_gb=0.5",
         # TRL does not ask generate for log-probs.
         f"{rollout}.calculate_log_probs=false", "trainer.device=cpu", "trainer.worker_group=local",
-        f"trainer.total_training_steps={plan.steps}", "trainer.track_memory_every_steps=0", f"trainer.test_freq={NEVER}",
+        f"trainer.total_training_steps={plan.steps}", "trainer.track_memory_every_steps=0", "trainer.test_freq=-1",
         "trainer.val_before_train=false", "trainer.save_freq=-1", "trainer.resume_mode=disable", "trainer.logger=[jsonl]",
         f"trainer.table_every_steps={NEVER}", f"trainer.default_local_dir={plan.folder}/run",
         f"trainer.rollout_data_dir={plan.folder}/samples",
