@@ -67,7 +67,8 @@ def attend(path, layout, window):
     kernel = KERNELS[REGISTERED[path]]
 
     def run(query, key, value, rotary=None):
-        return kernel(query, key, value, AttentionArgs(layout, 0.125, window, rotary))
+        tokens_first = (x[0].transpose(0, 1) for x in (query, key, value))
+        return kernel(*tokens_first, AttentionArgs(layout, 0.125, window, rotary))[None]
 
     return run
 

@@ -64,7 +64,8 @@ def scored(model, pack):
 
 
 def attend(name, query, key, value, layout, window=None):
-    return KERNELS[REGISTERED[name]](query, key, value, AttentionArgs(layout, 0.3, window, None))
+    tokens_first = (x[0].transpose(0, 1) for x in (query, key, value))
+    return KERNELS[REGISTERED[name]](*tokens_first, AttentionArgs(layout, 0.3, window, None))
 
 
 @given(SIZES, HEADS)

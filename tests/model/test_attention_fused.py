@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,11 +18,13 @@ from tests.model.attention_cases import (
     with_gradients,
     with_rotary_gradients,
 )
+from tests.tensors import operations_named
 from verl_memopt.memory.fused import TILE_ELEMENTS
 from verl_memopt.model.attention import eager_attention
-from verl_memopt.model.attention_dense import dense_attention
+from verl_memopt.model.attention_dense import PACKED_CPU_FLASH, _DenseAttention, dense_attention
 from verl_memopt.model.attention_fused import _with_merged, flash_attention, merge
 from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.rotary import rotary_arguments
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 
 SHARED = ((9, (4, 4, 4)), (3, ()), (5, (2, 7)))
@@ -37,11 +41,17 @@ def dense(layout, rotary=None):
     return lambda *inputs: dense_attention(*inputs, layout, 0.3, rotary)
 
 
+def in_passes(layout, rotary=None):
+    """Return dense attention without a mask, however few tokens there are."""
+    kernel = dataclasses.replace(PACKED_CPU_FLASH, masked_products=0)
+    return lambda *inputs: _DenseAttention.apply(*inputs, *rotary_arguments(rotary), layout, 0.3, kernel)
+
+
 def flash(layout, rotary=None, window=None):
     return lambda *inputs: flash_attention(*inputs, layout, 0.3, window, rotary)
 
 
-@pytest.mark.parametrize("kernel", [dense, flash])
+@pytest.mark.parametrize("kernel", [dense, in_passes, flash])
 @given(layout=LAYOUTS, heads=HEADS)
 def test_every_way_to_cut_calls_gives_attention_and_its_gradients(kernel, layout, heads):
     inputs = flat_inputs(layout, *heads)
@@ -50,7 +60,7 @@ def test_every_way_to_cut_calls_gives_attention_and_its_gradients(kernel, layout
     assert agree(found, with_gradients(written_out(layout), inputs), 5e-7)
 
 
-@pytest.mark.parametrize(("kernel", "bound"), [(dense, 1e-6), (flash, 0.0)])
+@pytest.mark.parametrize(("kernel", "bound"), [(dense, 1e-6), (in_passes, 1e-6), (flash, 0.0)])
 @settings(deadline=None)
 @given(layout=LAYOUTS, heads=HEADS, normed=st.booleans())
 def test_queries_and_keys_rotated_inside_give_what_they_give_rotated_before(kernel, bound, layout, heads, normed):
@@ -61,6 +71,23 @@ def test_queries_and_keys_rotated_inside_give_what_they_give_rotated_before(kern
     assert all(torch.equal(one, other) for one, other in zip(found[:4], before[:4], strict=True))
     # Of the norms' weights, summed head by head where kernels take one key head.
     assert all(norm_error(one, other) <= bound for one, other in zip(found[4:], before[4:], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_tokens_of_all_heads_and_sequences_are_one_call_as_near_to_double_as_many_calls(dtype):
+    layout, name = PrefixLayout.of(SHARED), "aten::_scaled_dot_product_flash_attention_for_cpu"
+    inputs = flat_inputs(layout, 4, 2, size=16, dtype=dtype)
+    expected = with_gradients(written_out(layout), [tensor.double() for tensor in inputs])
+    errors, found = [], []
+    for kernel in (dense, in_passes):
+        watch, counts = operations_named([name.removeprefix("aten::")])
+        with watch:
+            outputs = with_gradients(kernel(layout), inputs)
+        found.append(counts)
+        errors.append([norm_error(one, other) for one, other in zip(outputs, expected, strict=True)])
+    # For each of two key heads: six runs of equal lengths, and two prefixes.
+    assert [sum(counts.values()) for counts in found] == [1, 2 * (6 + 2)]
+    assert all(one <= max(1.05 * other, 3e-7) for one, other in zip(*errors, strict=True)), errors
 
 
 def test_a_window_reaches_the_kernel():
@@ -135,7 +162,8 @@ def test_with_a_rotary_it_keeps_what_was_not_rotated_and_puts_gradients_in_its_p
         tracker.mark("inputs", [*given, rotary.cos, rotary.sin, *rotary.norms])
         before = tracker.total()
         out = dense_attention(*given, layout, 0.3, rotary)
-        assert tracker.total() - before == 38 * 4 * (16 + 1) * 4
+        # The output, its log-sum-exps, and the layout's mask.
+        assert tracker.total() - before == 38 * 4 * (16 + 1) * 4 + 38 * 38 * 4
         gradients = torch.autograd.grad(out, given, out.detach())
     assert [one.data_ptr() for one in gradients] == [one.data_ptr() for one in given]
 
@@ -184,7 +212,7 @@ def test_answers_of_several_groups_are_merged_without_a_tensor_in_fp32_of_their_
 
 
 def test_bytes_grow_with_tokens_not_with_their_square():
-    one, two, four = (peaks(PrefixLayout.of(((64 * times, (16 * times,) * 4),)))[1] for times in (1, 2, 4))
+    one, two, four = (peaks(PrefixLayout.of(((128 * times, (32 * times,) * 4),)))[1] for times in (1, 2, 4))
     assert (two, four) == (2 * one, 4 * one)
 
 

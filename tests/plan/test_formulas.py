@@ -6,7 +6,7 @@ from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import ActorRolloutRef
 from verl_memopt.memory.chunked_logprob import logit_bytes
 from verl_memopt.memory.tiled_mlp import TiledMlp
-from verl_memopt.model.attention_dense import ATTENTION_ELEMENTS, key_heads_at_once
+from verl_memopt.model.attention_dense import ATTENTION_ELEMENTS, MASKED_PRODUCTS, key_heads_at_once
 from verl_memopt.plan.formulas import Shapes
 
 SHAPES = Shapes(
@@ -71,7 +71,25 @@ def test_recomputed_norms_leave_a_block_their_inputs_and_those_of_products():
     assert having(**on, tiled_mlp=TiledMlp(enabled=True)).block_bytes == 10 * 4 * (2 * 8 + 2 * 8 + 2 * 4)
 
 
-def test_recomputed_norms_leave_the_last_block_four_moments_to_peak_at():
+def test_few_tokens_on_a_cpu_hold_all_heads_and_a_mask_at_their_attention():
+    few = having(recompute_elementwise=True)
+    kept = 10 * (2 * 8 + 3 * 8 + 2 * 4 + 2 * 2)
+    # Queries (four heads of 2) and keys rotated, and the gradient of queries; keys and values repeated for them, and the
+    # gradients of both, one summed over two heads; a mask of 10 x 10.
+    assert few.attention_backward_bytes == 4 * (kept + 10 * (2 * 8 + 4 + 4 * 8 + 4) + 10 * 10)
+    # In half precision all these are in fp32 but the keys, and so are copies of the output and its gradient.
+    half = with_keys(few, actor__fsdp_config__dtype="bfloat16")
+    assert half.attention_backward_bytes == 2 * kept + 4 * (10 * (2 * 8 + 2 * 8 + 4 * 8 + 4) + 10 * 10)
+    # 182 x 182 pairs of 8 elements are more than a call may have. One key head and one sequence are one call without a mask.
+    assert 181**2 * 8 <= MASKED_PRODUCTS["cpu"] < 182**2 * 8
+    more = dataclasses.replace(few, tokens=182)
+    assert more.attention_backward_bytes == 4 * 182 * (kept // 10 + 2 * 4 + 3 * 2 + 3 * 4 + 2)
+    alone = dataclasses.replace(few, heads=1, kv_heads=1)
+    assert alone.attention_backward_bytes == 4 * 10 * (2 * 8 + 3 * 2 + 2 * 2 + 2 * 2 + 5 * 2 + 3 * 2)
+
+
+def test_recomputed_norms_leave_the_last_block_four_moments_to_peak_at(monkeypatch):
+    monkeypatch.setitem(MASKED_PRODUCTS, "cpu", 0)
     few = having(recompute_elementwise=True)
     # At attention: 10 tokens of one segment each, the output's gradient and tables; queries (two heads of 2) and a key of 2
     # turned, and the gradients of both and of a value; of one call three of the heads, and one summed over them.

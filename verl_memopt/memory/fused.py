@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from subprocess import SubprocessError
 from types import FunctionType
@@ -47,6 +47,11 @@ logger = logging.getLogger(__name__)
 WARNING = (
     "%s=true: functions cannot be compiled here (%s). The run continues uncompiled, and slower. Install a C compiler (gcc) and "
     "Triton, or set %s=false."
+)
+
+FUNCTION_WARNING = (
+    "%s=true: %s cannot be compiled (%s), although other functions can. It runs uncompiled from now on, and slower. Set %s=false "
+    "to compile nothing."
 )
 
 Recorder: TypeAlias = Callable[[Callable[..., Any], Sequence[Tensor | None], Sequence[Any], Callable[[], Any]], Any]
@@ -116,15 +121,9 @@ def over_rows(
     """
     first = tensors[0]
     assert first is not None
-
-    def in_tiles() -> None:
-        if otherwise is not None:
-            otherwise()
-            return
-        _run_in_tiles(statement, tensors, others, narrow)
-
-    if launched(statement, tensors, *others):
+    if _on and launched(statement, tensors, *others):
         return
+    in_tiles = otherwise or partial(_run_in_tiles, statement, tensors, others, narrow)
     if runs_compiled(first):
         run_compiled(statement, _once_each(tensors), others, in_tiles)
     else:
@@ -154,7 +153,7 @@ def _run_in_tiles(
 ) -> None:
     first = tensors[0]
     assert first is not None
-    if first.shape[0] <= _tile_rows(first, narrow):
+    if first.numel() <= _tile_elements(first, narrow):
         statement(*tensors, *others)
         return
     for rows in tiles(first, narrow):
@@ -167,14 +166,13 @@ def runs_compiled(first: Tensor) -> bool:
 
 
 def tiles(tensor: Tensor, narrow: bool = False) -> Iterator[slice]:
-    size = _tile_rows(tensor, narrow)
+    size = max(_tile_elements(tensor, narrow) // max(math.prod(tensor.shape[1:]), 1), 1)
     return (slice(start, start + size) for start in range(0, tensor.shape[0], size))
 
 
-def _tile_rows(tensor: Tensor, narrow: bool) -> int:
+def _tile_elements(tensor: Tensor, narrow: bool) -> int:
     elements = NARROW_TILE_ELEMENTS if narrow else TILE_ELEMENTS
-    width = math.prod(tensor.shape[1:])
-    return max(elements.get(tensor.device.type, elements["cuda"]) // max(width, 1), 1)
+    return elements.get(tensor.device.type, elements["cuda"])
 
 
 def compiler_works(device: torch.device) -> bool:
@@ -219,7 +217,7 @@ def run_compiled(
                 "%s has more than %d compiled variants. It runs uncompiled from now on.", function.__name__, RECOMPILE_LIMIT
             )
         except TorchDynamoException as error:
-            _warn_once(error)
+            _warn_of(function, tensors, error)
         finally:
             dynamo_config.recompile_limit, dynamo_config.fail_on_recompile_limit_hit = limits
             _counts["compiles"] += counters["stats"]["unique_graphs"] - before
@@ -267,12 +265,23 @@ def _compiled(function: Callable[..., Any], widths: tuple[Any, ...], others: tup
     return run
 
 
+def _warn_of(function: Callable[..., Any], tensors: Sequence[Tensor | None], error: Exception) -> None:
+    # If a small function compiles, then no compiler is missing, and the cause is this function. If not, a warning says so.
+    if _compiles(next(tensor.device for tensor in tensors if tensor is not None)):
+        logger.warning(FUNCTION_WARNING, KEY, function.__name__, _reason(error), KEY)
+
+
 def _warn_once(error: Exception) -> None:
     global _warned
     if not _warned:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        logger.warning(WARNING, KEY, reason, KEY)
+        logger.warning(WARNING, KEY, _reason(error), KEY)
         _warned = True
+
+
+def _reason(error: Exception) -> str:
+    # Dynamo's first line may name only the backend. The backend's own error is its cause.
+    cause = getattr(error, "inner_exception", error)
+    return f"{type(cause).__name__}: {cause}".strip().splitlines()[0]
 
 
 def _observed() -> bool:

@@ -565,22 +565,23 @@ class WeightSum:
     """The gradient of a weight [m, n], summed over tiles of rows. The first tile allocates the sum."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.dtype, self.total = weight.dtype, weight.new_empty(0)
-        self.wide = torch.promote_types(weight.dtype, torch.float32)
+        self.dtype = weight.dtype
+        self.total: Tensor | None = None
 
     def add(self, grad: Tensor, value: Tensor, alone: bool) -> None:
         # grad [t, m], value [t, n]
-        if not self.total.numel():
+        if self.total is None:
             product = torch.mm(grad.t(), value)
             # A single tile needs no sum, so it stays in the dtype of the product and is rounded once.
-            self.total = product if alone else product.to(self.wide)
-        elif self.wide == self.dtype:
+            self.total = product if alone else product.to(_wide(self.dtype))
+        elif self.total.dtype == self.dtype:
             torch.addmm(self.total, grad.t(), value, out=self.total)  # counted by torch's FLOP counter
         else:
             # addmm cannot add a product in half precision to an fp32 sum.
             self.total.add_(torch.mm(grad.t(), value))
 
     def gradient(self) -> Tensor:
+        assert self.total is not None, "no tile was added"
         return self.total.to(self.dtype)
 
 

@@ -66,14 +66,14 @@ class TokenSplit:
         return slice(first, first + self.tokens[self.group.rank])
 
     def over_heads(self, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, args: Any) -> Tensor:
-        """Compute attention [1, q, heads, D] for this rank's q queries, with a kernel that gets all queries for some heads.
+        """Compute attention [q, heads, D] for this rank's q queries, with a kernel that gets all queries for some heads.
 
         Key heads are repeated if they do not divide over the ranks.
 
         Args:
             attend: The kernel, a :data:`verl_memopt.model.attention.Attend`; it gets all Q queries and T tokens, and ``args``.
-            query: Queries of this rank, [1, heads, q, D].
-            key: Keys of this rank, [1, kv heads, t, D].
+            query: Queries of this rank, [q, heads, D].
+            key: Keys of this rank, [t, kv heads, D].
             value: Values of this rank, shaped like ``key``.
             args: Passed to ``attend``.
         """
@@ -81,15 +81,14 @@ class TokenSplit:
         copies = key_copies(query.shape[1], key.shape[1], self.group.size)
         q = _over_heads(query, self, self.queries)
         k, v = (_over_heads(x if copies == 1 else x.repeat_interleave(copies, 1), self, self.tokens) for x in (key, value))
-        out = attend(*(x.transpose(0, 1)[None] for x in (q, k, v)), args)[0]
+        out = attend(q, k, v, args)
         back = _Exchange.apply(out.flatten(1), self.group, self.queries, False)
-        return back.view(1, back.shape[0], query.shape[1], out.shape[-1])
+        return back.view(back.shape[0], query.shape[1], out.shape[-1])
 
 
 def _over_heads(x: Tensor, split: TokenSplit, sizes: tuple[int, ...]) -> Tensor:
-    # Exchange this rank's tokens with all heads, [1, heads, t, D], for all tokens with a part of the heads, [T, heads / S, D].
-    tokens = x[0].transpose(0, 1)
-    whole = _Exchange.apply(tokens.flatten(1), split.group, sizes, True)
+    # Exchange this rank's tokens with all heads, [t, heads, D], for all tokens with a part of the heads, [T, heads / S, D].
+    whole = _Exchange.apply(x.flatten(1), split.group, sizes, True)
     return whole.view(whole.shape[0], -1, x.shape[-1])
 
 

@@ -334,7 +334,6 @@ class TiledMlp:
         needed = (False,) * 12 if needed is None else needed
         (self._down,) = tiled_linears(tensors[8:], traits[2:], needed[8:])
         gate, up = tensors[:4], tensors[4:8]
-        joined_tensors = [None if a is None or b is None else joined((a, b), 0) for a, b in zip(gate, up, strict=True)]
         # Gate and up stay apart on a CPU, if they have adapters or packed weights, or if only one of them is trained.
         stay_apart = (
             not JOINS.get(next(tensor for tensor in tensors if tensor is not None).device.type, True)
@@ -342,13 +341,12 @@ class TiledMlp:
             or any(factor is not None for factor in (*gate[2:], *up[2:]))
             or tuple(needed[:4]) != tuple(needed[4:8])
         )
-        not_neighbours = any(
-            whole is None and (a is not None or b is not None) for whole, a, b in zip(joined_tensors, gate, up, strict=True)
-        )
-        if stay_apart or not_neighbours:
+        # None = they are no neighbours in memory, or there is no such tensor.
+        wholes = [None if stay_apart or a is None or b is None else joined((a, b), 0) for a, b in zip(gate, up, strict=True)]
+        if any(whole is None and (a is not None or b is not None) for whole, a, b in zip(wholes, gate, up, strict=True)):
             self._gate_and_up = tiled_linears(tensors[:8], traits[:2], needed[:8])
         else:
-            self._gate_and_up = [TiledLinear(joined_tensors, Traits(0.0, None), needed[:4])]
+            self._gate_and_up = [TiledLinear(wholes, Traits(0.0, None), needed[:4])]
 
     def _products(self, normal: Tensor) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
         # Return the products, which backward overwrites with their gradients, and views of the outputs of gate and up in them.

@@ -178,19 +178,21 @@ class AttentionArgs:
 
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, AttentionArgs], Tensor]
-"""A kernel: (query [1, heads, Q, D], key and value [1, kv heads, T, D], arguments) -> [1, Q, heads, D]."""
+"""A kernel: (query [Q, heads, D], key and value [T, kv heads, D], arguments) -> [Q, heads, D of the values]."""
 
 
 def _eager(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
     query, key = _apply_rotary(query, key, args.rotary, args.layout)
-    return eager_attention(query, key, value, args.layout, args.scale, args.window, args.cap).transpose(1, 2).contiguous()
+    q, k, v = (_heads_first(x) for x in (query, key, value))
+    return _tokens_first(eager_attention(q, k, v, args.layout, args.scale, args.window, args.cap))
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
     _refuse_shared_prefix(args)
     if args.window is not None and max(args.layout.segments) > args.window:
         query, key = _apply_rotary(query, key, args.rotary, args.layout)
-        return windowed_attention(query, key, value, args.layout, args.scale, args.window).transpose(1, 2).contiguous()
+        q, k, v = (_heads_first(x) for x in (query, key, value))
+        return _tokens_first(windowed_attention(q, k, v, args.layout, args.scale, args.window))
     return _one_size(lambda q, k, v, rotary: dense_attention(q, k, v, args.layout, args.scale, rotary), query, key, value, args)
 
 
@@ -209,9 +211,9 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Te
     query, key = _apply_rotary(query, key, args.rotary, args.layout)
     cu_seqlens, longest = args.layout.cu_seqlens, max(args.layout.segments)
     return flash_attn_varlen_func(
-        _flat(query),
-        _flat(key),
-        _flat(value),
+        query,
+        key,
+        value,
         cu_seqlens,
         cu_seqlens,
         longest,
@@ -220,7 +222,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Te
         causal=True,
         # The kernel does not count the token's own position. The setting counts it.
         window_size=(-1, -1) if args.window is None else (args.window - 1, 0),
-    )[None]
+    )
 
 
 def _apply_rotary(query: Tensor, key: Tensor, rotary: Rotary | None, layout: PrefixLayout) -> tuple[Tensor, Tensor]:
@@ -229,29 +231,32 @@ def _apply_rotary(query: Tensor, key: Tensor, rotary: Rotary | None, layout: Pre
         return query, key
     # In a pruned last block only some tokens are queries, so select their rows of the tables.
     cos, sin = layout.at_queries(rotary.cos, rotary.sin)
-    at_queries = replace(rotary, cos=cos, sin=sin)
-    rotated = at_queries.query(_flat(query)), rotary.key(_flat(key))
-    return rotated[0].transpose(0, 1)[None], rotated[1].transpose(0, 1)[None]
+    return replace(rotary, cos=cos, sin=sin).query(query), rotary.key(key)
 
 
 def _one_size(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
-    """Run a kernel that needs one size for all heads, on a GPU a multiple of eight. Return [1, Q, heads, D of the values].
+    """Run a kernel that needs one size for all heads, on a GPU a multiple of eight. Return [Q, heads, D of the values].
 
     Queries and keys are padded with zeros, which do not change the scores. Values are padded too, and the padding is cut off the
     output.
     """
-    size = max(query.shape[-1], value.shape[-1])
+    rotary, width, size = args.rotary, value.shape[-1], max(query.shape[-1], value.shape[-1])
     size += -size % HEAD_MULTIPLE if is_gpu(query.device) else 0
-    rotary = args.rotary
+    if size == query.shape[-1] == width:
+        return attend(query, key, value, rotary)
     if size != query.shape[-1]:
         # The rotation combines the two halves of a head, and padding would move the middle. So rotate first.
         (query, key), rotary = _apply_rotary(query, key, rotary, args.layout), None
-    q, k, v = (x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in map(_flat, (query, key, value)))
-    return attend(q, k, v, rotary)[None, ..., : value.shape[-1]]
+    q, k, v = (x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in (query, key, value))
+    return attend(q, k, v, rotary)[..., :width]
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.squeeze(0).transpose(0, 1)  # [T, heads, D]; squeeze and not [0], as in DecoderBlock.compute
+def _heads_first(tensor: Tensor) -> Tensor:
+    return tensor.transpose(0, 1)[None]  # [1, heads, T, D]
+
+
+def _tokens_first(tensor: Tensor) -> Tensor:
+    return tensor.squeeze(0).transpose(0, 1).contiguous()  # squeeze and not [0], as in DecoderBlock.compute
 
 
 class WindowOverPrefixError(NotImplementedError):

@@ -5,7 +5,7 @@ GPUs before Ampere have only the memory-efficient kernel. The two passes and the
 
 A call of the memory-efficient kernel computes several key heads and sequences of any lengths, up to a number of elements (a
 tile). So few tokens need few calls, and for many tokens the temporary tensors have the size of a tile or of one key head. A call
-of the CPU kernel computes one key head, and sequences of equal length.
+of the CPU kernel computes one key head, and sequences of equal length. Few tokens on a CPU are one call with a mask.
 """
 
 from __future__ import annotations
@@ -121,16 +121,14 @@ class PackedKernel:
         backward: (gradient, q, k, v, output, log-sum-exp, call, scale) -> gradients of q, k and v.
         elements: Most query elements of a call with several key heads or segments of different lengths.
         float_parts: As in :class:`Kernel`.
+        masked_products: Most products (queries x keys x heads x D) that take one call with a mask in place of all of these.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., Parts]
     elements: int
     float_parts: bool
-
-    def working(self, layout: PrefixLayout, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # Cast tensors to the dtype in which the kernel computes attention over this layout.
-        return tuple(tensor.float() for tensor in tensors) if self.float_parts and layout.prefix_spans else tensors
+    masked_products: int = 0
 
 
 def _repeated(tensor: Tensor, query: Tensor) -> Tensor:
@@ -140,9 +138,8 @@ def _repeated(tensor: Tensor, query: Tensor) -> Tensor:
     return tensor[..., None, :].expand(*tensor.shape[:-1], repeats, size).flatten(-3, -2) if repeats > 1 else tensor
 
 
-def _sum_key_heads(parts: list[Tensor], key: Tensor) -> Parts:
+def _sum_key_heads(parts: list[Tensor], kv_heads: int) -> Parts:
     # Sum the gradients of keys and values, [rows, heads, D], over the query heads that share a key head.
-    kv_heads = key.shape[1]
     if parts[1].shape[1] != kv_heads:
         for place in (1, 2):  # replaced in the list, so that one unsummed gradient is freed before the next is summed
             parts[place] = parts[place].unflatten(1, (kv_heads, -1)).sum(2)
@@ -160,7 +157,7 @@ def _cpu_backward(
 ) -> Parts:
     grad, out, lse = (_rectangle(tensor, call.query_lengths) for tensor in (grad, out, lse))
     given = grad, *_rectangles(q, k, v, call), out, lse
-    return _sum_key_heads([_rows(part) for part in CPU_FLASH.backward(*given, call.causal, scale)], k)
+    return _sum_key_heads([_rows(part) for part in CPU_FLASH.backward(*given, call.causal, scale)], k.shape[1])
 
 
 def _rectangles(q: Tensor, k: Tensor, v: Tensor, call: KernelCall) -> Parts:
@@ -203,14 +200,22 @@ def _efficient_backward(
     )  # fmt: skip
     parts = [part[0] for part in head_grads[:3]]
     del head_grads
-    return _sum_key_heads(parts, k)
+    return _sum_key_heads(parts, k.shape[1])
 
 
 ATTENTION_ELEMENTS = {"cpu": 0, "cuda": 2**21}
 """Most query elements of an attention call with several key heads or segments of different lengths. So many elements keep a GPU
 busy for longer than the launch of a call takes. A CPU has no launches, so it computes one key head and one length per call."""
 
-PACKED_CPU_FLASH = PackedKernel(_cpu_forward, _cpu_backward, ATTENTION_ELEMENTS["cpu"], float_parts=True)
+MASKED_PRODUCTS = {"cpu": 2**18, "cuda": 0}
+"""Most products of an attention call with a mask. It replaces a call for each key head, run of equal lengths and shared prefix.
+
+A CPU computes so many in the time in which Python prepares one call.
+"""
+
+PACKED_CPU_FLASH = PackedKernel(
+    _cpu_forward, _cpu_backward, ATTENTION_ELEMENTS["cpu"], float_parts=True, masked_products=MASKED_PRODUCTS["cpu"]
+)
 PACKED_EFFICIENT = PackedKernel(_efficient_forward, _efficient_backward, ATTENTION_ELEMENTS["cuda"], float_parts=False)
 
 
@@ -252,11 +257,10 @@ class _DenseAttention(torch.autograd.Function):
         kernel: PackedKernel,
     ) -> Tensor:
         norms, tables = (query_norm, key_norm), (layout.at_queries(cos, sin), (cos, sin))
-        at_once, rows = _heads_and_rows(query, key, kernel)
-        run = _Passes(layout, kernel, rows, scale)
+        at_once, run = _heads_and_passes(query, key, layout, scale, kernel)
         if at_once == key.shape[1]:
             q, k = apply_rotary_to_both(query, key, norms, eps, *tables)
-            out, lse = run.forward(None, *kernel.working(layout, q, k, value))
+            out, lse = run.forward(None, *run.working(q, k, value))
             out = out.to(query.dtype)
         else:
             out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -264,7 +268,7 @@ class _DenseAttention(torch.autograd.Function):
             # Rotated queries and keys exist for these heads only.
             for queries, keys in key_heads(query, key, at_once):
                 q, k = apply_rotary_to_both(query[:, queries], key[:, keys], norms, eps, *tables)
-                run.forward((out[:, queries], lse[:, queries]), *kernel.working(layout, q, k, value[:, keys]))
+                run.forward((out[:, queries], lse[:, queries]), *run.working(q, k, value[:, keys]))
         ctx.save_for_backward(query, key, value, cos, sin, query_norm, key_norm, out, lse)
         ctx.eps, ctx.at_once, ctx.run = eps, at_once, run
         return out
@@ -279,14 +283,19 @@ class _DenseAttention(torch.autograd.Function):
         sums = weight_sums(norms, ctx.needs_input_grad[5:7])
         # After its backward a head's saved queries, keys and values are not read again, so gradients overwrite them.
         into = (query, key, value) if cos is not None else tuple(torch.empty_like(x) for x in (query, key, value))
+        is_whole = ctx.at_once == key.shape[1]
+
+        def of(tensor: Tensor, heads: slice) -> Tensor:
+            return tensor if is_whole else tensor[:, heads]
+
         for queries, keys in key_heads(query, key, ctx.at_once):
-            inputs = query[:, queries], key[:, keys], value[:, keys]
-            targets = inputs if cos is not None else (into[0][:, queries], into[1][:, keys], into[2][:, keys])
+            inputs = of(query, queries), of(key, keys), of(value, keys)
+            targets = inputs if cos is not None else (of(into[0], queries), of(into[1], keys), of(into[2], keys))
             q, k = apply_rotary_to_both(*inputs[:2], norms, ctx.eps, *tables)
-            working = run.kernel.working(layout, q, k, inputs[2], grad[:, queries], out[:, queries])
+            working = run.working(q, k, inputs[2], of(grad, queries), of(out, queries))
             del q, k
             # Back to the dtype of the inputs, because merged passes on a CPU compute in fp32.
-            parts = tuple(part.to(query.dtype) for part in run.backward(*working, lse[:, queries]))
+            parts = tuple(part.to(query.dtype) for part in run.backward(*working, of(lse, queries)))
             del working
             if cos is not None:
                 parts = rotary_backward_to_all(parts, inputs, norms, ctx.eps, *tables, sums)
@@ -298,11 +307,94 @@ class _DenseAttention(torch.autograd.Function):
         return *into, None, None, *norm_grads, None, None, None, None
 
 
-def _heads_and_rows(query: Tensor, key: Tensor, kernel: PackedKernel) -> tuple[int, int]:
-    # How many key heads are computed at once, and how many rows a call with several sequences may have.
-    elements_of_key_head = query.shape[1] // key.shape[1] * query.shape[2]
-    at_once = key_heads_at_once(query.shape[0] * elements_of_key_head, key.shape[1], kernel.elements)
-    return at_once, kernel.elements // (at_once * elements_of_key_head)
+def _heads_and_passes(
+    query: Tensor, key: Tensor, layout: PrefixLayout, scale: float, kernel: PackedKernel
+) -> tuple[int, _Passes | _MaskedCall]:
+    # How many key heads are computed at once, and how.
+    (tokens, heads, size), kv_heads = query.shape, key.shape[1]
+    is_one_call = kv_heads == 1 and len(layout.runs) == 1 and not layout.prefix_spans
+    if not is_one_call and tokens * key.shape[0] * heads * size <= kernel.masked_products:
+        return kv_heads, _MaskedCall(layout, kv_heads, scale)
+    elements_of_key_head = heads // kv_heads * size
+    at_once = key_heads_at_once(tokens * elements_of_key_head, kv_heads, kernel.elements)
+    # A call with several sequences may have so many rows.
+    return at_once, _Passes(layout, kernel, kernel.elements // (at_once * elements_of_key_head), scale)
+
+
+@dataclass(frozen=True)
+class _MaskedCall:
+    """All heads and sequences of few tokens in one call of the CPU kernel, with a mask of all pairs of tokens.
+
+    It computes in fp32, which takes a CPU no longer, and rounds once.
+    """
+
+    layout: PrefixLayout
+    kv_heads: int
+    scale: float
+
+    def working(self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        keys = (self._for_query_heads(tensor, q.shape[1], dtype) for tensor in (k, v))
+        return q.to(dtype), *keys, *(tensor.to(dtype) for tensor in others)
+
+    def _for_query_heads(self, tensor: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+        # Repeat key heads [T, kv heads, D] for the query heads that share them.
+        tokens, kv_heads, size = tensor.shape
+        if kv_heads == heads:
+            return tensor.to(dtype)
+        out = torch.empty((tokens, kv_heads, heads // kv_heads, size), dtype=dtype, device=tensor.device)
+        return out.copy_(tensor[:, :, None]).view(tokens, heads, size)
+
+    def forward(self, into: tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return attention [Q, heads, D] and its log-sum-exps [Q, heads]."""
+        assert into is None, "all heads are computed at once"
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *map(_as_batch, (q, k, v)), 0.0, False, attn_mask=_mask(self.layout, q.dtype), scale=self.scale
+        )
+        return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Parts:
+        """Return the gradients of queries [Q, heads, D], and of keys and values [T, kv heads, D]."""
+        given = map(_as_batch, (grad, q, k, v, out, lse))
+        head_grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *given, 0.0, False, attn_mask=_mask(self.layout, q.dtype), scale=self.scale
+        )
+        parts = [part[0].transpose(0, 1) for part in head_grads]
+        del head_grads
+        return _sum_key_heads(parts, self.kv_heads)
+
+
+def _as_batch(tensor: Tensor) -> Tensor:
+    return tensor.transpose(0, 1)[None]  # [1, heads, T, ...]
+
+
+MASKED = -1
+"""The key of a layout's mask among its plans, whose other keys are numbers of rows."""
+
+
+def _mask(layout: PrefixLayout, dtype: torch.dtype) -> Tensor:
+    """Return the mask [Q, T] of a layout on a CPU, cached in the layout: 0 if the query sees the key, and otherwise -inf."""
+    mask = layout.plans.get(MASKED)
+    if mask is None or mask.dtype != dtype:
+        # Every block of the model needs the same mask, so build it once per pack.
+        segment, prefix = _segments_of_keys(layout)
+        places = layout.query_places
+        own = segment[places][:, None]
+        visible = (own == segment) | (prefix[places][:, None] == segment)
+        visible &= places[:, None] >= np.arange(len(segment))
+        mask = layout.plans[MASKED] = torch.tensor(np.where(visible, 0.0, -np.inf), dtype=dtype)
+    return mask
+
+
+def _segments_of_keys(layout: PrefixLayout) -> tuple[np.ndarray, np.ndarray]:
+    # The segment of each token, and the segment of the prefix that it sees too, int64 [T] both. A prefix sees itself.
+    segment, prefix, count = [], [], 0
+    for skipped, (own, suffixes) in zip(layout.skipped, layout.groups, strict=True):
+        sizes = [skipped + own, *suffixes]
+        segment.append(np.repeat(np.arange(count, count + len(sizes)), sizes))
+        prefix.append(np.full(sum(sizes), count))
+        count += len(sizes)
+    return np.concatenate(segment), np.concatenate(prefix)
 
 
 @dataclass(frozen=True)
@@ -313,6 +405,10 @@ class _Passes:
     kernel: PackedKernel
     rows: int
     scale: float
+
+    def working(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # Cast tensors to the dtype in which the kernel computes attention over this layout.
+        return tuple(tensor.float() for tensor in tensors) if self.kernel.float_parts and self.layout.prefix_spans else tensors
 
     def forward(self, into: tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return attention [Q, heads, D] and its log-sum-exps [Q, heads], in the tensors ``into`` or in new ones."""

@@ -124,11 +124,8 @@ class Attention(nn.Module):
     def _attended(
         self, query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, attend: Attend, rotary: Rotary | None
     ) -> Tensor:
-        # Views with heads first, as all kernels need them.
-        q, k, v = (states.transpose(0, 1)[None] for states in (query, key, value))  # [1, heads, T, D]
-        out = attend(q, k, v, AttentionArgs(layout, self.scale, self.window, rotary))
-        # No -1 in the shape: with sequence parallelism a rank may have no query, and torch cannot infer a size from 0 elements.
-        return self.o_proj(out.reshape(query.shape[0], out.shape[2] * out.shape[3]))
+        out = attend(query, key, value, AttentionArgs(layout, self.scale, self.window, rotary))
+        return self.o_proj(out.flatten(1))
 
     def _heads(self, states: Tensor) -> Tensor:
         return states.view(states.shape[0], states.shape[1] // self.head_dim, self.head_dim)

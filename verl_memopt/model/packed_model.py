@@ -225,7 +225,9 @@ def _registered(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
         assert prefix_layout is not None, "attention over a pack needs the pack's layout"
         assert softcap is None or attend is KERNELS[REGISTERED["eager"]], "only eager attention can cap its scores"
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attend(query, key, value, AttentionArgs(prefix_layout, scale, sliding_window, None, softcap)), None
+        # Transformers puts heads before tokens.
+        q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+        return attend(q, k, v, AttentionArgs(prefix_layout, scale, sliding_window, None, softcap))[None], None
 
     return packed
 

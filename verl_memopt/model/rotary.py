@@ -101,6 +101,12 @@ Norms = tuple[Tensor | None, Tensor | None]
 def apply_rotary_to_both(
     query: Tensor, key: Tensor, norms: Norms, eps: float, query_tables: Tables, tables: Tables
 ) -> tuple[Tensor, Tensor]:
+    alike = query_tables[0] is tables[0] and (norms[0] is None) is (norms[1] is None)
+    if alike and tables[0] is not None and _are_few(query) and not runs_compiled(query):
+        # A copy side by side takes less time than to prepare each statement twice.
+        pair, weight = torch.cat((query, key), 1), _stacked(norms, query.shape[1], key.shape[1])
+        over_rows(_forward_statement, (pair, *tables, out := torch.empty_like(pair)), weight, eps)
+        return out[:, : query.shape[1]], out[:, query.shape[1] :]
     if query_tables[0] is tables[0] and tables[0] is not None:
         query_out, key_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key))
         if launched(_both_statement, (query, key, *tables, query_out, key_out), *norms, eps):
@@ -113,6 +119,21 @@ def apply_rotary_to_both(
     out = torch.empty(both.shape, dtype=both.dtype, device=both.device)
     over_rows(_forward_statement, (both, *tables, out), norms[0], eps, norms[1], query.shape[1])
     return out[:, : query.shape[1]], out[:, query.shape[1] :]
+
+
+FEW_ELEMENTS = {"cpu": 2**15, "cuda": 0}
+"""Most elements of queries that are copied beside the keys."""
+
+
+def _are_few(query: Tensor) -> bool:
+    return query.numel() <= FEW_ELEMENTS.get(query.device.type, 0)
+
+
+def _stacked(norms: Norms, queries: int, keys: int) -> Tensor | None:
+    # Norm weights [heads, D]: the weight of the query norm for all query heads, then that of the key norm.
+    if norms[0] is None or norms[1] is None:
+        return None
+    return torch.cat((norms[0].expand(queries, -1), norms[1].expand(keys, -1)))
 
 
 def rotary_backward_to_all(
@@ -284,10 +305,10 @@ def weight_sums(weights: Sequence[Tensor | None], needed: Sequence[bool]) -> lis
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:
     # Rotate x [T, heads, D] by the angles of cos and sin [T, D] times `sign`, into `out`.
-    half = x.shape[-1] // 2
-    cos, sin = cos[:, None], sin[:, None]
-    torch.mul(x, cos, out=out)
+    (low, high), (low_sin, high_sin), (low_out, high_out) = x.chunk(2, -1), sin[:, None].chunk(2, -1), out.chunk(2, -1)
+    torch.mul(x, cos[:, None], out=out)
     # The transposed rotation (sign -1) needs the sine of the other half.
-    first, second = (sin[..., :half], sin[..., half:]) if sign == 1 else (sin[..., half:], sin[..., :half])
-    out[..., :half].addcmul_(x[..., half:], first, value=-sign)
-    out[..., half:].addcmul_(x[..., :half], second, value=sign)
+    if sign < 0:
+        low_sin, high_sin = high_sin, low_sin
+    low_out.addcmul_(high, low_sin, value=-sign)
+    high_out.addcmul_(low, high_sin, value=sign)

@@ -14,7 +14,7 @@ from verl_memopt.memory.precision import width
 from verl_memopt.memory.quantized_frozen import row_bytes
 from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS
 from verl_memopt.memory.sequence_parallel import key_copies
-from verl_memopt.model.attention_dense import ATTENTION_ELEMENTS, key_heads_at_once
+from verl_memopt.model.attention_dense import ATTENTION_ELEMENTS, MASKED_PRODUCTS, key_heads_at_once
 from verl_memopt.model.sizes import ModelSize
 
 
@@ -209,6 +209,8 @@ class Shapes:
         # Flash kernels compute all heads at once, and gradients of keys and values for all tokens.
         flash = queries.flash_backward_bytes(self.tokens) + 2 * b * self.skipped * key if self.flash else 0
         attention = flash or queries.attention_backward_bytes + head + call
+        if self._is_masked(queries.tokens, self.tokens):
+            attention = queries._at_attention + self._masked_backward_bytes(queries.tokens, self.tokens)
         mlp = queries.mlp_bytes(self.tokens if self.recomputes_mlp else queries.tokens)
         mlp += queries.input_bytes if self.recomputes_mlp else 0  # the MLP keeps a copy of the rows that it reads
         # At the backward of the key and value projections: the block's input and its gradient, the gradients of keys and values,
@@ -289,7 +291,7 @@ class Shapes:
         """Bytes of a block with recomputed norms at the backward of its attention, with all that the block keeps.
 
         Flash kernels compute all heads at once. On a GPU the memory-efficient kernel computes as many key heads as fit in a tile.
-        On a CPU the kernel computes one key head at a time.
+        On a CPU the kernel computes one key head at a time, or few tokens of all heads in one call with a mask.
         """
         if self.flash:
             return self.flash_backward_bytes(self.tokens)
@@ -301,10 +303,30 @@ class Shapes:
         held = self.compute_bytes * self.sequence_ranks * (head + call)
         if self.device == "cuda":
             held = self._efficient_backward_bytes(query_elements)
+        elif self._is_masked(self.tokens, self.tokens):
+            held = self._masked_backward_bytes(self.tokens, self.tokens)
         # With sequence parallelism these key heads have the tokens of all devices. Two buffers exchange the gradient's heads
         # before.
         exchange = 0 if self.sequence_ranks == 1 else 2 * self.tokens * query
         return self._at_attention + max(held, self.compute_bytes * exchange)
+
+    def _is_masked(self, queries: int, keys: int) -> bool:
+        ranks, several = self.sequence_ranks, self.kv_heads * self.key_copies > self.sequence_ranks or self.segments > 1
+        return several and ranks * queries * keys * self.heads * self.head_dim <= MASKED_PRODUCTS[self.device]
+
+    def _masked_backward_bytes(self, queries: int, keys: int) -> int:
+        """Return the bytes that the backward of attention in one call with a mask allocates, in fp32 or wider.
+
+        Queries, rotated; keys and values, which are repeated for query heads; the gradients of all three, and of keys summed over
+        query heads; in half precision also wide copies of the output and of its gradient, and otherwise the rotated keys, which
+        are in one tensor with the queries. The mask has an element per pair.
+        """
+        wide, ranks, kv_heads = max(self.compute_bytes, 4), self.sequence_ranks, self.kv_heads * self.key_copies
+        query, key = self.heads * self.head_dim, kv_heads * self.head_dim
+        per_key = 4 * query + key if self.heads > kv_heads else 3 * query
+        beside = key if self.heads > kv_heads and queries == keys else 0
+        copies = beside if self.compute_bytes == wide else 2 * query
+        return wide * (queries * (2 * query + copies) + keys * per_key + (ranks * queries) * (ranks * keys))
 
     def efficient_heads(self) -> int:
         kv_heads, ranks = self.kv_heads * self.key_copies, self.sequence_ranks

@@ -310,6 +310,28 @@ def test_without_a_compiler_the_run_goes_on_with_one_warning_whether_it_asked_fi
     assert "actor_rollout_ref.actor.use_torch_compile=true: functions cannot be compiled here" in warning
 
 
+def fails_without_exp(graph, inputs, **_):
+    """A backend that fails for all graphs without an exponential, which the function that looks for a compiler has."""
+    if not any(getattr(node.target, "__name__", node.target) == "exp" for node in graph.graph.nodes):
+        raise KeyError("buf6")
+    return graph.forward
+
+
+@pytest.mark.parametrize("compiles", [fails_without_exp], indirect=True)
+def test_a_function_that_cannot_be_compiled_is_named_with_its_cause_and_no_compiler_is_blamed(compiles, monkeypatch, caplog):
+    monkeypatch.setattr(fused, "_compiles", functools.cache(fused._compiles.__wrapped__))
+    x, weight = drawn(40, 8, dtype=torch.float32).detach(), drawn(8, seed=1, dtype=torch.float32).detach()
+    expected = RMSNorm(EPS).compute((x,), (weight,))
+    with fused_statements(True):
+        for _ in range(3):
+            assert torch.equal(RMSNorm(EPS).compute((x,), (weight,)), expected)
+    (warning,) = (record.message for record in caplog.records if record.name.startswith("verl_memopt"))
+    assert "_norm" in warning
+    assert "KeyError: 'buf6'" in warning
+    assert "use_torch_compile=false" in warning
+    assert "gcc" not in warning
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, HALF)])
 def test_on_a_gpu_compiled_statements_give_the_numbers_of_uncompiled_ones_in_a_kernel_or_three(dtype, bound):
