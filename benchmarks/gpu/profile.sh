@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Launches and time per kernel group of one update, the share of products, and the ratio to the device's peak: Qwen3-0.6B's
-# shapes with random weights, with default settings and with memory=constrained, each with and without torch.compile.
+# shapes with random weights, with default settings, with CUDA graphs and with memory=constrained, each with and without
+# torch.compile.
 # Writes profile.json as profiles are measured, then profile.txt and machine.txt, and counted.txt with the launches that
 # benchmarks.gpu_cost counts without a GPU, to OUT
 # (default: docs/evidence/<date>-profile-<device>).
 # Without a GPU it runs on the CPU, where operations stand for kernels: make it small then, as SMALL=1 of all.sh does.
 # BUDGET is the seconds after which no further profile begins (default 400). PROFILES and COMPILE choose ("default
-# constrained", "off on"). Further options of `python -m benchmarks.gpu.profile_update`, and after -- settings of every profile, go
+# graphs constrained", "off on"). Further options of `python -m benchmarks.gpu.profile_update`, and after -- settings of every profile, go
 # at the end of the command line. Exit code: 5 where a profile failed or was not begun, 1 where the counter failed.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/machine.sh"

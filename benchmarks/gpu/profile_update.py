@@ -1,7 +1,8 @@
 """``python -m benchmarks.gpu.profile_update``: launches and time per kernel group of one update of the policy.
 
 The update is that of a worker (``worker/policy.py``) on random tokens: a forward and backward of each micro-batch, clipping and
-the optimizer step, with default settings and with ``memory=constrained``, each with and without ``torch.compile``.
+the optimizer step, with default settings, with CUDA graphs and with ``memory=constrained``, each with and without
+``torch.compile``.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ from verl_memopt.worker.worker import Worker
 logger = logging.getLogger(__name__)
 
 DONE, BROKEN = 0, 5
-PROFILES = {"default": (), "constrained": ("memory=constrained",)}
+PROFILES = {
+    "default": (),
+    "graphs": ("actor_rollout_ref.actor.fsdp_config.cuda_graphs=true",),
+    "constrained": ("memory=constrained",),
+}
 COMPILED = {"off": False, "on": True}
 WARM_UPS = 2
 """Updates before any is timed: the first compiles and makes the optimizer's state, the second finds both there."""

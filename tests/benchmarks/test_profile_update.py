@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import torch
 
-from benchmarks.gpu.profile_update import measured_peak, rate, stated_peak, summary
+from benchmarks.gpu.profile_update import PROFILES, measured_peak, rate, stated_peak, summary
 from benchmarks.gpu.traces import Launch, busy_seconds, by_group, kernel_group, launches, operation_group, profiled, span_seconds
 from benchmarks.gpu_cost.__main__ import LAUNCH_SECONDS
 from tests.end_to_end.runs import ROOT, script_environment
@@ -113,7 +113,7 @@ def test_the_profile_script_leaves_table_json_and_what_it_ran_on(tmp_path):
     process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr[-3000:]
     profiles = json.loads((out / "profile.json").read_text())["profiles"]
-    assert [(found["profile"], found["compile"]) for found in profiles] == [("default", "off"), ("constrained", "off")]
+    assert [(found["profile"], found["compile"]) for found in profiles] == [(name, "off") for name in PROFILES]
     for found in profiles:
         assert found["groups"]["products"]["launches"] > 0
         assert found["groups"]["attention"]["launches"] > 0

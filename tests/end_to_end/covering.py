@@ -100,11 +100,15 @@ FACTORS = {
     "limits": {"none": {}, "one": dict.fromkeys(_LIMITS, 1)},
     # Settings beside the knobs that change where something lies or how it is computed.
     **_of_roles("forward_prefetch", **_ON_OFF),
+    **_of_roles("cuda_graphs", roles=("actor",), **_ON_OFF),
     "engine dtype": _levels(f"{ROLLOUT}.dtype", **_DTYPES),
 }
 """Factor -> level -> what it sets."""
 
-NEEDS = {("load", "mmap"): {"ref param_offload": "on"}}
+NEEDS = {
+    ("load", "mmap"): {"ref param_offload": "on"},
+    ("actor cuda_graphs", "on"): {"checkpointing": "full", "recomputed values": "on"},
+}
 """Option -> what it only stands with, put beside it where a pair does not say otherwise."""
 
 _KEYS = {

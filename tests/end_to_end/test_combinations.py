@@ -9,6 +9,7 @@ from tests.end_to_end.covering import (
     FACTORS,
     FOUR_RANKS,
     LOSSY,
+    NEEDS,
     NO_FACTOR,
     REFUSED,
     REFUSED_LATER,
@@ -48,6 +49,13 @@ ON_TWO = few(EXACT)
 IN_EVERY_RUN = {1: [row for row in EXACT if row not in ON_TWO][::8] + few(OTHERS), 2: ON_TWO}
 """Ranks -> the rows that are not left to the slow proofs: each lossless option is on two ranks, each lossy one on one, and seven
 of eight pairs are in one of them. The proofs have every pair on both."""
+
+
+CAPTURED = NEEDS[("actor cuda_graphs", "on")] | {
+    "actor cuda_graphs": "on", "lora": "off", "tiled block": "off", "actor offload_policy": "off",
+}  # fmt: skip
+"""What makes the blocks of a row run as graphs. On a CPU the functions behind the graphs are called, with the same buffers."""
+GRAPHS = few([row | CAPTURED for row in ROWS if not any(pair <= (row | CAPTURED).items() for pair in REFUSED)])
 
 
 @dataclass(frozen=True)
@@ -289,6 +297,12 @@ def test_lossless_knobs_change_nothing(outcomes, ranks, row):
     found, expected = outcomes[ranks, key(row)], outcomes[ranks, key(reference_of(row))]
     for own, other in zip(found, expected, strict=True):
         assert not apart(own, other).beyond(tolerance(row))
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, marks=() if n < 3 else pytest.mark.slow) for n, row in enumerate(GRAPHS)])
+def test_graphs_change_nothing_beside_other_knobs(outcomes, row):
+    (found,), (expected,) = (outcomes[1, key(row | {"actor cuda_graphs": level})] for level in ("on", "off"))
+    assert not apart(found, expected).beyond(tolerance(row))
 
 
 @every_row(ROWS)

@@ -53,6 +53,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
     "grpo": ("algorithm.adv_estimator=grpo", f"{AR}.actor.use_kl_loss=true"),
     "lora": ("algorithm.adv_estimator=grpo", f"{AR}.actor.use_kl_loss=true", f"{AR}.model.lora_rank=16"),
+    "graphs": ("algorithm.adv_estimator=grpo", f"{AR}.actor.use_kl_loss=true", f"{AR}.actor.fsdp_config.cuda_graphs=true"),
 }  # fmt: skip
 """Run -> its settings. ``ppo`` has a critic of another shape than the policy, ``rlt`` a student."""
 
@@ -73,21 +74,26 @@ class CompiledGpu(VirtualGpu):
         self, function: Callable[..., Any], tensors: Sequence[Tensor | None], others: Sequence[Any], uncompiled: Callable[[], Any]
     ) -> Any:
         """Run a call uncompiled, and count what it would hold compiled: its results, and what Inductor or our kernel keeps."""
-        before = self.peak
-        if isinstance(function, Kernel):
-            uncompiled()
-            self.peak = max(before, self.allocated + function.partial_bytes(tensors, others))
-            return None
-        key, rows = region_of(function, tensors, others)
+        before, pool = self.peak, self._pool
+        size = 0 if pool is None else pool.size
         result = uncompiled()
-        self.peak = max(before, self.allocated + round(self.regions.setdefault(key, 0) * rows))
+        if pool is not None:  # it has grown by what a compiled call does not hold
+            self.allocated -= pool.size - max(size, pool.live)
+            pool.size = max(size, pool.live)
+        self.peak = before
+        if isinstance(function, Kernel):
+            held = function.partial_bytes(tensors, others)
+        else:
+            key, rows = region_of(function, tensors, others)
+            held = round(self.regions.setdefault(key, 0) * rows)
+        self.holds_for_a_moment(held)
         return result
 
     def _device_op(self, func: Any, args: Any, kwargs: Any, given: Any) -> Any:
         result = super()._device_op(func, args, kwargs, given)
         scratch = SCRATCH.get(func.__name__.partition(".")[0])
         if scratch is not None:
-            self.peak = max(self.peak, self.allocated + scratch(args))
+            self.holds_for_a_moment(scratch(args))
         return result
 
 

@@ -84,6 +84,24 @@ class Event:
         return True
 
 
+class MemPool:
+    """Stands in for torch.cuda.MemPool: memory that is kept once it was needed. ``size`` and ``live`` are bytes."""
+
+    def __init__(self, *_, **__):
+        self.id = self
+        self.size = self.live = 0
+
+
+class CudaGraph:
+    """Stands in for torch.cuda.CUDAGraph. It repeats the accesses of what was captured, as one operation."""
+
+    def __init__(self, *_, **__):
+        self.reads, self.writes = {}, {}
+
+    def replay(self):
+        _gpu().replay(self)
+
+
 class VirtualGpu(TorchDispatchMode):
     """One virtual device, ``cuda:0``, that replaces torch.cuda while entered. One per process at a time.
 
@@ -104,6 +122,7 @@ class VirtualGpu(TorchDispatchMode):
         self.truth = False
         """What the host reads where a device tensor of one bool is asked for."""
         self._sizes, self._deaths = {}, {}
+        self._pool, self._pooled, self._graph = None, {}, None
         self._host, self._pinned, self._recorded, self._locked = {}, set(), set(), {}
         self._stack = contextlib.ExitStack()
 
@@ -236,6 +255,10 @@ class VirtualGpu(TorchDispatchMode):
 
     def _launch(self, lane, name, given, written, made=()):
         """Record an operation. ``written``: the arguments that it writes. ``made``: results, new unless part of an argument."""
+        if self._graph is not None:
+            for tensors, spans in ((given, self._graph.reads), ((*written, *made), self._graph.writes)):
+                spans |= {span: None for span in _spans(tensors) if span.key not in self._pooled}
+            return
         there = {_key(tensor) for tensor in given}
         writes = [*_spans(written), *_spans(tensor for tensor in made if _key(tensor) not in there)]
         taken = {id(tensor) for tensor in written}
@@ -316,12 +339,15 @@ class VirtualGpu(TorchDispatchMode):
             return
         self._sizes[key] = 0
         self._deaths[key] = weakref.ref(storage, lambda _: self._forget(key))
+        if self._pool is not None:
+            self._pooled[key] = self._pool
         self.clocks.born(key, lane)
         self._set(key, storage.nbytes())
 
     def _forget(self, key):
         self._set(key, 0)
         del self._sizes[key], self._deaths[key]
+        self._pooled.pop(key, None)
         if key in self._recorded:
             self._recorded.discard(key)
             self.clocks.forget(key)
@@ -341,11 +367,25 @@ class VirtualGpu(TorchDispatchMode):
 
     def _set(self, key, num_bytes):
         size = -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
-        if self.allocated + size - self._sizes[key] > self._limit:
+        more, pool = size - self._sizes[key], self._pooled.get(key)
+        if pool is not None:
+            pool.live += more
+            more = max(pool.live - pool.size, 0)
+            pool.size += more
+        if self.allocated + more > self._limit:
             raise torch.OutOfMemoryError(f"virtual GPU out of memory. Tried to allocate {num_bytes} bytes. ")
-        self.allocated += size - self._sizes[key]
+        self.allocated += more
         self._sizes[key] = size
         self.peak = max(self.peak, self.allocated)
+
+    def holds_for_a_moment(self, num_bytes):
+        """Count bytes that an operation allocates and frees."""
+        if self._pool is not None:
+            more = max(self._pool.live + num_bytes - self._pool.size, 0)
+            self._pool.size += more
+            self.allocated += more
+            num_bytes = 0
+        self.peak = max(self.peak, self.allocated + num_bytes)
 
     def held(self):
         """Return {storage key: bytes} of what lies on the device."""
@@ -370,8 +410,34 @@ class VirtualGpu(TorchDispatchMode):
             "cudart": lambda: SimpleNamespace(cudaHostRegister=self._lock, cudaHostUnregister=self._unlock),
             "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8), "set_rng_state": _nothing,
             "get_rng_state_all": list, "manual_seed": _nothing, "manual_seed_all": _nothing,
-            "is_current_stream_capturing": lambda: False,
+            "is_current_stream_capturing": lambda: self._graph is not None,
+            "MemPool": MemPool, "use_mem_pool": self._in_pool, "CUDAGraph": CudaGraph, "graph": self._captured,
         }  # fmt: skip
+
+    @contextlib.contextmanager
+    def _in_pool(self, pool, device=None):
+        before, self._pool = self._pool, pool
+        live = pool.live
+        try:
+            yield
+        finally:
+            self._pool = before
+        assert pool.live == live, "what lies in the memory of a graph is overwritten by the next one"
+
+    @contextlib.contextmanager
+    def _captured(self, graph, pool=None, stream=None, **_):
+        self.host_waits("torch.cuda.graph")
+        with self._in_pool(pool), self._on_stream(stream):
+            self._graph = graph
+            try:
+                yield
+            finally:
+                self._graph = None
+
+    def replay(self, graph):
+        """Do what was captured on the present stream."""
+        self.ops["cuda graph"] += 1
+        self.clocks.launch(self.streams[-1].name, "cuda graph", list(graph.reads), list(graph.writes))
 
     def _reset_peak(self, *_):
         self.peak = self.allocated

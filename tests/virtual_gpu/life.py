@@ -169,6 +169,7 @@ class _Witness:
         own_offload = self.worker.settings.actor.fsdp_config.offload_policy
         # The last is the optimizer step in backward, which waits for the copies of gradients to the host.
         but_for = ("Event.synchronize", "aten._to_copy.default to the host", "Stream.synchronize") if own_offload else ()
+        but_for += ("torch.cuda.graph",)  # a capture, once for each size
 
         def watched(*args, **kwargs):
             with self.gpu.never_waits("between micro-batches", but_for):

@@ -21,6 +21,7 @@ COUNTED = {
     },
     "rlt": {"old_log_prob": 12_340_724_736, "ref": 12_340_724_736, "reward": 12_022_754_816, "update_actor": 14_892_440_064},
     "grpo": {"old_log_prob": 10_364_592_640, "ref": 10_364_592_640, "update_actor": 12_916_307_968},
+    "graphs": {"old_log_prob": 10_943_416_320, "ref": 10_974_878_208, "update_actor": 13_237_408_768},
     "lora": {"old_log_prob": 1_798_430_720, "ref": 1_798_430_720, "update_actor": 3_217_374_848},
 }
 """Run -> pass -> its peak in bytes at the shapes of Qwen3-0.6B and Qwen2.5-0.5B (docs/evidence/2026-11-26-launch-mends)."""

@@ -127,6 +127,11 @@ class Fsdp(PrecisionSettings, ShardingUnits, SequenceParallel, Resharding, Nativ
 class TrainedFsdp(GradientSync, GradOffload, OptimizerOffload, SplitMasters, Fsdp):
     """Sharding and precision of a model that is trained."""
 
+    cuda_graphs: bool = False
+    """Run the blocks as CUDA graphs, all but their attention, so that the host launches a few graphs instead of 200 kernels. For
+    one device and full-parameter training with activation checkpointing; other blocks run as without it, with a warning. It
+    holds the weights and gradients of one block, and the activations that a block computes, also between passes."""
+
 
 KlEstimator = Literal["kl", "abs", "mse", "low_var_kl"]
 KlWithGradient = Literal["kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+"]

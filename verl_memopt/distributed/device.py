@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -364,3 +364,38 @@ def fetched_together(tensors: Sequence[torch.Tensor], device: torch.device) -> C
         return [tensor.detach() if tensor.device.type == "cpu" else next(parts).view(tensor.shape) for tensor in tensors]
 
     return fetched
+
+
+# Graphs: what the host launches again without launching each kernel.
+
+
+class Capture(Protocol):
+    """Records what functions do on the device."""
+
+    def warm_up(self, function: Callable[[], None]) -> None:
+        """Run a function for the first time, which may load kernels and compile statements."""
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Record a function without running it, and return what repeats it."""
+
+
+class CudaGraphs(Capture):
+    """CUDA graphs that never run at the same time, so they share their memory."""
+
+    def __init__(self) -> None:
+        # The allocator reuses memory only for the stream on which it was allocated.
+        self._pool, self._stream = torch.cuda.MemPool(), torch.cuda.Stream()
+
+    def warm_up(self, function: Callable[[], None]) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.use_mem_pool(self._pool), torch.cuda.stream(self._stream):
+            function()
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        pool: Any = self._pool.id
+        # Other threads, such as an engine's, may go on with operations that a capture forbids to its own thread.
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+            function()
+        return graph.replay

@@ -32,6 +32,10 @@ KIND = "gathered parameters"
 """The kind of a unit's cast parameters in the byte tracker, the same as that of parameters that FSDP2 gathers."""
 
 
+GRAPHS = "graphs"
+"""The kind of the bytes that blocks hold to run as CUDA graphs."""
+
+
 @dataclass(eq=False)
 class _Weight:
     at_rest: nn.Parameter
@@ -52,6 +56,9 @@ class CastUnit:
     storage: torch.UntypedStorage | None = None
     num_bytes: int = 0
     is_cast: bool = False
+    shares: bool = False
+    """Units of equal shapes share the buffer. It stays where it is, because CUDA graphs read it. The next unit overwrites its
+    gradients."""
     # The lists that each cast reads, made once.
     sources: list[Tensor] = field(default_factory=list)
     targets: list[Tensor] = field(default_factory=list)
@@ -68,7 +75,12 @@ class CastUnits:
     """
 
     def __init__(
-        self, units: Sequence[nn.Module], compute: torch.dtype, frees: bool = True, own_dtype: Sequence[nn.Module] = ()
+        self,
+        units: Sequence[nn.Module],
+        compute: torch.dtype,
+        frees: bool = True,
+        own_dtype: Sequence[nn.Module] = (),
+        sharing: Sequence[nn.Module] = (),
     ) -> None:
         """Nothing is cast yet: call :meth:`take_over` once the model's parameters are allocated.
 
@@ -77,21 +89,28 @@ class CastUnits:
             compute: The dtype to cast floating-point parameters and inputs of units to.
             frees: Free a unit's cast parameters after its forward, and cast them again for its backward. False keeps them.
             own_dtype: Modules whose parameters compute in the dtype in which they rest.
+            sharing: Those of ``units`` that compute from one buffer in turn. All their parameters are copied there, also those
+                that rest in ``compute``.
         """
         self.modules, self._compute, self._frees, self._own_dtype = list(units), compute, frees, list(own_dtype)
+        self._sharing, self._shared = set(sharing), dict[tuple[Any, ...], Tensor]()
         self._units: list[CastUnit] = []
         self._swapped = self._ends = False
 
     def take_over(self, model: nn.Module) -> None:
         own = {parameter for module in self._own_dtype for parameter in module.parameters()}
+        copied = {parameter for module in self._sharing for parameter in module.parameters()}
         places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
-                if parameter is not None and parameter not in own and self._needs_cast(parameter):
+                if parameter is not None and parameter not in own and (parameter in copied or self._needs_cast(parameter)):
                     places.setdefault(parameter, []).append((module, name))
         # Parameters in no unit are cast with the model. They stay cast from the start of a forward to the end of its backward.
         root = CastUnit(frees=False)
-        self._units = [*(CastUnit(self._frees) for _ in self.modules), root]
+        self._units = [
+            *(CastUnit(self._frees or module in self._sharing, shares=module in self._sharing) for module in self.modules),
+            root,
+        ]
         for module, unit in zip(self.modules, self._units, strict=False):
             # Units must not share a parameter, such as a tied one: the unit that casts it would free it while the other one
             # computes.
@@ -133,8 +152,13 @@ class CastUnits:
         order = sorted(members, key=lambda parameter: (members[parameter][0][1], -parameter.dim()))
         starts = aligned_starts([parameter.numel() * self._compute.itemsize for parameter in order])
         first = order[0]
-        with scope(kind=KIND):
-            room = torch.empty(starts[-1], dtype=torch.uint8, device=first.device)
+        shape = tuple((parameter.shape, start) for parameter, start in zip(order, starts, strict=False))
+        room = self._shared.get(shape) if unit.shares else None
+        if room is None:
+            with scope(kind=GRAPHS if unit.shares else KIND):
+                room = torch.empty(starts[-1], dtype=torch.uint8, device=first.device)
+        if unit.shares:
+            self._shared[shape] = room
         cast: dict[nn.Parameter, nn.Parameter] = {}
         for parameter, start in zip(order, starts, strict=False):
             part = room[start : start + parameter.numel() * self._compute.itemsize].view(self._compute).view(parameter.shape)
@@ -143,7 +167,8 @@ class CastUnits:
         unit.sources = [weight.at_rest.detach() for weight in unit.weights]
         unit.targets = [weight.cast.detach() for weight in unit.weights]
         unit.storage, unit.num_bytes = room.untyped_storage(), starts[-1]
-        unit.storage.resize_(0)
+        if not unit.shares:
+            unit.storage.resize_(0)
 
     def _watch(self, module: nn.Module, unit: CastUnit, is_root: bool = False) -> None:
         weak = weakref.proxy(self)  # the module's hooks must not keep the model alive
@@ -212,8 +237,9 @@ class CastUnits:
     def _cast(self, unit: CastUnit) -> None:
         if unit.is_cast or unit.storage is None:
             return
-        with scope(kind=KIND):
-            unit.storage.resize_(unit.num_bytes)
+        if not unit.shares:
+            with scope(kind=KIND):
+                unit.storage.resize_(unit.num_bytes)
         # Autograd must not see this write as a change: nodes that saved the parameters get the same values again.
         with torch.autograd._unsafe_preserve_version_counter(tuple(unit.targets)):
             torch._foreach_copy_(unit.targets, unit.sources)
@@ -223,14 +249,17 @@ class CastUnits:
     def _add_gradients(self, unit: CastUnit) -> None:
         # Add the gradients in the compute dtype to those of the parameters at rest, and drop them.
         arrived = [weight for weight in unit.weights if weight.cast.grad is not None]
+        sums = [weight.at_rest.grad for weight in arrived if weight.at_rest.grad is not None]
+        if sums and len(sums) == len(arrived):
+            torch._foreach_add_(sums, [weight.cast.grad for weight in arrived if weight.cast.grad is not None])
         for weight in arrived:
             rest, grad = weight.at_rest, weight.cast.grad
             assert grad is not None
             weight.cast.grad = None
             if rest.grad is None:
                 with scope(kind="grads"):
-                    rest.grad = grad.to(gradient_dtype(rest))
-            else:
+                    rest.grad = grad.to(gradient_dtype(rest), copy=unit.shares)
+            elif len(sums) != len(arrived):
                 rest.grad.add_(grad)
             del grad  # freed before the next one is converted
             # Autograd, which did not accumulate this gradient, would have called them.
@@ -243,7 +272,8 @@ class CastUnits:
 
 def _free(unit: CastUnit) -> None:
     if unit.is_cast and unit.storage is not None:
-        unit.storage.resize_(0)
+        if not unit.shares:
+            unit.storage.resize_(0)
         unit.is_cast = False
 
 

@@ -168,8 +168,7 @@ class _RecomputedProducts(torch.autograd.Function):
         *tensors: Any,
     ) -> Tensors:
         # Nothing is saved here: `node` saved the tensors before the products were computed.
-        ctx.recomputable, ctx.parameters, ctx.rows, ctx.marked, ctx.kept = recomputable, parameters, rows, marked, node
-        ctx.packings = packings
+        ctx.kept = node
         first, second, third = (recomputable.sources, recomputable.sources + parameters, len(tensors) - len(marked))
         value = recomputable.compute(tensors[:first], tensors[first:second])
         part = value if rows is None else value[rows.index]
@@ -179,17 +178,38 @@ class _RecomputedProducts(torch.autograd.Function):
             (is_marked, None if packing is None else at)
             for at, (is_marked, packing) in enumerate(zip(marked, packings, strict=True))
         ]
-        ctx.runs = in_runs(weights, biases, kinds)
-        outs = (
-            products_of(part if marked[run.start] else value, weights[run], biases[run], packings[run.start]) for run in ctx.runs
-        )
+        runs = in_runs(weights, biases, kinds)
+        ctx.products = Products(recomputable, parameters, rows, marked, packings, runs)
+        outs = (products_of(part if marked[run.start] else value, weights[run], biases[run], packings[run.start]) for run in runs)
         return *(out for run in outs for out in run), *(source.view_as(source) for source in tensors[:passed])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        recomputable, tensors, needed = ctx.recomputable, kept(ctx), ctx.needs_input_grad[7:]
-        first, second = recomputable.sources, recomputable.sources + ctx.parameters
+        return *(None,) * 7, *ctx.products.gradients(kept(ctx), grads, ctx.needs_input_grad[7:])
+
+
+@dataclass(frozen=True)
+class Products:
+    """Products of one value with some weights, as in :func:`recomputed_products`. ``runs`` are the products that are joined."""
+
+    recomputable: Recomputable
+    parameters: int
+    rows: Rows | None
+    marked: Sequence[bool]
+    packings: Sequence[Packing | None]
+    runs: Sequence[slice]
+
+    def gradients(self, tensors: Tensors, grads: Sequence[Tensor], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        """Return the gradients of sources, parameters, weights and biases. None = it is not needed.
+
+        Args:
+            tensors: Sources, parameters and weights.
+            grads: The gradients of the products; then that of the passed source, if it was passed.
+            needed: Whether each of sources, parameters, weights and biases needs a gradient.
+        """
+        recomputable = self.recomputable
+        first, second = recomputable.sources, recomputable.sources + self.parameters
         sources, parameters, weights = tensors[:first], tensors[first:second], tensors[second:]
         passed_grad = grads[len(weights)] if len(grads) > len(weights) else None
         further = any(needed[:second])
@@ -198,9 +218,14 @@ class _RecomputedProducts(torch.autograd.Function):
         needs_weight, needs_bias = needed[second : second + len(weights)], needed[second + len(weights) :]
         products = [
             _Product(
-                run, grad, (weight, ctx.packings[run.start]), ctx.marked[run.start], any(needs_weight[run]), any(needs_bias[run])
+                run,
+                grad,
+                (weight, self.packings[run.start]),
+                self.marked[run.start],
+                any(needs_weight[run]),
+                any(needs_bias[run]),
             )
-            for run, grad, weight in _joined_runs(ctx.runs, grads, weights)
+            for run, grad, weight in _joined_runs(self.runs, grads, weights)
         ]
         cuts, norms = product_tiles(sources[0]), zip(parameters, needed[first:second], strict=True)
         sums = [sum_of(weight, cuts, sources[0]) if wanted else None for weight, wanted in norms]
@@ -208,7 +233,7 @@ class _RecomputedProducts(torch.autograd.Function):
             cut = tuple(source[rows] for source in sources)
             # This is the recomputation. A tile of the value exists only until its gradients are added.
             value = recomputable.compute(cut, parameters)
-            marked_rows, places = (rows, None) if ctx.rows is None else ctx.rows.within(rows)
+            marked_rows, places = (rows, None) if self.rows is None else self.rows.within(rows)
             above = [product.grad[marked_rows if product.marked else rows] for product in products]
             for product, grad in zip(products, above, strict=True):
                 if product.total is not None:
@@ -224,7 +249,7 @@ class _RecomputedProducts(torch.autograd.Function):
         totals = [(product.run, None if product.total is None else product.total.gradient()) for product in products]
         weight_grads = (part for run, total in totals for part in _parted(total, weights[run]))
         bias_grads = (part for product in products for part in _parted(product.bias, weights[product.run]))
-        return *(None,) * 7, *source_grads, *parameter_grads, *weight_grads, *bias_grads
+        return *source_grads, *parameter_grads, *weight_grads, *bias_grads
 
 
 class _Product:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -55,6 +55,9 @@ def abandon_pass(model: nn.Module) -> None:
     casts: CastUnits | None = getattr(model, "casts", None)
     if casts is not None:
         casts.abandon()
+    graphs: Any = getattr(model, "graphs", None)
+    if graphs is not None:
+        graphs.clear()  # smaller micro-batches need less memory at fixed addresses
     # Before its first forward the model has no state to reset.
     if not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is None:
         return

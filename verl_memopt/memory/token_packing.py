@@ -416,3 +416,20 @@ def _parts(tokens: RowTokens, family: list[int], budget: int, names: Sequence[st
     if not any(answers):
         return [family]
     return [[family[place] for place in places] for places in pack(answers, budget - prompt, key=key)]
+
+
+# Sizes to which the tokens of a micro-batch are padded where kernels are recorded for one size (CUDA graphs).
+
+
+SIZES_IN_OCTAVE = 8
+"""Sizes between a power of two and the next one, so at most an eighth of the tokens is padding."""
+
+SMALLEST_SHARE = 4
+"""Micro-batches with fewer tokens than the largest size divided by this are padded to that many."""
+
+
+def bucket_of(tokens: int, largest: int = 0) -> int:
+    """Return the size to which ``tokens`` are padded, if ``largest`` is the largest size so far."""
+    tokens = max(tokens, -(-largest // SMALLEST_SHARE), SIZES_IN_OCTAVE)
+    step = max(2 ** ((tokens - 1).bit_length() - 1) // SIZES_IN_OCTAVE, 1)
+    return -(-tokens // step) * step

@@ -30,6 +30,7 @@ from verl_memopt.memory.sequence_parallel_torch import sequence_group
 from verl_memopt.memory.shared_weights_torch import GatheredWeights
 from verl_memopt.memory.streamed_params_torch import StreamedParams, allocate_on_host, native_offload
 from verl_memopt.model.attention import choose_attention
+from verl_memopt.model.captured_block import CapturedBlocks, why_not_captured
 from verl_memopt.model.decoder import Decoder, DecoderBlock, block_options, class_name
 from verl_memopt.model.families import POLICY_KEY, SCORE_CAP
 from verl_memopt.model.packed_model import PackedModel, PolicyModel, dtype_of
@@ -121,18 +122,37 @@ def parallelize(
     if fsdp.own_units and not packed.tied:
         # A tied matrix is used at both ends of the forward, so it stays in the root unit.
         units = [packed.lm.get_input_embeddings(), *units, *([] if own_dtype else [packed.head])]
+    captured = _captured(packed, units, fsdp, stays_plain(mesh, offload) and not use.replicated, use.fsdp_key)
     if use.replicated:
         packed.rows = GatheredWeights(units, mesh, dtypes[2])
         return
     if stays_plain(mesh, offload):
-        if precision.param_dtype is not None:
-            packed.casts = CastUnits(units, precision.param_dtype, fsdp.reshard_after_forward is not False, own_dtype)
+        if precision.param_dtype is not None or captured:
+            packed.casts = CastUnits(units, dtypes[1], fsdp.reshard_after_forward is not False, own_dtype, captured)
         return
     shard_model(packed, units, mesh, precision, offload, fsdp.reshard_after_forward, own_dtype)
     # The next unit is then gathered while this unit computes.
     for unit, following in pairwise(units) if fsdp.forward_prefetch else ():
         if isinstance(unit, FSDPModule) and isinstance(following, FSDPModule):
             unit.set_modules_to_forward_prefetch([following])
+
+
+def _captured(packed: PackedModel, units: Sequence[nn.Module], fsdp: Fsdp, alone: bool, key: str) -> list[DecoderBlock]:
+    # Make blocks run as CUDA graphs, and return them. Warn once if some cannot.
+    if not isinstance(fsdp, TrainedFsdp) or not fsdp.cuda_graphs:
+        return []
+    blocks: Any = packed.blocks()
+    reasons = [why_not_captured(block) if alone else "it is for one device without offload_policy" for block in blocks]
+    captured = [block for block, reason in zip(blocks, reasons, strict=True) if reason is None and block in units]
+    if len(captured) < len(blocks):
+        reason = next((reason for reason in reasons if reason), "wrap_policy names other units than the blocks")
+        logger.warning(
+            "%s.cuda_graphs=true: %d of %d blocks run without: %s", key, len(blocks) - len(captured), len(blocks), reason
+        )
+    packed.graphs = CapturedBlocks() if captured else None
+    for block in captured:
+        block.captured = packed.graphs
+    return captured
 
 
 def wrapped_modules(root: nn.Module, blocks: Sequence[nn.Module], fsdp: Fsdp) -> list[nn.Module]:
@@ -278,6 +298,8 @@ def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tens
         _place(model, device, _shared_parameters(model, shared))
         if model.rows is not None:
             model.rows.take_over(model)
+        if model.casts is not None:
+            model.casts.take_over(model)
         return
     if model.streams:
         # FSDP2 also casts the inputs of its units. A streamed model is not sharded by FSDP2, so it must cast them itself.

@@ -33,6 +33,7 @@ from verl_memopt.memory.recompute_elementwise_torch import (
 )
 from verl_memopt.memory.tiled_mlp_torch import check_mlps, recomputed_mlp, tiled_mlp
 from verl_memopt.model.attention import HEAD_MULTIPLE, Attend, AttentionArgs
+from verl_memopt.model.captured_block import CapturedBlocks
 from verl_memopt.model.families import OWN_BLOCKS
 from verl_memopt.model.packing import PrefixLayout
 from verl_memopt.model.rotary import Rotary
@@ -93,8 +94,14 @@ class Attention(nn.Module):
         query, key, value, x = self._query_key_value(x, norm, rows)
         if prefix_kv is not None:
             key, value, tables = prefix_kv.extend(self.layer, key, value, tables)
+        return self.o_proj(self.attention(query, key, value, tables, layout, attend)), x
+
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, tables: Tables, layout: PrefixLayout, attend: Attend
+    ) -> Tensor:
+        """Return attention [Q, heads x D] over the outputs of the projections: [Q, heads x D], and [T, kv heads x D] twice."""
         query, key, value = (self._heads(states) for states in (query, key, value))
-        return self._attended(query, key, value, layout, attend, self._rotary(tables)), x
+        return self._attended(query, key, value, layout, attend, self._rotary(tables))
 
     def _query_key_value(self, x: Tensor, norm: Any, rows: Rows | None) -> Sequence[Tensor]:
         # Returns queries [Q, heads x D], keys and values [T, kv heads x D], and x.
@@ -119,13 +126,13 @@ class Attention(nn.Module):
             cos, sin = (table[:, layout.split.own] for table in tables)
             tables = cos, sin
         query, key = apply_rotary(query, tables), apply_rotary(key, tables)
-        return self._attended(query, key, value, layout, attend, None)
+        return self.o_proj(self._attended(query, key, value, layout, attend, None))
 
     def _attended(
         self, query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, attend: Attend, rotary: Rotary | None
     ) -> Tensor:
         out = attend(query, key, value, AttentionArgs(layout, self.scale, self.window, rotary))
-        return self.o_proj(out.flatten(1))
+        return out.flatten(1)
 
     def _heads(self, states: Tensor) -> Tensor:
         return states.view(states.shape[0], states.shape[1] // self.head_dim, self.head_dim)
@@ -179,6 +186,9 @@ class MLP(nn.Module):
 
 
 class DecoderBlock(nn.Module):
+    captured: CapturedBlocks | None = None
+    """Runs the block as CUDA graphs. None = it is not captured."""
+
     def __init__(self, source: Any, options: BlockOptions) -> None:
         super().__init__()
         self.source_class, self.options = type(source).__name__, options
@@ -211,6 +221,8 @@ class DecoderBlock(nn.Module):
             assert prefix_kv is None, "a tiled block cannot use prefix KV"
             assert layout.split is None, "a tiled block needs the keys of all tokens on this rank"
             return self._tiled(hidden, cos, sin, layout)
+        if self.captured is not None and self._can_replay(hidden, layout, prefix_kv):
+            return self.captured.compute(self, hidden, (cos, sin), layout, attend)
         # FSDP2's hooks are outside of this call, so a block is gathered only once for its second forward and its backward.
         if self.options.checkpoint == "full" and self._is_one_output(hidden, prefix_kv):
             return checkpointed_block(self.compute, hidden, cos, sin, layout, attend, None)
@@ -221,6 +233,11 @@ class DecoderBlock(nn.Module):
     def _is_one_output(self, hidden: Tensor, prefix_kv: Prefix | None) -> bool:
         # A prefix KV has gradients of its own. A first block whose input needs no gradient has nothing to start a backward from.
         return prefix_kv is None and hidden.requires_grad and torch.is_grad_enabled() and self.mlp.sums
+
+    def _can_replay(self, hidden: Tensor, layout: PrefixLayout, prefix_kv: Prefix | None) -> bool:
+        # Not a pruned block, whose rows differ from one micro-batch to the next.
+        learns = hidden.requires_grad or not torch.is_grad_enabled()
+        return learns and prefix_kv is None and layout.query_index is None
 
     @property
     def tile_tokens(self) -> int | None:

@@ -24,6 +24,7 @@ from verl_memopt.memory.sequence_parallel_torch import SequenceGroup, combine_ra
 from verl_memopt.memory.shared_weights_torch import GatheredWeights
 from verl_memopt.memory.streamed_params_torch import StreamedParams
 from verl_memopt.model.attention import KERNELS, REGISTERED, Attend, AttentionArgs
+from verl_memopt.model.captured_block import CapturedBlocks
 from verl_memopt.model.decoder import BlockOptions, Decoder, Prefix, PrefixKV, PrefixRecorder, is_llama_like
 from verl_memopt.model.families import POLICY_KEY, logit_shape, refused
 from verl_memopt.model.packing import Pack, PrefixLayout
@@ -45,6 +46,7 @@ class PackedModel(nn.Module):
         rows: The rows of the weights that this rank updates, if each of several ranks has all weights. None = FSDP2 shards the
             weights, or there is one rank.
         casts: Casts the parameters to the compute dtype, on one device. None = they rest in that dtype, or FSDP2 casts them.
+        graphs: The CUDA graphs of its blocks. None = no block is captured.
         masters: Dtype of the master weights.
         compute: Dtype in which the model computes.
     """
@@ -56,6 +58,7 @@ class PackedModel(nn.Module):
     sequence: SequenceGroup | None = None
     rows: GatheredWeights | None = None
     casts: CastUnits | None = None
+    graphs: CapturedBlocks | None = None
     masters = compute = torch.float32
 
     def __init__(self, lm: PreTrainedModel, blocks: Sequence[BlockOptions] | None = None, key: str = POLICY_KEY) -> None:

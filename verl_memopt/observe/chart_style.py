@@ -29,6 +29,7 @@ KIND_COLOURS = {
     "built": "#a9b4bd",
     "gathered parameters": "#2a9d8f",
     "collective buffers": "#8fd3c8",
+    "graphs": "#d9a5b3",
     "optimizer scratch": "#c5ced6",
     "activations": "#f2a541",
     "logits": "#e4572e",

@@ -267,6 +267,30 @@ class Shapes:
         # The gradients of gate and up overwrite gate and up.
         return self.block_bytes + inputs + max(wide + whole + gate, inputs + normal + 2 * whole + norm)
 
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes of blocks that run as CUDA graphs over T tokens, which stay: ``model/captured_block.py``.
+
+        They are the weights and gradients of a block, the tensors between graphs and attention, and on a GPU the memory of the
+        graphs: the most that one of the pieces of a block allocates.
+        """
+        b, h, wide = self.compute_bytes, self.hidden, self.mlp
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        columns = query + 2 * key
+        fixed = b * (2 * self.block_params + self.tokens * (2 * h + columns + query))
+        if self.device == "cpu":
+            return fixed
+        tiles = max(-(-self.tokens // PRODUCT_ROWS[self.device]), self.settings.model.mlp_tiles or 1)
+        rows = -(-self.tokens // tiles)
+        project = b * self.tokens * (h + columns)
+        finish = b * (self.tokens * 2 * h + rows * (h + 2 * wide))
+        # Sums over tiles are in fp32 or wider, and a product is added to one of them.
+        sums = b if tiles == 1 else max(b, 4) * 3 + b
+        at_gate = b * (self.tokens * 2 * h + rows * (h + 3 * wide)) + sums * h * wide + self._at_gate(rows)
+        gradients = b * h * (3 * wide + query) + (0 if tiles == 1 else max(b, 4) * 3 * h * wide)
+        at_output = b * self.tokens * (2 * h + query) + gradients
+        return fixed + max(project, finish + self._at_norm(rows), at_gate, at_output)
+
     def _at_gate(self, rows: int) -> int:
         # Temporary bytes at the gradients of `rows` rows of gate and up: an activation and a product of one tile.
         return self._elementwise_bytes(rows * self.mlp, NARROW_TILE_ELEMENTS, 2 * self.compute_bytes)

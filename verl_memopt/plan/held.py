@@ -17,6 +17,7 @@ from verl_memopt.memory.host_buffers import CHUNK_BYTES, GIB
 from verl_memopt.memory.lora import adapter_params, base_rests_as_computed
 from verl_memopt.memory.optimizer_state_dtype_torch import MOST_BLOCK, block_size
 from verl_memopt.memory.precision import width
+from verl_memopt.memory.token_packing import bucket_of
 from verl_memopt.model.sizes import ModelSize
 from verl_memopt.observe.phase import MIB
 from verl_memopt.plan.formulas import Pass, Shapes
@@ -157,6 +158,21 @@ class Held:
         return not self.whole and (not self._alone or two_dtypes or self.fsdp.offload_policy)
 
     @property
+    def _captured(self) -> bool:
+        # As far as the settings say, what why_not_captured() of model/captured_block.py returns.
+        model, plain = self.roles.model, not self.adapters and not self.is_quantized
+        alone = self._alone and not self.whole and not self.fsdp.offload_policy
+        keeps_inputs = model.checkpointing in ("full", "every_n") and model.recompute_elementwise
+        return self.trained and self.fsdp.cuda_graphs and alone and plain and keeps_inputs and model.block_tile_tokens is None
+
+    def graphs(self, tokens: int) -> dict[str, float]:
+        """Bytes that blocks hold between passes if they run as CUDA graphs over micro-batches of up to ``tokens`` tokens."""
+        if not self._captured:
+            return {}
+        work = Pass(bucket_of(tokens), 1, 1, 1)
+        return {"graphs": Shapes.of(self.size, self.roles, work, self.device).graph_bytes}
+
+    @property
     def _in_units(self) -> bool:
         # Whether one device casts unit by unit, without FSDP2 (memory/precision_torch.py).
         return self.is_cast and self._alone and not self.fsdp.offload_policy
@@ -251,6 +267,8 @@ class Held:
 
     @cached_property
     def _unit(self) -> float:
+        if self._captured:
+            return 0  # blocks are copied to the place that graphs() counts
         return self.at_rest.compute_bytes * (self.size.block_params + self.adapters / self.size.layers)
 
     def _prefixes(self, work: Pass, per_element: int) -> float:

@@ -398,6 +398,7 @@ class _Prediction:
         needed = NEEDS[phase]
         parts: list[Kinds] = []
         for model in self.models:
+            parts.append(self._graphs(model))
             if model is but:
                 parts.append({"optimizer": model.resting["optimizer"]})
                 continue
@@ -408,6 +409,12 @@ class _Prediction:
         elif not self.sleeps and phase not in ("gen", "testing"):
             parts.append(self._idle_engine)
         return sum_kinds(*parts)
+
+    def _graphs(self, model: Held) -> Kinds:
+        if not model.trained or model is self.student:
+            return {}
+        passes = ("critic", "values") if model is self.critic else ("actor", "rollout")
+        return model.graphs(max(self._pass(role).tokens for role in passes))
 
     @property
     def _idle_engine(self) -> Kinds:

@@ -91,7 +91,7 @@ GROUPS = {
     "activations": ("activations",),
     "logits": ("logits",),
     "KV cache": ("kv",),
-    "gathered": ("gathered parameters", "collective buffers", "sync bucket"),
+    "gathered": ("gathered parameters", "collective buffers", "sync bucket", "graphs"),
     "engine": ("engine",),
     "context": ("context", "allocator", "other"),
 }
