@@ -211,8 +211,8 @@ class Actor(UpdateBudget, SharedPrompt):
     """Multiply the KL term of each token by the ratio of new to old probability, and differentiate the ratio too. With low_var_kl
     this gives the gradient of the KL itself (DeepSeek-V3.2, arXiv 2512.02556). With gspo the ratio is that of the response."""
     use_torch_compile: bool = True
-    """Compile the log-prob head, and the norms, rotary embeddings and activation functions of all models. GPU only. It is off
-    under full_determinism, and, with one warning, if there is no C compiler."""
+    """Compile the log-prob head, and the norms, rotary embeddings and activation functions of all models, or run them as this
+    project's own GPU kernels. GPU only. It is off under full_determinism, and, with one warning, if there is no C compiler."""
     ppo_epochs: PositiveInt = 1
     """Number of passes of the update over the rollout batch."""
     shuffle: bool = False
