@@ -81,7 +81,7 @@ class Kernel:
         """Launch the kernel for tensors that fit. Return False if it does not work; nothing was written then."""
         first = tensors[0]
         assert first is not None
-        key = first.device, first.dtype, first.shape[1:]
+        key = first.get_device(), first.dtype, first.shape[-1]
         works = self._works.get(key)
         if works is None:
             reason = self._why_not(tensors, others)
@@ -224,11 +224,19 @@ def _triton() -> Any:
     return triton_kernels
 
 
-def _block(width: int) -> tuple[int, int]:
+@cache
+def _block(width: int, most: int) -> tuple[int, int]:
     # Columns of a block, and warps of a program.
     block = _power(width)
-    block = block if block <= MOST_COLUMNS else MOST_COLUMNS // 2
+    block = block if block <= most else most // 2
     return block, 4 if block <= 1024 else 8 if block <= 4096 else 16
+
+
+@cache
+def _block_of_heads(heads: int, size: int, elements: int = ELEMENTS) -> tuple[int, int]:
+    # Heads and columns of a block, where so many columns of each head are read at a time.
+    columns = _power(size)
+    return min(_power(heads), max(elements // columns, 1)), columns
 
 
 def _power(size: int) -> int:
@@ -242,7 +250,7 @@ def _programs(rows: int) -> int:
 
 def norm(x: Tensor, out: Tensor, weight: Tensor, eps: float) -> None:
     width = x.shape[1]
-    block, warps = _block(width)
+    block, warps = _block(width, MOST_COLUMNS)
     _triton().norm[x.shape[0],](
         x, None, None, out, weight, x.stride(0), 0, 0, out.stride(0), eps, WIDTH=width, BLOCK=block, num_warps=warps
     )  # fmt: skip
@@ -250,7 +258,7 @@ def norm(x: Tensor, out: Tensor, weight: Tensor, eps: float) -> None:
 
 def norm_of_sum(residual: Tensor, x: Tensor, total: Tensor, out: Tensor, weight: Tensor, eps: float) -> None:
     width = x.shape[1]
-    block, warps = _block(width)
+    block, warps = _block(width, MOST_COLUMNS)
     _triton().norm[x.shape[0],](
         x, residual, total, out, weight, x.stride(0), residual.stride(0), total.stride(0), out.stride(0), eps,
         WIDTH=width, BLOCK=block, num_warps=warps,
@@ -271,7 +279,7 @@ def _norm_gradient(
     grad: Tensor, x: Tensor, into: Tensor, plus: Tensor | None, weight: Tensor, eps: float, sums: Tensor | None
 ) -> None:
     rows, width = x.shape
-    block, warps = _block(width)
+    block, warps = _block(width, MOST_COLUMNS)
     programs, partial = rows, None
     if sums is not None:
         programs = _programs(rows)
@@ -338,12 +346,11 @@ def rotate_both(
 ) -> None:  # fmt: skip
     rows, heads, size = query.shape
     half = size // 2
-    block = _power(half)
+    heads_at_once, block = _block_of_heads(heads, half)
     _triton().rotate[rows,](
         query, key, cos, sin, query_out, key_out, query_weight, key_weight, *_heads(query), *_heads(key),
         cos.stride(0), sin.stride(0), *_heads(query_out), *_heads(key_out), eps, HEADS=heads,
-        KEY_HEADS=0 if key is None else key.shape[1], HALF=half, BLOCK_HEADS=min(_power(heads), max(ELEMENTS // block, 1)),
-        BLOCK=block, num_warps=4,
+        KEY_HEADS=0 if key is None else key.shape[1], HALF=half, BLOCK_HEADS=heads_at_once, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
@@ -375,7 +382,7 @@ def _rotate_back(
 ) -> None:  # fmt: skip
     rows, heads, size = query_grad.shape
     half = size // 2
-    block = _power(half)
+    heads_at_once, block = _block_of_heads(heads, half)
     programs, partial = rows, None
     if sums[0] is not None or sums[1] is not None:
         programs = _programs(rows)
@@ -385,7 +392,7 @@ def _rotate_back(
         *_heads(query_grad), *_heads(key_grad), *_heads(query), *_heads(key), cos.stride(0), sin.stride(0),
         *_heads(query_into), *_heads(key_into), *_heads(value_grad), *_heads(value_into), eps, HEADS=heads,
         KEY_HEADS=0 if key_grad is None else key_grad.shape[1], HALF=half,
-        BLOCK_HEADS=min(_power(heads), max(ELEMENTS // block, 1)), BLOCK=block, num_warps=4,
+        BLOCK_HEADS=heads_at_once, BLOCK=block, num_warps=4,
     )  # fmt: skip
     if partial is not None:
         _sum_partial(partial, *sums, size)
@@ -398,8 +405,7 @@ def has_narrow_heads(tensors: Tensors, others: Sequence[Any]) -> bool:
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, into: Tensor, into_lse: Tensor) -> None:
     rows, heads, size = out.shape
-    block = _power(size)
-    heads_at_once = min(_power(heads), max(2 * ELEMENTS // block, 1))
+    heads_at_once, block = _block_of_heads(heads, size, 2 * ELEMENTS)
     _triton().merge[rows, -(-heads // heads_at_once)](
         out, lse, other, other_lse, into, into_lse, *_heads(out), *lse.stride(), *_heads(other), *other_lse.stride(),
         *_heads(into), *into_lse.stride(), HEADS=heads, WIDTH=size, BLOCK_HEADS=heads_at_once, BLOCK=block, num_warps=4,
