@@ -333,7 +333,8 @@ def has_halves(tensors: Tensors, others: Sequence[Any]) -> bool:
 
 
 def has_one_norm(tensors: Tensors, others: Sequence[Any]) -> bool:
-    return has_halves(tensors, others) and (len(others) < 3 or others[2] is None)
+    weight, key_weight = others[0], others[2] if len(others) > 2 else None
+    return has_halves(tensors, others) and key_weight is None and (weight is None or weight.dim() == 1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, weight: Tensor | None, eps: float, *unused: Any) -> None:
