@@ -19,8 +19,9 @@
 # A card for a quarter of an hour, ten minutes a call: what brings most comes first. Leave the wheels of the peers at home
 # (PEERS=0 wheels.sh).
 #   first   ONLY=8 TAR=FIRST.tgz bash benchmarks/gpu/all.sh                          nine minutes
-#   second  ONLY=1 TESTS=tests/gpu/test_bytes.py PART_SECONDS=90 TAR=SECOND.tgz ...  a minute and a half
-#   third   ONLY=7 LIMITS=32 PART_SECONDS=120 TAR=THIRD.tgz ...                      two minutes
+#   second  ONLY=6 PROFILES="graphs default constrained" COMPILE=on PART_SECONDS=120 TAR=SECOND.tgz ...    two minutes
+#   third   ONLY=1 TESTS="tests/gpu/test_kernels.py tests/gpu/test_bytes.py" PART_SECONDS=90 TAR=THIRD.tgz ...
+#   fourth  ONLY=7 LIMITS=32 PART_SECONDS=120 TAR=FOURTH.tgz ...                     two minutes
 #   then    ONLY="3 5 2 6" in other calls. ONLY=8 VLLM_STEPS="card speed" takes up the steps of part 8 that were cut off.
 #
 # Each part has PART_SECONDS (default: 480, part 8 540) and writes its evidence as it goes to docs/evidence/<date>-gpu-<part>-<device>,
