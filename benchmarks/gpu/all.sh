@@ -20,7 +20,7 @@
 # (PEERS=0 wheels.sh).
 #   first   ONLY=8 TAR=FIRST.tgz bash benchmarks/gpu/all.sh                          nine minutes
 #   second  ONLY=6 PROFILES="graphs default constrained" COMPILE=on PART_SECONDS=120 TAR=SECOND.tgz ...    two minutes
-#   third   ONLY=1 TESTS="tests/gpu/test_kernels.py tests/gpu/test_bytes.py" PART_SECONDS=90 TAR=THIRD.tgz ...
+#   third   ONLY=1 TESTS="tests/memory/activations/test_kernels.py tests/gpu/test_bytes.py" PART_SECONDS=90 TAR=THIRD.tgz ...
 #   fourth  ONLY=7 LIMITS=32 PART_SECONDS=120 TAR=FOURTH.tgz ...                     two minutes
 #   then    ONLY="3 5 2 6" in other calls. ONLY=8 VLLM_STEPS="card speed" takes up the steps of part 8 that were cut off.
 #
