@@ -459,7 +459,7 @@ def product_tiles(tensor: Tensor, least: int = 1) -> list[slice]:
 
 def normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return x [..., n] divided by its root mean square, in fp32 or wider, and the inverse of that root [..., 1]."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x.to(_wide(x.dtype))
     inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
     # If x is fp32 already, `wide` is x itself, which belongs to the caller and must not change.
     return (wide * inverse if wide is x else wide.mul_(inverse)), inverse
@@ -625,4 +625,5 @@ def zeros_to_sum(parameter: Tensor) -> Tensor:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+    # Not torch.promote_types(), which is an operation of its own for torch's dispatcher.
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
