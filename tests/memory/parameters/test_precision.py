@@ -66,9 +66,10 @@ def test_masters_in_bfloat16_halve_weights_and_gradients_at_rest(peak):
 
 
 def test_computing_in_bfloat16_halves_what_is_gathered(wide):
-    # The peak is where the head is copied out of its gather, with the last block's still there.
+    # The peak is where the head is copied out of its gather, with the last block's still there. In fp32 that is 1 % less than at
+    # the attention of few tokens, whose call with a mask holds all heads.
     fp32 = 2 * 4 * HEAD + 4 * BLOCK
-    assert score_peak(wide, {}) - score_peak(wide, HALF) == pytest.approx(fp32 / 2, rel=0.02)
+    assert score_peak(wide, {}) - score_peak(wide, HALF) == pytest.approx(fp32 / 2, rel=0.04)
 
 
 def test_reducing_in_bfloat16_halves_the_reduction_of_the_largest_unit(peak):
