@@ -1,9 +1,11 @@
+import functools
 import math
 import re
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from verl_memopt.config.schema import Optim
 from verl_memopt.config.values import choices
@@ -199,3 +201,18 @@ def test_our_adamw_takes_the_settings_and_overrides_and_refuses_others_by_name()
     settings = Optim(state_dtype="int8", override_optimizer_config={"amsgrad": True})
     with pytest.raises(ConfigError, match="amsgrad"):
         build_optimizer(weights(), settings)
+
+
+def test_an_8_bit_optimizer_of_torchao_steps_over_sharded_weights_in_half_precision(one_rank, monkeypatch):
+    pytest.importorskip("torchao")
+    # The graph is compiled no further, which is where a state that a DTensor views has to keep its dtype.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    layer = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    nn.init.zeros_(layer.weight)
+    fully_shard(layer, mesh=one_rank)
+    settings = Optim(optimizer_impl="torchao.optim", optimizer="AdamW8bit", lr=0.5, weight_decay=0.0)
+    optimizer = build_optimizer(layer.parameters(), settings)
+    layer(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    # The first step of Adam is as long as the learning rate.
+    torch.testing.assert_close(layer.weight.full_tensor(), torch.full((64, 64), -0.5, dtype=torch.bfloat16))

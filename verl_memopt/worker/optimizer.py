@@ -61,6 +61,8 @@ def build_optimizer(
             f"{key}.optimizer_impl={optim.optimizer_impl}, optimizer={optim.optimizer}: {error}. Name a module that is installed "
             "and an optimizer class in it."
         ) from error
+    if optim.optimizer_impl == "torchao.optim":
+        _keep_dtype_of_views()
     options: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
     optional = {"betas": tuple(optim.betas), "momentum": optim.momentum}
     optional |= {"fused": True} if optim.optimizer_impl == "torch.optim" and kind is not SGD else {}
@@ -88,6 +90,23 @@ def build_optimizer(
             f"{key}.optimizer={optim.optimizer}, override_optimizer_config={optim.override_optimizer_config}: {error}. "
             "Change the arguments, or name another optimizer."
         ) from error
+
+
+def _keep_dtype_of_views() -> None:
+    """Let views of torchao's 8-bit states keep their dtype.
+
+    A state has the dtype of its parameter, but in torchao 0.18 a view of it says fp32. With sharded parameters in half precision,
+    where each state is a view, torch's compiler then fails in the first step.
+    """
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    if OptimState8bit.zeros((256,), dtype=torch.bfloat16).view(-1).dtype == torch.bfloat16:
+        return
+
+    @OptimState8bit.implements(torch.ops.aten.view.default)
+    def view(_function: Any, _types: Any, arguments: Any, _options: Any) -> Any:
+        state, shape = arguments
+        return OptimState8bit(state.codes.view(shape), state.scale, state.qmap, state.signed, dtype=state.dtype)
 
 
 def build_schedule(optimizer: Optimizer, optim: Optim, steps: int, key: str = KEY) -> LambdaLR:
