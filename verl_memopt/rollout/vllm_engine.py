@@ -566,8 +566,8 @@ def _prefer_plain_torch(platform: type) -> None:
 
     vLLM's CPU build would move linear weights into packed buffers, which are not counted and cannot be updated in place (an LM
     head would exist twice). It would compile small helper functions with a C++ compiler, which some machines lack. It would also
-    bind all memory of the process to one NUMA node. In fp32, packed weights multiply 1.1 times as fast at 64 rows and 1.4 times at
-    16; packing them anew at each sync takes a part of that back.
+    bind all memory of the process to one NUMA node. In fp32, packed weights multiply 1.1 times as fast at 64 rows and 1.4 times
+    at 16; packing them anew at each sync takes a part of that back.
     """
     if platform.simple_compile_backend == "eager":  # type: ignore[attr-defined]
         return
