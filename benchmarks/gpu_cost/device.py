@@ -10,8 +10,9 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cache, wraps
 from math import ceil
 from types import FunctionType
 from typing import Any
@@ -22,15 +23,19 @@ import torch
 from torch import Tensor
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from benchmarks.gpu_cost.schedule import COMPUTE, TO_DEVICE, TO_HOST, Launch, Mark, Python, Step, Synchronize, Wait, Work
 from benchmarks.update_pass.flops import PRODUCTS, attention_formulas
-from tests.virtual_gpu.clocks import HOST
+from tests.virtual_gpu.clocks import HOST, Clocks
 from tests.virtual_gpu.device import VirtualGpu, _written
+from verl_memopt.memory.activation_checkpointing_torch import _CheckpointedBlock
 from verl_memopt.memory.fused import NO_TEMPORARIES
 from verl_memopt.memory.kernels import Kernel
+from verl_memopt.model.decoder import DecoderBlock
 
 aten = torch.ops.aten
 
@@ -93,6 +98,42 @@ class Counted:
     uploads: int = 0
     pageable_uploads: int = 0
     compiled_calls: int = 0
+    recomputed_flops: int = 0
+    """Of the second forwards of checkpointed blocks."""
+    steps: list[Step] = field(default_factory=list)
+    """What the host did, in order (:mod:`benchmarks.gpu_cost.schedule`)."""
+
+
+STAND_INS = ("/tests/virtual_gpu/", "/torch/_subclasses/", "/torch/_library/", "/unittest/mock.py", "/benchmarks/gpu_cost/")
+"""Files of which no Python runs on a real GPU."""
+
+COMPILED_CALLS = 90
+"""Python calls of a compiled call: guards, torch's wrappers and Inductor's code, as counted for one on a CPU."""
+
+KERNEL_CALLS = 20
+"""Python calls of a kernel of this project: its wrapper and Triton's launcher. Stated, not counted."""
+
+
+class RecordingClocks(Clocks):
+    """Clocks that note which stream records and awaits which event."""
+
+    def __init__(self, note: Callable[[Step], None]) -> None:
+        super().__init__()
+        self._note, self._events = note, list[Any]()
+
+    def snapshot(self, lane: str) -> Any:
+        event = super().snapshot(lane)
+        self._events.append(event)  # kept, so that no other event gets its id
+        self._note(Mark(lane, id(event)))
+        return event
+
+    def wait(self, lane: str, event: Any) -> None:
+        super().wait(lane, event)
+        self._note(Wait(lane, id(event)))
+
+    def synchronize(self, lane: str | None = None) -> None:
+        super().synchronize(lane)
+        self._note(Synchronize(lane))
 
 
 class CountingGpu(VirtualGpu):
@@ -100,9 +141,12 @@ class CountingGpu(VirtualGpu):
 
     def __init__(self) -> None:
         super().__init__()
+        self.clocks = RecordingClocks(self._step)
+        self.zeroed_bytes = 2**20
         self._into: Counted | None = None
+        self._calls = self._captures = self._inputs = self._depth = self._again = self._updating = 0
         self._uploaded: dict[int, bytes] = {}
-        self._pending: list[tuple[tuple[Any, ...], int, str]] = []
+        self._pending: list[tuple[tuple[Any, ...], int, str, int]] = []
         self._launched = 0
         self._waited: list[tuple[str, int]] = []
         self._flops: dict[Any, Callable[..., int]] = {**flop_registry, **PRODUCTS, **attention_formulas()}
@@ -121,16 +165,90 @@ class CountingGpu(VirtualGpu):
         try:
             # Fake tensors count among those that torch's foreach operations take.
             taken = [*_foreach_utils._foreach_supported_types, FakeTensor]
-            with (
-                mock.patch.object(self.clocks, "wait", waits),
-                mock.patch.object(_foreach_utils, "_foreach_supported_types", taken),
-            ):
+            with ExitStack() as stack:
+                stack.enter_context(mock.patch.object(self.clocks, "wait", waits))
+                stack.enter_context(mock.patch.object(_foreach_utils, "_foreach_supported_types", taken))
+                stack.enter_context(mock.patch.object(DecoderBlock, "forward", self._capturing(DecoderBlock.forward)))
+                captured = staticmethod(self._capturing(_CheckpointedBlock.backward))
+                stack.enter_context(mock.patch.object(_CheckpointedBlock, "backward", captured))
+                stack.enter_context(mock.patch.object(DecoderBlock, "compute", self._recomputing(DecoderBlock.compute)))
+                for register, change in ((register_optimizer_step_pre_hook, 1), (register_optimizer_step_post_hook, -1)):
+                    stack.callback(register(lambda *_, change=change: self._update(change)).remove)
+                stack.callback(sys.setprofile, None)
+                sys.setprofile(self._count_call)
                 call()
+                sys.setprofile(None)
+                self._flush(None)
         finally:
             self._into = None
         for op, launched in self._waited:
             (into.host_waits if 0 < launched < self._launched else into.border_waits)[op] += 1
         return into
+
+    # What the schedule needs to know besides.
+
+    def __torch_dispatch__(self, *given: Any, **named: Any) -> Any:
+        sys.setprofile(None)
+        try:
+            return super().__torch_dispatch__(*given, **named)
+        finally:
+            if self._into is not None:
+                sys.setprofile(self._count_call)
+
+    def _count_call(self, frame: Any, event: str, _: Any) -> None:
+        self._calls += event == "call" and not _stands_in(frame.f_code.co_filename)
+
+    def _step(self, step: Step) -> None:
+        if self._into is not None:
+            self._flush(step.graph if isinstance(step, Launch) else None)
+            self._into.steps.append(replace(step, phase=self._phase(), inside=self._depth > 0))
+
+    def _flush(self, graph: int | None) -> None:
+        assert self._into is not None
+        if self._calls:
+            self._into.steps.append(Python(self._calls, graph, phase=self._phase(), inside=self._depth > 0))
+            self._calls = 0
+
+    def _phase(self) -> str:
+        backward = torch._C._current_graph_task_id() != -1
+        return "optimizer" if self._updating else "backward" if backward else "forward"
+
+    def _launched_step(self, engine: str, kernels: Sequence[Work], pageable: bool = False, blocks: bool = False) -> Launch:
+        lane = self.streams[-1]
+        captured = self._depth and engine == COMPUTE and lane is self.streams[0]
+        inputs, self._inputs = (self._inputs, 0) if captured else (0, self._inputs)
+        return Launch(lane.name, engine, tuple(kernels), self._captures if captured else None, inputs, pageable, blocks)
+
+    def _capturing(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a call that a graph could capture: a block's forward, or the backward of a checkpointed one."""
+
+        @wraps(call)
+        def run(*given: Any, **named: Any) -> Any:
+            if not self._depth:
+                self._captures += 1
+                self._inputs = sum(one.nbytes for one in given if isinstance(one, Tensor))
+            self._depth += 1
+            try:
+                return call(*given, **named)
+            finally:
+                self._depth -= 1
+
+        return run
+
+    def _recomputing(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def run(*given: Any, **named: Any) -> Any:
+            again = torch._C._current_graph_task_id() != -1
+            self._again += again
+            try:
+                return call(*given, **named)
+            finally:
+                self._again -= again
+
+        return run
+
+    def _update(self, change: int) -> None:
+        self._updating += change
 
     def host_waits(self, op: str) -> None:
         super().host_waits(op)
@@ -138,11 +256,14 @@ class CountingGpu(VirtualGpu):
 
     def finish(self, into: Counted) -> None:
         """Add the compiled calls. Outside of the mode, because they are compiled here, as far as the scheduler."""
-        for key, rows, name in self._pending:
-            for read, written in kernels_of(*key):
-                cost = into.ops.setdefault(name, Cost())
-                cost.add(1, round(read * rows), round(written * rows))
-                into.kernels.append((round((read + written) * rows), 0))
+        for key, rows, name, place in self._pending:
+            sizes = [(round(read * rows), round(written * rows)) for read, written in kernels_of(*key)]
+            for read, written in sizes:
+                into.ops.setdefault(name, Cost()).add(1, read, written)
+                into.kernels.append((read + written, 0))
+            step = into.steps[place]
+            assert isinstance(step, Launch)
+            into.steps[place] = replace(step, kernels=tuple(Work(read + written) for read, written in sizes))
             into.compiled_calls += 1
 
     def record(
@@ -150,25 +271,36 @@ class CountingGpu(VirtualGpu):
     ) -> Any:
         """Take note of a call that is compiled on a GPU; its results come from the uncompiled function, which is not counted."""
         into, self._into = self._into, None
+        sys.setprofile(None)
         try:
             result = uncompiled()
         finally:
             self._into = into
-        if into is not None and isinstance(function, Kernel):
-            self._launched += 1
-            cost = into.ops.setdefault(f"kernel {function.__name__} {place()}", Cost())
-            for read, written in kernel_bytes(function, tensors, others):
+        if into is None:
+            return result
+        self._launched += 1
+        if isinstance(function, Kernel):
+            cost, sizes = (
+                into.ops.setdefault(f"kernel {function.__name__} {place()}", Cost()),
+                kernel_bytes(function, tensors, others),
+            )
+            for read, written in sizes:
                 cost.add(1, read, written)
                 into.kernels.append((read + written, 0))
-        elif into is not None:
-            self._launched += 1
+            self._calls += KERNEL_CALLS
+            self._step(self._launched_step(COMPUTE, [Work(read + written) for read, written in sizes]))
+        else:
             key, rows = region_of(function, tensors, others)
-            self._pending.append((key, rows, f"compiled {function.__name__} {place()}"))
+            self._calls += COMPILED_CALLS
+            self._step(self._launched_step(COMPUTE, ()))
+            self._pending.append((key, rows, f"compiled {function.__name__} {place()}", len(into.steps) - 1))
+        sys.setprofile(self._count_call)
         return result
 
     def _device_op(self, func: Any, args: Any, kwargs: Any, given: Any) -> Any:
-        result = super()._device_op(func, args, kwargs, given)
         into = self._into
+        before = 0 if into is None else len(into.steps)
+        result = super()._device_op(func, args, kwargs, given)
         name = func.__name__.partition(".")[0]
         if name in ("_to_copy", "copy_"):
             self._upload(args[0] if name == "_to_copy" else args[1], result, into)
@@ -184,7 +316,25 @@ class CountingGpu(VirtualGpu):
         flops = 0 if formula is None else operations(formula, args, kwargs, result, self._value)
         into.ops.setdefault(f"{name} {place()}", Cost()).add(launches, read, written, flops)
         into.kernels.extend([((read + written) // launches, flops // launches)] * launches)
+        into.recomputed_flops += flops if self._again else 0
+        self._schedule(name, args, kwargs, result, [Work((read + written) // launches, flops // launches)] * launches, before)
         return result
+
+    def _schedule(self, name: str, args: Any, kwargs: Any, result: Any, kernels: Sequence[Work], before: int) -> None:
+        assert self._into is not None
+        waits = self._into.steps[before:]  # of a copy that blocks; it comes before its wait
+        del self._into.steps[before:]
+        source, target = (args[0], result) if name == "_to_copy" else (args[1], args[0]) if name == "copy_" else (None, None)
+        if isinstance(source, Tensor) and isinstance(target, Tensor) and self.owns(source) != self.owns(target):
+            host = target if self.owns(source) else source
+            pageable = not self._is_pinned(host)
+            free = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
+            engine = TO_HOST if host is target else TO_DEVICE
+            self._step(self._launched_step(engine, [Work(target.nbytes)], pageable, not free or pageable))
+        else:
+            attends = "attention" in name
+            self._step(self._launched_step(COMPUTE, [replace(kernel, attends=attends) for kernel in kernels]))
+        self._into.steps.extend(waits)
 
     def _upload(self, source: Any, result: Any, into: Counted | None) -> None:
         if not isinstance(source, Tensor) or self.owns(source) or not self.owns(result):
@@ -226,6 +376,11 @@ def kernel_bytes(kernel: Kernel, tensors: Sequence[Tensor | None], others: Seque
         return [(read, written)]
     added = sum(map(span_bytes, sums))
     return [(read, written + partial), (partial + added, added)]
+
+
+@cache
+def _stands_in(file: str) -> bool:
+    return any(part in file for part in STAND_INS)
 
 
 def place() -> str:

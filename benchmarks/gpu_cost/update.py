@@ -37,8 +37,8 @@ MODELS = {
 class Case:
     """One update of a model: ``groups`` prompts of ``prompt`` tokens, to each ``group`` answers of ``response`` tokens.
 
-    budget: tokens of a micro-batch. off_policy: the old log-probs are given, so that the loss is one of ratios.
-    overrides: further settings, as on a command line.
+    budget: tokens of a micro-batch; None = as the settings say. off_policy: the old log-probs are given, so that the loss is one
+    of ratios. overrides: further settings, as on a command line.
     """
 
     shape: TinyShape
@@ -46,7 +46,7 @@ class Case:
     response: int
     group: int = 8
     groups: int = 1
-    budget: int = 16_384
+    budget: int | None = 16_384
     off_policy: bool = False
     overrides: tuple[str, ...] = ()
 
@@ -78,7 +78,8 @@ def settings_of(case: Case, folder: Path) -> Settings:
             "data.train_files=none", "data.val_files=null", f"data.train_batch_size={case.groups}",
             f"data.max_prompt_length={case.prompt}", f"data.max_response_length={case.response}",
             f"actor_rollout_ref.model.path={folder}", f"actor_rollout_ref.actor.ppo_mini_batch_size={case.groups}",
-            "actor_rollout_ref.actor.use_dynamic_bsz=true", f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={case.budget}",
+            "actor_rollout_ref.actor.use_dynamic_bsz=true",
+            *([] if case.budget is None else [f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={case.budget}"]),
             "actor_rollout_ref.rollout.name=hf", f"actor_rollout_ref.rollout.n={case.group}",
             "trainer.worker_group=local", "trainer.device=cuda", *case.overrides,
         ],

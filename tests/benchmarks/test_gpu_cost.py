@@ -6,6 +6,8 @@ from collections import Counter
 
 import pytest
 
+from benchmarks.gpu_cost.schedule import COPIES, Launch, Wait, simulate
+from benchmarks.gpu_cost.seconds import H100
 from benchmarks.gpu_cost.update import Case, count
 from tests.forked import call_on_fake_gpu
 from verl_memopt.model.tiny import TinyShape
@@ -29,7 +31,11 @@ DEFAULT = Case(SHAPE, prompt=24, response=16, group=4)
 HALVED = dataclasses.replace(DEFAULT, overrides=("actor_rollout_ref.actor.fsdp_config.split_master_weights=true",))
 AT_REST = dataclasses.replace(DEFAULT, overrides=("actor_rollout_ref.actor.fsdp_config.param_offload=true",))
 CASES = (*(of_layers(ALIKE, layers) for layers in (2, 3)), DEFAULT, AT_REST)
-PROOFS = (*(of_layers(NEIGHBOURS, layers) for layers in (2, 3)), DEFAULT, HALVED)
+LEAVING = dataclasses.replace(
+    DEFAULT, groups=2, budget=24 + 4 * 16, overrides=("actor_rollout_ref.actor.fsdp_config.grad_offload=true",)
+)
+"""Gradients rest on the host, and two micro-batches add to them."""
+PROOFS = (*(of_layers(case, layers) for case in (NEIGHBOURS, LEAVING) for layers in (2, 3)), DEFAULT, HALVED)
 
 
 def count_all(cases):
@@ -180,3 +186,32 @@ def test_an_update_over_halved_masters_multiplies_neighbours_at_once_and_waits_f
     assert sorted(name.partition(" optimizer")[0] for name in step) == sorted(
         ["compiled _join_statement", "compiled _split_statement", "_foreach_copy_", "_foreach_copy_"]
     )
+
+
+def test_the_schedule_has_every_launch_that_is_counted_and_no_copy_runs_alone_at_default_settings(counted):
+    plain, at_rest = counted[DEFAULT].counted, counted[AT_REST].counted
+    for found in (plain, at_rest):
+        launches = [step for step in found.steps if isinstance(step, Launch)]
+        assert sum(len(step.kernels) for step in launches) == sum(cost.launches for cost in found.ops.values())
+        flops = sum(kernel.flops for step in launches for kernel in step.kernels)
+        assert flops == pytest.approx(sum(cost.flops for cost in found.ops.values()), rel=1e-3)
+    # Parameters that rest on the host arrive in copies: with a slow bus the device waits for them.
+    slow = dataclasses.replace(H100, bus=1e6)
+    before, after = (simulate(found.steps, slow) for found in (plain, at_rest))
+    assert after.copies > 2 * before.copies
+    assert after.phases["forward"][COPIES] > 0.9 * (after.copies - before.copies)
+    # As captured graphs, blocks cost the host less, and their kernels stay.
+    fast = simulate(plain.steps, H100, graphs=True)
+    assert fast.host < 0.7 * simulate(plain.steps, H100).host
+    assert fast.launches >= simulate(plain.steps, H100).launches
+
+
+@pytest.mark.slow
+def test_stored_gradients_of_a_block_arrive_in_one_copy_for_which_backward_does_not_wait(proofs):
+    two, three = (proofs[of_layers(LEAVING, layers)].counted for layers in (2, 3))
+    assert proofs[of_layers(LEAVING, 2)].micro_batches == 2
+    assert three.uploads - two.uploads == 1
+    # What backward waits for, once in each micro-batch: that the gradients of the block before have left.
+    lane = next(step.lane for step in two.steps if isinstance(step, Launch))
+    waits = [sum(isinstance(step, Wait) and step.lane == lane for step in found.steps) for found in (two, three)]
+    assert waits[1] - waits[0] <= 2

@@ -8,6 +8,7 @@ allocator rounds them.
 
 import contextlib
 import functools
+import math
 import weakref
 from collections import Counter
 from types import SimpleNamespace
@@ -119,6 +120,8 @@ class VirtualGpu(TorchDispatchMode):
         self._total_bytes, self._capability = total_bytes, capability
         self._limit = total_bytes
         self._never_waits = ("", ())
+        self.zeroed_bytes = math.inf
+        """A copy to the host leaves a larger tensor as it is, so that memory which nobody reads is not taken from the machine."""
         self.truth = False
         """What the host reads where a device tensor of one bool is asked for."""
         self._sizes, self._deaths = {}, {}
@@ -282,7 +285,7 @@ class VirtualGpu(TorchDispatchMode):
             target = torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
             blocks = not kwargs.get("non_blocking")
         else:
-            target = args[0].zero_()
+            target = args[0] if args[0].nbytes > self.zeroed_bytes else args[0].zero_()
             non_blocking = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
             blocks = not (non_blocking and self._is_pinned(target))
         self._on_host(target)

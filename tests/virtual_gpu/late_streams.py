@@ -114,7 +114,7 @@ class LateStreams:
 
 
 class _Queueing(TorchDispatchMode):
-    """Queues the copies of its body instead of making them."""
+    """Queues the copies of its body instead of making them. Other work of the body runs at once, after the copies before it."""
 
     def __init__(self, stream):
         super().__init__()
@@ -122,7 +122,8 @@ class _Queueing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is not copy_:
-            assert func.is_view, f"{func} on a side stream: only copies are expected there"
+            if not (func.is_view or func._schema.name.startswith("aten::empty")):
+                self._stream.run_to(self._stream.length)
             return func(*args, **(kwargs or {}))
         self._stream.queue(args[0], args[1])
         return args[0]

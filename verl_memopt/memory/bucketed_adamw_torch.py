@@ -113,9 +113,10 @@ class Bucketed(Optimizer, ABC):
         self._place = shard_place(first)
         self._generator = torch.Generator(device=self._device)
         self._lanes = StateLanes(self._device) if offload else None
-        # For offloaded gradients: ids of parameters whose gradient is on the host, and the divisor of all gradients in the next
-        # step.
+        # For offloaded gradients: ids of parameters whose gradient is on the host, gradients on the device that are about to
+        # leave, by parameter id, and the divisor of all gradients in the next step.
         self.arrived: set[int] = set()
+        self.taken: dict[int, Tensor] = {}
         self.divisor: Tensor | None = None
         self.computes_in: torch.dtype | None = None
         self._changed: Tensor | None = None
@@ -166,6 +167,7 @@ class Bucketed(Optimizer, ABC):
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         self.arrived.clear()
+        self.taken.clear()
         self.divisor = None
 
     def rest_gradients(self) -> dict[int, Tensor]:

@@ -191,9 +191,13 @@ class OffloadedGradients:
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._device = local(self._parameters[0]).device
         self._places = optimizer.rest_gradients()
+        blocks = list(blocks)
         self._most = max((sum(map(self._num_bytes, block.parameters())) for block in blocks), default=0)
-        self._stream = copy_stream(self._device)
-        self._leaving: deque[tuple[Tensor, Done]] = deque()
+        units = ({id(parameter) for parameter in block.parameters() if id(parameter) in self._places} for block in blocks)
+        self._units = {name: unit for unit in units for name in unit}
+        self._stream, self._adding = copy_stream(self._device), copy_stream(self._device)
+        self._leaving: deque[tuple[list[Tensor], Done]] = deque()
+        self._stored: dict[int, Done] = {}
         self._norms: dict[int, Tensor] = {}
         self._brought: set[int] = set()
         self._lanes, self.reduce = StateLanes(self._device, KIND), reduce
@@ -214,13 +218,14 @@ class OffloadedGradients:
 
     @property
     def has_any(self) -> bool:
-        return bool(self._optimizer.arrived)
+        return bool(self._optimizer.arrived or self._optimizer.taken)
 
     @property
     def bucket_bytes(self) -> int:
         return self._optimizer.bucket_bytes
 
     def norm(self) -> Tensor:
+        self._send()
         compute_stream = current_stream(self._device)
         while self._leaving:
             self._wait_for_first(compute_stream)
@@ -235,6 +240,7 @@ class OffloadedGradients:
     @torch.no_grad()
     def bring(self, parameter: Tensor) -> None:
         dtype = gradient_dtype(parameter)
+        self._send()
         self._make_room(parameter.numel() * dtype.itemsize)  # the same matrix of the last micro-batch may still be leaving
         grad = torch.empty_like(parameter, dtype=dtype)
         if id(parameter) in self._optimizer.arrived:
@@ -263,6 +269,7 @@ class OffloadedGradients:
 
         ``needed``: numbers of the ranges that the caller adds to; others may be left out. None = all ranges.
         """
+        self._send()
         name, place = id(parameter), self._places[id(parameter)]
         arrived, width = name in self._optimizer.arrived, place[:1].numel()
         norms = self._tile_norms.get(name) if arrived else None
@@ -282,51 +289,104 @@ class OffloadedGradients:
 
     @torch.no_grad()
     def take(self, parameter: Tensor) -> None:
-        gradient, place, name = parameter.grad, self._places[id(parameter)], id(parameter)
+        gradient, name = parameter.grad, id(parameter)
         # Autograd also calls the hook if a function has added the gradient itself. That gradient has already left.
         if gradient is None:
             return
-        shard = local(gradient)
-        mark(KIND, [shard])
-        self._make_room(shard.nbytes)
-        compute_stream = current_stream(self._device)
-        if name in self._optimizer.arrived and name not in self._brought:
-            # In pieces, so that the sum that is copied back takes little memory beside the gradient.
-            for sum_so_far, added in zip(place.view(-1).split(PIECE), shard.view(-1).split(PIECE), strict=True):
-                with scope(kind=KIND):
-                    arriving = torch.empty_like(added)
-                wait_for(self._stream, mark_done(compute_stream))
-                with on_stream(self._stream):
-                    arriving.copy_(sum_so_far, non_blocking=True)
-                wait_for(compute_stream, mark_done(self._stream))
-                # Summed on the device: an addition on the host is slower than both copies.
-                added.add_(arriving)
-        # The norm is computed here, while the whole sum is on the device.
-        self._norms[name] = torch.linalg.vector_norm(gradient)
-        wait_for(self._stream, mark_done(compute_stream))
-        with on_stream(self._stream), scope(kind=KIND):
-            place.copy_(shard, non_blocking=True)
-        if self._stream is not None:
-            self._leaving.append((shard, mark_done(self._stream)))
-        self._optimizer.arrived.add(name)
-        self._brought.discard(name)
-        self._tile_norms.pop(name, None)
+        mark(KIND, [local(gradient)])
+        unit, taken = self._units.get(name, {name}), self._optimizer.taken
+        if name in taken or not unit.issuperset(taken):
+            self._send()
+        taken[name] = gradient
         parameter.grad = None
+        # The gradients of a block leave together: fewer and larger copies, and fewer events.
+        if len(taken) == len(unit):
+            self._send()
+
+    @torch.no_grad()
+    def _send(self) -> None:
+        """Add the stored sums to the gradients taken so far, compute their norms, and store them."""
+        taken = dict(self._optimizer.taken)
+        self._optimizer.taken.clear()
+        if not taken:
+            return
+        # In the order in which they rest, because stored sums of neighbours arrive in one copy.
+        shards = {name: local(taken[name]) for name in sorted(taken, key=lambda name: _place(self._places[name]))}
+        self._make_room(sum(shard.nbytes for shard in shards.values()))
+        # Backward goes on while the stored sums arrive and are added: nothing that it computes waits for a copy, except for room.
+        wait_for(self._adding, mark_done(current_stream(self._device)))
+        summed = [name for name in shards if name in self._optimizer.arrived and name not in self._brought]
+        for done in {id(done): done for done in map(self._stored.get, summed)}.values():
+            wait_for(self._adding, done)
+        fresh = [name for name in shards if name not in summed]
+        for names in ([fresh] if fresh else []) + self._neighbours(summed):
+            with on_stream(self._adding), scope(kind=KIND):
+                if names is not fresh:
+                    self._add_stored([self._places[name] for name in names], [shards[name] for name in names])
+                # Computed here, while the whole sum is on the device.
+                norms = torch._foreach_norm([taken[name] for name in names])
+            self._norms |= zip(names, norms, strict=True)
+            wait_for(self._stream, mark_done(self._adding))
+            with on_stream(self._stream), scope(kind=KIND):
+                for name in names:
+                    self._places[name].copy_(shards[name], non_blocking=True)
+            if self._stream is not None:
+                done = mark_done(self._stream)
+                self._stored |= dict.fromkeys(names, done)
+                self._leaving.append(([shards[name] for name in names], done))
+        self._optimizer.arrived.update(taken)
+        self._brought -= taken.keys()
+        for name in taken:
+            self._tile_norms.pop(name, None)
+
+    def _neighbours(self, names: Sequence[int]) -> list[list[int]]:
+        # Parameters whose gradients rest beside each other, in groups of at most PIECE elements, or of one parameter.
+        groups: list[list[int]] = []
+        end, room = (0, -1), 0
+        for name in names:
+            (storage, start), size = _place(self._places[name]), self._places[name].numel()
+            if (storage, start) != end or size > room:
+                groups.append([])
+                room = PIECE
+            groups[-1].append(name)
+            end, room = (storage, start + size), room - size
+        return groups
+
+    def _add_stored(self, places: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        # In pieces, so that the sums that are copied back take little memory beside the gradients. Summed on the device: an
+        # addition on the host is slower than both copies.
+        flat = [gradient.view(-1) for gradient in gradients]
+        count = sum(gradient.numel() for gradient in flat)
+        whole = places[0].as_strided((count,), (1,), places[0].storage_offset())
+        if len(flat) == 1:
+            pieces: Iterable[tuple[Tensor, Sequence[Tensor]]] = (
+                (sums, [part]) for sums, part in zip(whole.split(PIECE), flat[0].split(PIECE), strict=True)
+            )
+        else:
+            pieces = [(whole, flat)]
+        for sums, parts in pieces:
+            arriving = torch.empty_like(sums, device=self._device)
+            arriving.copy_(sums, non_blocking=True)
+            torch._foreach_add_(list(parts), list(arriving.split([part.numel() for part in parts])))
 
     def _make_room(self, num_bytes: int) -> None:
         # Make later work wait until the gradients under way, plus `num_bytes`, take no more bytes than the gradients of a block.
         compute_stream = current_stream(self._device)
-        while self._leaving and num_bytes + sum(tensor.nbytes for tensor, _ in self._leaving) > self._most:
+        while self._leaving and num_bytes + sum(one.nbytes for tensors, _ in self._leaving for one in tensors) > self._most:
             self._wait_for_first(compute_stream)
 
     def _wait_for_first(self, stream: Any) -> None:
-        # The gradient is freed after the wait for its copy.
+        # The gradients are freed after the wait for their copy.
         _, done = leaving = self._leaving.popleft()
         wait_for(stream, done)
         del leaving
 
     def _num_bytes(self, parameter: Tensor) -> int:
         return local(parameter).numel() * gradient_dtype(parameter).itemsize if parameter.requires_grad else 0
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 class GradientTiles:
