@@ -63,6 +63,10 @@ class Kernel:
     def __name__(self) -> str:
         return self.statement.__name__
 
+    def __call__(self, *arguments: Any) -> None:
+        """Run the statement, for recorders, which get a kernel in the place of a function."""
+        self.statement(*arguments)
+
     def fits(self, tensors: Tensors, others: Sequence[Any]) -> bool:
         first = tensors[0]
         if self.given_up or first is None or first.dim() != self.dims:
@@ -92,6 +96,8 @@ class Kernel:
             return False
         try:
             self.launch(*tensors, *others)
+        except torch.OutOfMemoryError:  # says nothing about the kernel, and the run may go on with fewer tokens
+            raise
         except _failures() as error:  # raised before the launch: the kernel does not compile for these arguments
             self._give_up(_first_line(error))
             return False
@@ -125,8 +131,14 @@ class Kernel:
             self.launch(*found, *own)
             self.statement(*expected, *given)
             pairs = zip([*found, *own], [*expected, *given], strict=True)
-            errors = [_error(one, two) for one, two in pairs if isinstance(one, Tensor) and one.dtype in BOUNDS]
+            errors = [
+                _error(one, two)
+                for one, two in pairs
+                if isinstance(one, Tensor) and isinstance(two, Tensor) and one.dtype in BOUNDS
+            ]
             worst = float(torch.stack(errors).max())  # NaN if any is
+        except torch.OutOfMemoryError:
+            raise
         except _failures() as error:
             return _first_line(error)
         # Not `worst > 1`, which is false for a NaN.
@@ -396,7 +408,7 @@ def _rotate_back(
         BLOCK_HEADS=heads_at_once, BLOCK=block, num_warps=4,
     )  # fmt: skip
     if partial is not None:
-        _sum_partial(partial, *sums, size)
+        _sum_partial(partial, sums[0], sums[1], size)
 
 
 def has_narrow_heads(tensors: Tensors, others: Sequence[Any]) -> bool:

@@ -268,6 +268,25 @@ def test_a_kernel_that_fails_after_its_check_is_not_used_either(doubles, caplog)
     assert caplog.text.count("out of resources") == 1
 
 
+@pytest.mark.parametrize("most", [0, kernels.ROWS_OF_A_CHECK], ids=["in its check", "after it"])
+def test_running_out_of_memory_is_raised_and_the_kernel_is_used_again(most, doubles):
+    statement, by = doubles
+    full = [True]
+
+    def needs_memory(x, out):
+        if full[0] and len(x) > most:
+            raise torch.OutOfMemoryError("out of memory")
+        torch.add(x, x, out=out)
+
+    launches = by(needs_memory)
+    with fused_statements(True):
+        with pytest.raises(torch.OutOfMemoryError):
+            run_doubled(statement, 20)
+        full[0] = False
+        run_doubled(statement, 10)
+    assert launches[-1] == 10
+
+
 def test_checking_a_kernel_draws_none_of_the_runs_random_numbers(doubles):
     statement, by = doubles
     by(lambda x, out: torch.add(x, x, out=out))
