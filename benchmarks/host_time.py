@@ -4,7 +4,7 @@ A real worker updates a model of real depth and width 64, with several settings,
 are so small that nearly all processor time is the host's own work: Python, autograd, the dispatcher. On a GPU the host needs this
 time to queue the kernels. Wherever the device needs less, it waits.
 
-With CUDA graphs, what a GPU would replay is left out. A replay costs the host some 10 microseconds, and a block has six.
+With CUDA graphs, what a GPU would replay is left out. A replay costs the host some 10 microseconds, and a block has five.
 
 Transformers computes the prompt once per answer, which at this width costs it next to nothing, and stays in fp32.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, wraps
 from math import ceil
@@ -35,6 +35,7 @@ from tests.virtual_gpu.device import VirtualGpu, _written
 from verl_memopt.memory.activation_checkpointing_torch import _CheckpointedBlock
 from verl_memopt.memory.fused import NO_TEMPORARIES
 from verl_memopt.memory.kernels import Kernel
+from verl_memopt.model.captured_block import _CapturedBlock
 from verl_memopt.model.decoder import DecoderBlock
 
 aten = torch.ops.aten
@@ -144,7 +145,7 @@ class CountingGpu(VirtualGpu):
         self.clocks = RecordingClocks(self._step)
         self.zeroed_bytes = 2**20
         self._into: Counted | None = None
-        self._calls = self._captures = self._inputs = self._depth = self._again = self._updating = 0
+        self._calls = self._inside = self._replays = self._again = self._updating = 0
         self._uploaded: dict[int, bytes] = {}
         self._pending: list[tuple[tuple[Any, ...], int, str, int]] = []
         self._launched = 0
@@ -168,9 +169,10 @@ class CountingGpu(VirtualGpu):
             with ExitStack() as stack:
                 stack.enter_context(mock.patch.object(self.clocks, "wait", waits))
                 stack.enter_context(mock.patch.object(_foreach_utils, "_foreach_supported_types", taken))
-                stack.enter_context(mock.patch.object(DecoderBlock, "forward", self._capturing(DecoderBlock.forward)))
-                captured = staticmethod(self._capturing(_CheckpointedBlock.backward))
-                stack.enter_context(mock.patch.object(_CheckpointedBlock, "backward", captured))
+                stack.enter_context(mock.patch.object(DecoderBlock, "forward", self._in_block(DecoderBlock.forward)))
+                for block in (_CheckpointedBlock, _CapturedBlock):
+                    backward = staticmethod(self._in_block(block.backward))
+                    stack.enter_context(mock.patch.object(block, "backward", backward))
                 stack.enter_context(mock.patch.object(DecoderBlock, "compute", self._recomputing(DecoderBlock.compute)))
                 for register, change in ((register_optimizer_step_pre_hook, 1), (register_optimizer_step_post_hook, -1)):
                     stack.callback(register(lambda *_, change=change: self._update(change)).remove)
@@ -178,7 +180,7 @@ class CountingGpu(VirtualGpu):
                 sys.setprofile(self._count_call)
                 call()
                 sys.setprofile(None)
-                self._flush(None)
+                self._flush()
         finally:
             self._into = None
         for op, launched in self._waited:
@@ -200,13 +202,13 @@ class CountingGpu(VirtualGpu):
 
     def _step(self, step: Step) -> None:
         if self._into is not None:
-            self._flush(step.graph if isinstance(step, Launch) else None)
-            self._into.steps.append(replace(step, phase=self._phase(), inside=self._depth > 0))
+            self._flush()
+            self._into.steps.append(replace(step, phase=self._phase(), inside=self._inside > 0))
 
-    def _flush(self, graph: int | None) -> None:
+    def _flush(self) -> None:
         assert self._into is not None
         if self._calls:
-            self._into.steps.append(Python(self._calls, graph, phase=self._phase(), inside=self._depth > 0))
+            self._into.steps.append(Python(self._calls, phase=self._phase(), inside=self._inside > 0))
             self._calls = 0
 
     def _phase(self) -> str:
@@ -214,26 +216,48 @@ class CountingGpu(VirtualGpu):
         return "optimizer" if self._updating else "backward" if backward else "forward"
 
     def _launched_step(self, engine: str, kernels: Sequence[Work], pageable: bool = False, blocks: bool = False) -> Launch:
-        lane = self.streams[-1]
-        captured = self._depth and engine == COMPUTE and lane is self.streams[0]
-        inputs, self._inputs = (self._inputs, 0) if captured else (0, self._inputs)
-        return Launch(lane.name, engine, tuple(kernels), self._captures if captured else None, inputs, pageable, blocks)
+        return Launch(self.streams[-1].name, engine, tuple(kernels), pageable=pageable, blocks=blocks)
 
-    def _capturing(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a call that a graph could capture: a block's forward, or the backward of a checkpointed one."""
-
+    def _in_block(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
         def run(*given: Any, **named: Any) -> Any:
-            if not self._depth:
-                self._captures += 1
-                self._inputs = sum(one.nbytes for one in given if isinstance(one, Tensor))
-            self._depth += 1
+            self._inside += 1
             try:
                 return call(*given, **named)
             finally:
-                self._depth -= 1
+                self._inside -= 1
 
         return run
+
+    # Graphs: their kernels are counted when they are captured, and cost what they cost at each replay.
+
+    @contextmanager
+    def _captured(self, graph: Any, *given: Any, **named: Any) -> Iterator[None]:
+        outside = self._into, self._pending
+        self._into, self._pending = graph.counted, graph.pending = Counted(), []
+        try:
+            with super()._captured(graph, *given, **named):
+                yield
+        finally:
+            self._into, self._pending = outside
+            self._calls = 0
+
+    def replay(self, graph: Any) -> None:
+        super().replay(graph)
+        into = self._into
+        if into is None:
+            return
+        self._launched += 1
+        self._replays += 1
+        self._flush()
+        for name, cost in graph.counted.ops.items():
+            into.ops.setdefault(name, Cost()).add(cost.launches, cost.read_bytes, cost.written_bytes, cost.flops)
+        into.kernels += graph.counted.kernels
+        lane, phase, first = self.streams[-1].name, self._phase(), len(into.steps)
+        launches = [(place, step) for place, step in enumerate(graph.counted.steps) if isinstance(step, Launch)]
+        into.steps += [replace(step, lane=lane, graph=self._replays, phase=phase, inside=True) for _, step in launches]
+        places = {place: first + position for position, (place, _) in enumerate(launches)}
+        self._pending += [(key, rows, name, places[place]) for key, rows, name, place in graph.pending]
 
     def _recomputing(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)

@@ -39,14 +39,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Launch(Step):
-    """Kernels, or one copy, that the host queues on a stream. Kernels with the same ``graph`` are in the same captured block."""
+    """Kernels, or one copy, that the host queues on a stream. Kernels with the same ``graph`` belong to one replay of a graph."""
 
     lane: str
     engine: str
     kernels: tuple[Work, ...]
     graph: int | None = None
-    inputs: int = 0
-    """Bytes that are copied before a graph is replayed."""
     pageable: bool = False
     blocks: bool = False
     """The host waits for it."""
@@ -80,7 +78,6 @@ class Python(Step):
     """Python calls of the host between operations."""
 
     calls: int
-    graph: int | None = None
 
 
 @dataclass(frozen=True)
@@ -105,9 +102,9 @@ class Machine:
     """Of a copy besides its bytes."""
     pageable_fraction: float = 0.25
     replay_seconds: float = 12e-6
-    """Of the host, to replay a captured block."""
+    """Of the host, to replay a graph."""
     gap_seconds: float = 1e-6
-    """Of the device, between two kernels of a captured block."""
+    """Of the device, between two kernels of a graph."""
 
     def seconds(self, kernel: Work) -> float:
         fraction = {PRODUCT: self.product_fraction, ATTENTION: self.attention_fraction, OTHER: 1.0}[kernel.kind]
@@ -160,14 +157,13 @@ class _Engine:
         return start
 
 
-def simulate(steps: Sequence[Step], machine: Machine, graphs: bool = False) -> Outcome:
-    """Run the steps. ``graphs``: as if each block were a captured graph (:func:`with_graphs`)."""
+def simulate(steps: Sequence[Step], machine: Machine) -> Outcome:
     found, engines = Outcome(), {name: _Engine() for name in (COMPUTE, TO_DEVICE, TO_HOST)}
     host, lanes, events = 0.0, defaultdict[str, float](float), dict[int, float]()
     before = 0.0  # end of what the computing engine did last
     phase = ""
-    for step in with_graphs(steps) if graphs else steps:
-        issuing = step.times * issue_seconds(step, machine, graphs)
+    for step in replays_joined(steps):
+        issuing = step.times * issue_seconds(step, machine)
         host, found.host = host + issuing, found.host + issuing
         match step:
             case Mark():
@@ -180,7 +176,7 @@ def simulate(steps: Sequence[Step], machine: Machine, graphs: bool = False) -> O
                 host = max(host, *(end for name, end in lanes.items() if step.lane in (None, name)), 0.0)
             case Launch():
                 phase = step.phase
-                gaps = machine.gap_seconds * len(step.kernels) if graphs and step.graph is not None else 0.0
+                gaps = machine.gap_seconds * len(step.kernels) if step.graph is not None else 0.0
                 seconds = step.times * (machine.device_seconds(step) + gaps)
                 start = engines[step.engine].run(max(host, lanes[step.lane]), seconds)
                 lanes[step.lane] = start + seconds
@@ -204,14 +200,14 @@ def simulate(steps: Sequence[Step], machine: Machine, graphs: bool = False) -> O
     return found
 
 
-def issue_seconds(step: Step, machine: Machine, graphs: bool) -> float:
+def issue_seconds(step: Step, machine: Machine) -> float:
     """Return what the host needs for a step, without waiting."""
     match step:
         case Python():
             return step.calls * machine.call_seconds
         case Launch():
-            captured = graphs and step.graph is not None
-            return machine.replay_seconds if captured else machine.launch_seconds * len(step.kernels)
+            replayed = step.graph is not None
+            return machine.replay_seconds if replayed else machine.launch_seconds * len(step.kernels)
         case Mark() | Wait() if step.lane != HOST:
             return machine.event_seconds
     return 0.0
@@ -234,8 +230,10 @@ def deepened(few: Sequence[Step], many: Sequence[Step], layers: tuple[int, int],
 
 
 def _sort(step: Step) -> object:
-    launched = (step.engine, frozenset(work.kind for work in step.kernels)) if isinstance(step, Launch) else None
-    return type(step), step.phase, step.inside, launched
+    if not isinstance(step, Launch):
+        return type(step), step.phase, step.inside
+    kinds = frozenset(kernel.kind for kernel in step.kernels)
+    return Launch, step.phase, step.inside, step.engine, kinds, step.graph is not None
 
 
 def _amount(step: Step, machine: Machine) -> float:
@@ -262,23 +260,13 @@ def length(spans: Iterable[tuple[float, float]]) -> float:
     return sum(stop - start for start, stop in spans)
 
 
-def with_graphs(steps: Sequence[Step]) -> list[Step]:
-    """Return the same steps where each block is a captured graph: an unbroken run of its kernels is one replay.
-
-    The inputs of a block are copied before its first replay.
-    """
+def replays_joined(steps: Sequence[Step]) -> list[Step]:
+    """Return the same steps, where the kernels of one replay are one step."""
     made: list[Step] = []
     for step in steps:
-        if isinstance(step, Python):
-            if step.graph is None:
-                made.append(step)
-            continue
-        if isinstance(step, Launch) and step.graph is not None:
-            if step.inputs:
-                step = replace(step, kernels=(Work(2 * step.inputs), *step.kernels))
-            last = made[-1] if made else None
-            if isinstance(last, Launch) and (last.graph, last.lane) == (step.graph, step.lane):
-                made[-1] = replace(last, kernels=(*last.kernels, *step.kernels))
-                continue
-        made.append(step)
+        last = made[-1] if made else None
+        if isinstance(step, Launch) and isinstance(last, Launch) and step.graph is not None and last.graph == step.graph:
+            made[-1] = replace(last, kernels=(*last.kernels, *step.kernels))
+        else:
+            made.append(step)
     return made

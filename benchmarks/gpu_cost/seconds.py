@@ -49,6 +49,7 @@ PROFILES: dict[str, tuple[int | None, tuple[str, ...]]] = {
 }
 """Tokens of a micro-batch (None = those of the profile) and settings, as ``benchmarks.gpu.profile_update`` has them."""
 COUNTED_LAYERS = (3, 5)
+GRAPHS = "actor_rollout_ref.actor.fsdp_config.cuda_graphs=true"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,24 +80,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def predicted(case: Case, cards: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a record for each card, without and with captured blocks. In a process that has the fake device."""
+    """Return a record for each card, without and with CUDA graphs. In a process that has the fake device."""
     wanted = case.shape.num_layers
     layers = min(wanted, COUNTED_LAYERS[0]), min(wanted, COUNTED_LAYERS[1])
-    few, many = (count(dataclasses.replace(case, shape=dataclasses.replace(case.shape, num_layers=each))) for each in layers)
-    return [record_of(few, many, layers, wanted, card) for card in cards]
+
+    def counted(*further: str) -> tuple[Update, Update]:
+        few, many = (dataclasses.replace(case.shape, num_layers=each) for each in layers)
+        asked = dataclasses.replace(case, overrides=(*case.overrides, *further))
+        return count(dataclasses.replace(asked, shape=few)), count(dataclasses.replace(asked, shape=many))
+
+    plain, graphs = counted(), counted(GRAPHS)
+    return [record_of(plain, graphs, layers, wanted, card) for card in cards]
 
 
-def record_of(few: Update, many: Update, layers: tuple[int, int], wanted: int, card: str) -> dict[str, Any]:
-    machine = MACHINES[card]
-    steps = deepened(few.counted.steps, many.counted.steps, layers, wanted, machine)
+def record_of(
+    plain: tuple[Update, Update], graphs: tuple[Update, Update], layers: tuple[int, int], wanted: int, card: str
+) -> dict[str, Any]:
+    machine, (few, many) = MACHINES[card], plain
     a_layer = (many.counted.recomputed_flops - few.counted.recomputed_flops) / max(layers[1] - layers[0], 1)
     recomputed = many.counted.recomputed_flops + (wanted - layers[1]) * a_layer
     counts = [sum(len(step.kernels) for step in each.counted.steps if isinstance(step, Launch)) for each in (few, many)]
     launches = counts[1] + (wanted - layers[1]) * (counts[1] - counts[0]) / max(layers[1] - layers[0], 1)
-    outcomes = {name: simulate(steps, machine, graphs) for name, graphs in (("plain", False), ("graphs", True))}
+    outcomes = {
+        name: simulate(deepened(less.counted.steps, more.counted.steps, layers, wanted, machine), machine)
+        for name, (less, more) in (("plain", plain), ("graphs", graphs))
+    }
+    model_flops = outcomes["plain"].flops - recomputed
     return {
         "card": card, "micro_batches": many.micro_batches, "tokens": many.tokens, "launches": round(launches),
-        **{name: figures(outcome, outcome.flops - recomputed, machine.peak) for name, outcome in outcomes.items()},
+        **{name: figures(outcome, model_flops, machine.peak) for name, outcome in outcomes.items()},
     }  # fmt: skip
 
 
@@ -126,7 +138,7 @@ def render(records: Sequence[dict[str, Any]]) -> str:
         plain = record["plain"]
         cells += [f"{1e3 * plain['copies']:.0f}", f"{1e3 * (plain['bare_copies']):.0f}", f"{record['launches']:,}"]
         rows.append(cells)
-    note = "Predicted, not measured. `graphs` models blocks that are replayed as captured graphs, which is an assumption."
+    note = f"Predicted, not measured. `graphs`: with {GRAPHS}; blocks that are not captured then run as without it."
     return "\n".join([text_table(heads, rows, left=(0, 1, 2)), note])
 
 
