@@ -18,6 +18,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -175,8 +176,8 @@ class _Kind:
         pieces, own = self._begin(hidden)
         with torch.no_grad():
             pieces.project()
-            columns = own.columns.split(self._widths, 1)
-            out = block.self_attn.attention(*columns, tables, layout, attend)
+            query, key, value = own.columns.split(self._widths, 1)
+            out = block.self_attn.attention(query, key, value, tables, layout, attend)
             _fill(pieces.buffers.attended, out)
             del out
             pieces.finish()
@@ -188,14 +189,14 @@ class _Kind:
         pieces, own = self._begin(hidden)
         pieces.project()
         with torch.enable_grad():
-            columns = [part.detach().requires_grad_() for part in own.columns.split(self._widths, 1)]
-            out = block.self_attn.attention(*columns, tables, layout, attend)
+            query, key, value = (part.detach().requires_grad_() for part in own.columns.split(self._widths, 1))
+            out = block.self_attn.attention(query, key, value, tables, layout, attend)
         _fill(pieces.buffers.attended, out.detach())
         _fill(pieces.buffers.states, grad[0])
         pieces.finish_backward()
         attention = block.self_attn
         norms: Any = [norm.weight for norm in (attention.q_norm, attention.k_norm) if norm is not None]
-        grads = torch.autograd.grad(out, [*columns, *norms], own.attended)
+        grads = torch.autograd.grad(out, [query, key, value, *norms], own.attended)
         del out
         for part, given in zip(own.columns.split(self._widths, 1), grads, strict=False):
             if _place(part) != _place(given):  # attention may have overwritten its arguments with their gradients
@@ -233,7 +234,7 @@ class _Kind:
 
     def _make(self, buffers: _Buffers) -> _Pieces:
         functions = (self._project, self._finish, self._finish_backward, self._project_backward)
-        return _Pieces(buffers, *(_Piece(lambda own=function: own(buffers), self._capture) for function in functions))
+        return _Pieces(buffers, *(_Piece(partial(function, buffers), self._capture) for function in functions))
 
     @torch.no_grad()
     def _project(self, buffers: _Buffers) -> None:
@@ -244,7 +245,7 @@ class _Kind:
             parts = products_of(value, weights[run], biases[run])
             into, whole = joined(rooms[run], 1), joined(parts, 1)
             if into is None or whole is None:
-                torch._foreach_copy_(rooms[run], parts)
+                torch._foreach_copy_(rooms[run], list(parts))
             else:
                 into.copy_(whole)
 
@@ -273,11 +274,12 @@ class _Kind:
         products = Products(self._norm, 1, None, (False,) * 3, (None,) * 3, in_runs(weights, biases))
         needed = (True,) * 5 + tuple(bias is not None for bias in biases)
         # The gradient of the residual stream is added to that of the norm's input.
-        found = products.gradients((buffers.hidden, norm, *weights), (*columns, buffers.states), needed)
+        grad, *found = products.gradients((buffers.hidden, norm, *weights), (*columns, buffers.states), needed)
+        assert grad is not None
         names = ["input_layernorm.weight"]
         names += [f"self_attn.{name}_proj.{kind}" for kind in ("weight", "bias") for name in "qkv"]
-        pairs = [(self._by_name[name], grad) for name, grad in zip(names, found[1:], strict=True) if grad is not None]
-        torch._foreach_copy_([buffers.states, *(room for room, _ in pairs)], [found[0], *(grad for _, grad in pairs)])
+        pairs = [(self._by_name[name], given) for name, given in zip(names, found, strict=True) if given is not None]
+        torch._foreach_copy_([buffers.states, *(room for room, _ in pairs)], [grad, *(given for _, given in pairs)])
 
     def _weights_and_biases(self) -> tuple[list[Tensor], list[Tensor | None]]:
         return [layer.weight for layer in self._layers], [layer.bias for layer in self._layers]
@@ -306,7 +308,7 @@ class _CapturedBlock(torch.autograd.Function):
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def _fill(room: Tensor, values: Tensor) -> None:

@@ -413,8 +413,10 @@ class _Prediction:
     def _graphs(self, model: Held) -> Kinds:
         if not model.trained or model is self.student:
             return {}
-        passes = ("critic", "values") if model is self.critic else ("actor", "rollout")
-        return model.graphs(max(self._pass(role).tokens for role in passes))
+        passes = [self._pass("critic"), self._pass("values")]
+        if model is not self.critic:
+            passes = [self._pass("actor"), self._pass("rollout")]
+        return model.graphs(max(work.tokens for work in passes))
 
     @property
     def _idle_engine(self) -> Kinds:
