@@ -170,6 +170,10 @@ class _Witness:
         # The last is the optimizer step in backward, which waits for the copies of gradients to the host.
         but_for = ("Event.synchronize", "aten._to_copy.default to the host", "Stream.synchronize") if own_offload else ()
         but_for += ("torch.cuda.graph",)  # a capture, once for each size
+        actor = self.worker.settings.actor
+        if actor.fsdp_config.grad_offload and actor.optim.bucket_megabytes < 1:
+            # Where the rows of each tile of the vocabulary end: a copy that began in the forward, and is there in backward.
+            but_for += ("Event.synchronize",)
 
         def watched(*args, **kwargs):
             with self.gpu.never_waits("between micro-batches", but_for):
