@@ -106,8 +106,7 @@ BLOCK_OF_NEIGHBOURS = {
     "_flash_attention_forward": 2 * 2,  # answers and what they see of the prompt, twice
     "_flash_attention_backward": 2 * 3,
     "_foreach_copy_": 2,  # the cast of fp32 masters
-    "chunk_cat": 1,
-    "copy_": 1,  # FSDP2's, of one device's gradients
+    "_to_copy": 12,  # the gradient of each parameter, which becomes fp32
     "_fused_adamw_": 1,
     "kernel _norm": 3,
     "kernel _both_statement": 3,  # queries and keys in one
