@@ -76,7 +76,7 @@ class CapturedBlocks:
         self._capture = self._given
 
     def compute(self, block: DecoderBlock, hidden: Tensor, tables: Tables, layout: PrefixLayout, attend: Attend) -> Tensor:
-        """Return the output [1, T, h] of a block for its input ``hidden`` [1, T, h], which must require a gradient or none."""
+        """Return the output [1, T, h] of a block. In a pass with gradients its input ``hidden`` [1, T, h] must require one."""
         kind = self._of_block.get(block) or self._kind(block)
         if torch.is_grad_enabled() and hidden.requires_grad:
             return _CapturedBlock.apply(kind, block, hidden, *tables, layout, attend)
