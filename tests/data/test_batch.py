@@ -16,6 +16,7 @@ from verl_memopt.data.batch import (
     shares_prompts,
     token_index,
 )
+from verl_memopt.model.forest import Turn, build_forest
 
 
 def batch():
@@ -42,6 +43,19 @@ def test_select_takes_the_token_fields_along():
     assert chosen.group.tolist() == [1, 0]
     torch.testing.assert_close(chosen.advantages, torch.tensor([0.2, 0.3, 0.1]), rtol=0, atol=0)
     assert chosen.old_log_probs is None
+
+
+def test_selected_conversations_keep_the_tokens_of_their_turns():
+    rows = [[Turn([1, 2], [7]), Turn([1, 2, 7, 3], [8])], [Turn([1, 2], [9])], [Turn([5], [6, 6])]]
+    responses = Ragged.from_rows([[token for turn in row for token in turn.output_ids] for row in rows], torch.int64)
+    prompts = Ragged.from_rows([row[0].prompt_ids for row in rows], torch.int64)
+    made = rollout_batch(prompts, responses, torch.tensor([0, 0, 1]), Actor(), forest=build_forest(rows))
+    for chosen in ([2, 0], [1], [0, 1, 2], []):
+        batch = made.select(chosen)
+        assert torch.equal(batch.forest.tokens[batch.forest.place], batch.responses.flat)
+    assert made.select([1]).forest.tokens.tolist() == [1, 2, 9]
+    arrived = pickle.loads(pickle.dumps(made))
+    assert torch.equal(arrived.forest.parent, made.forest.parent)
 
 
 def test_scattered_tokens_come_back_in_batch_order():

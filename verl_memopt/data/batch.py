@@ -13,6 +13,7 @@ from torch import Tensor
 from verl_memopt.config.schema import Actor
 from verl_memopt.memory.shared_prompt import prompt_groups
 from verl_memopt.memory.token_packing import RowTokens
+from verl_memopt.model.forest import Forest
 from verl_memopt.model.packing import ranges
 
 TOKEN_FIELDS = (
@@ -31,6 +32,8 @@ class RolloutBatch(TensorClass):
         prompts: The prompt of each row; or each prompt once, with an index from row to prompt (``algorithm.expansion=lazy``).
         group: int64 [B], the number of the prompt that each row answers.
         prompt_group: int64 [B]. Rows with the same number compute their common prompt once. None = each row computes its prompt.
+        forest: The tokens of all turns, if rows are conversations. A row of ``responses`` then has the sampled tokens of all its
+            turns, one turn after another. R counts only these. None = a row is its prompt and its response.
         selected: bool [R], the tokens that the losses ``clip_cov`` and ``kl_cov`` act on.
         kept: bool [R], False for tokens that the rollout correction rejects.
         old_values: fp32 [R], the critic's values when the advantages were computed.
@@ -45,6 +48,7 @@ class RolloutBatch(TensorClass):
     responses: Ragged
     group: Tensor
     prompt_group: Tensor | None = None
+    forest: Forest | None = None
     rollout_log_probs: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
@@ -94,13 +98,19 @@ class RolloutBatch(TensorClass):
             responses=self.responses.select(rows),
             group=self.group[index],
             prompt_group=None if self.prompt_group is None else self.prompt_group[index],
+            forest=None if self.forest is None else self.forest.select(tokens),
             **{name: value[tokens] for name, value in flat.items() if value is not None},
             batch_size=[],
         )
 
 
 def rollout_batch(
-    prompts: Ragged | SharedRows, responses: Ragged, group: Tensor, actor: Actor, rollout_log_probs: Tensor | None = None
+    prompts: Ragged | SharedRows,
+    responses: Ragged,
+    group: Tensor,
+    actor: Actor,
+    rollout_log_probs: Tensor | None = None,
+    forest: Forest | None = None,
 ) -> RolloutBatch:
     """Build the batch of a step. The settings decide which rows compute their common prompt once.
 
@@ -110,6 +120,7 @@ def rollout_batch(
         group: int64 [B], the number of the prompt that each row answers.
         actor: The ``actor`` section of the settings.
         rollout_log_probs: The engine's log-probs, fp32 [R].
+        forest: The turns of conversations. None = each row has one turn.
     """
     return RolloutBatch(
         prompts=prompts,
@@ -117,6 +128,7 @@ def rollout_batch(
         group=group,
         prompt_group=torch.tensor(prompt_groups(group.tolist(), actor), dtype=torch.int64),
         rollout_log_probs=rollout_log_probs,
+        forest=forest,
         batch_size=[],
     )
 
