@@ -299,7 +299,7 @@ def test_processes_of_a_killed_supervisor_are_found_by_their_mark(tmp_path, star
         assert runner.score(rows("0 0 0"))[0].score == 1.0
         assert all_gone(pids)
     # The process that ran the function may be among them: it is ended by its supervisor's death, at about the same moment.
-    assert re.search("killed [34] processes that a reward function had started and left behind", caplog.text)
+    assert re.search("killed [34] processes that code of the user had started and left behind", caplog.text)
 
 
 def test_a_process_without_its_supervisor_is_given_no_rows(custom):

@@ -7,29 +7,23 @@ import itertools
 import logging
 import math
 import os
-import secrets
-import signal
-import socket
-import struct
-import subprocess
-import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from multiprocessing.connection import Connection, wait
+from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Self
 
 from verl_memopt.config import schema
 from verl_memopt.config.reward_rules import rows_at_a_time
-from verl_memopt.distributed.threads import THREADS, threads_for
+from verl_memopt.distributed.threads import threads_for
 from verl_memopt.errors import RewardError, Stopped, printable
 from verl_memopt.recipes import RECIPES
 from verl_memopt.rewards.sandbox import Sandbox, share_out
 from verl_memopt.rewards.score import (
     LARGEST_MESSAGE,
+    PROGRESS,
     InvalidMessageError,
     Limits,
     MessageReader,
@@ -38,9 +32,8 @@ from verl_memopt.rewards.score import (
     RewardRow,
     read_outcomes,
 )
-from verl_memopt.rewards.scorer import PROGRESS, FunctionCall
-from verl_memopt.rewards.supervisor import MARK, VERDICT, VERDICT_AT, last_lines
-from verl_memopt.run.process_tree import END_SECONDS, STOP_SIGNALS, kill_marked, safe_path
+from verl_memopt.rewards.scorer import FunctionCall
+from verl_memopt.rewards.supervised import SupervisedProgram
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +216,7 @@ class Round:
         idle = [process for process in self._processes if process not in self._at_work]
         for process in idle[: len(self._waiting)]:
             # If a process could not load the function, `send` below reports the reason.
-            if process.loaded and (not process.is_alive() or process.has_news()):
+            if process.loaded and (not process.program.is_alive() or process.has_news()):
                 # A process that is ending would lose the row, so a new one is started. A process without rows has nothing to
                 # send. If data has arrived, the function has forked, or has written to the connection itself.
                 process = self._start_again(process)
@@ -243,13 +236,13 @@ class Round:
             self._record(*outcome)
         if all(index in self._results for index in self._at_work[process]):
             del self._at_work[process]
-        elif outcomes is None or not (outcomes or process.is_alive()):
-            self._replace(process, f"ended its process, which {process.ending()}")
+        elif outcomes is None or not (outcomes or process.program.is_alive()):
+            self._replace(process, f"ended its process, which {process.program.ending()}")
         elif not outcomes and process.position()[1] > self._custom.timeout_seconds:
             limit = f"custom_reward_function.timeout_seconds={self._custom.timeout_seconds:g}"
-            self._replace(process, f"took longer than {limit}{process.last_output()}")
+            self._replace(process, f"took longer than {limit}{process.program.last_output()}")
         elif process.silent_seconds() > (seconds := SILENCE * self._custom.timeout_seconds + SILENCE_SECONDS):
-            self._replace(process, f"sent no score for {seconds:.0f} s{process.last_output()}", blames_row=True)
+            self._replace(process, f"sent no score for {seconds:.0f} s{process.program.last_output()}", blames_row=True)
 
     def _replace(self, process: RewardProcess, failure: str, blames_row: bool = False) -> None:
         """Fail the row that the process was scoring, and put the rest of its chunk at the head of the queue.
@@ -340,8 +333,6 @@ def num_processes(manager: str, num_workers: int) -> int:
 # One reward process as the run sees it: start it, send rows, receive scores, find the row that it is scoring, and end it.
 
 
-SEND_SECONDS = 60
-"""Longest time in which a process must take rows that are sent to it."""
 SILENCE, SILENCE_SECONDS = 2, 10.0
 """A process is ended if it sends no outcome for ``SILENCE`` time limits of a row plus ``SILENCE_SECONDS``. An outcome may wait
 for the next one before it is sent, so one time limit is not enough."""
@@ -351,10 +342,7 @@ LOAD_SECONDS = 120.0
 
 
 class RewardProcess:
-    """A new interpreter that runs one reward function under a supervisor. It starts in the background.
-
-    The interpreter and all processes that it starts end with this process, however this process ends. It has its own session and
-    ignores the signals that end a run, so that a stopped run can still finish its step.
+    """A process that runs one reward function. It starts in the background.
 
     ``threads``: OMP_NUM_THREADS of the function, which may run a model. ``log``: file for the output of the function; None = the
     standard output of this process.
@@ -363,35 +351,8 @@ class RewardProcess:
     def __init__(self, call: FunctionCall, limits: Limits, threads: int, log: Path | None = None) -> None:
         self.runs_concurrently = False
         """The function is async and scores many rows at the same time. Known only after the function is loaded."""
-        run_end, process_end = socket.socketpair()
-        lifeline_end, self._lifeline = os.pipe()
-        self._progress = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
-        # Without this, a process that dies before its first row would seem to have been at row 0.
-        os.pwrite(self._progress.fileno(), PROGRESS.pack(-1, 0.0), 0)
-        self._log = log
-        self._log_start = log.stat().st_size if log is not None and log.is_file() else 0
-        self._mark = f"{MARK}={secrets.token_hex(16)}"
-        fds = (process_end.fileno(), lifeline_end, self._progress.fileno())
-        # The function gets the import path of this process. The code before it must not import from the working directory.
-        arguments = (*fds, None if log is None else str(log.absolute()), astuple(limits), sys.path)
-        program = f"import sys; sys.path[:] = {safe_path()!r}; from verl_memopt.rewards.supervisor import main; main{arguments!r}"
-        # The new process inherits the blocked signals, so that none can end it before the supervisor has its handlers.
-        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", program],
-                pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                env={THREADS: str(threads), **os.environ, MARK: self._mark.partition("=")[2]},
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
-        # If this process kept the other end open itself, it would never see the connection close.
-        process_end.close()
-        os.close(lifeline_end)
-        run_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
-        self.connection = Connection(run_end.detach())
+        self.program = SupervisedProgram("verl_memopt.rewards.scorer", limits, threads, log)
+        self.connection = self.program.connection
         self.connection.send(call)
         self._reader, self._round, self._heard = MessageReader(), 0, time.monotonic()
         self._started = time.monotonic()
@@ -400,7 +361,7 @@ class RewardProcess:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self.program.pid
 
     def wait_until_loaded(self) -> None:
         if self.loaded:
@@ -422,9 +383,8 @@ class RewardProcess:
                 "descriptors that it did not open."
             ) from error
         except (EOFError, ConnectionError):
-            problem = (
-                f"custom_reward_function.path: the process that imports the file {self.ending()}. Import it alone to see why."
-            )
+            ending = self.program.ending()
+            problem = f"custom_reward_function.path: the process that imports the file {ending}. Import it alone to see why."
         if problem is not None:
             raise RewardError(str(problem))
         self.loaded = True
@@ -446,7 +406,7 @@ class RewardProcess:
             InvalidMessageError: Something else than outcomes of these rows has arrived.
         """
         # `alive` must be read before the poll. Otherwise outcomes that a process sends just before its death would be lost.
-        alive, outcomes, left = self.is_alive(), list[Outcome](), set(expected)
+        alive, outcomes, left = self.program.is_alive(), list[Outcome](), set(expected)
         try:
             for value in self._messages() if self.connection.poll() else ():
                 read = read_outcomes(value, left)
@@ -476,49 +436,9 @@ class RewardProcess:
 
     def position(self) -> tuple[int, float]:
         """Return the index of the row that is being scored (-1 = none) and the seconds since it began."""
-        record = os.pread(self._progress.fileno(), PROGRESS.size, 0)
+        record = self.program.shared(0, PROGRESS.size)
         index, since = PROGRESS.unpack(record) if len(record) == PROGRESS.size else (-1, 0.0)
         return index, time.monotonic() - since if index >= 0 else 0.0
 
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def ending(self) -> str:
-        code = self._process.wait()
-        clean, reason = self._verdict()
-        if not clean:
-            self._kill_left_over()
-        words = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        return f"{reason or words}{self.last_output()}"
-
-    def last_output(self) -> str:
-        return last_lines(self._log, self._log_start)
-
     def close(self) -> None:
-        if self.connection.closed:
-            return
-        # The supervisor ends all its processes once the lifeline closes. If it were killed first, the orphans that it has adopted
-        # would be left behind.
-        self.connection.close()
-        os.close(self._lifeline)
-        try:
-            self._process.wait(2 * END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if not self._verdict()[0]:
-            self._kill_left_over()
-        self._progress.close()
-
-    def _verdict(self) -> tuple[bool, str]:
-        """Return whether the supervisor left no process behind, and the exceeded limit for which it ended the process, if any."""
-        record = os.pread(self._progress.fileno(), 4096, VERDICT_AT)
-        if len(record) < VERDICT.size:
-            return False, ""
-        clean, length = VERDICT.unpack_from(record)
-        return clean, record[VERDICT.size : VERDICT.size + length].decode(errors="replace")
-
-    def _kill_left_over(self) -> None:
-        killed = kill_marked(self._mark)
-        if killed:
-            logger.warning("killed %d processes that a reward function had started and left behind", len(killed))
+        self.program.close()

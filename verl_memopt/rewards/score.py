@@ -46,7 +46,7 @@ def failure(index: int, problem: BaseException, limits: Limits, frames: int = 1)
     within = traceback.format_exception(type(problem), problem, trace)
     hint = ""
     if isinstance(problem, MemoryError) or "allocate memory" in str(problem):  # torch raises a RuntimeError
-        limit = f"{KEY}.memory_gb={limits.memory_gb:g}"
+        limit = f"{limits.key}.memory_gb={limits.memory_gb:g}"
         hint = f"\n{limit} limits the memory of a reward process. Raise it if the function needs more."
     return index, 0.0, {}, f"raised:\n{shortened(''.join(within).rstrip())}{hint}"
 
@@ -223,6 +223,11 @@ class RewardResult:
     """The function failed on this row, and ``score`` is the fallback score."""
 
 
+PROGRESS = struct.Struct("qd")
+"""Record at the start of the file that a reward process shares with its parent: index of the row that is being scored (-1 = no
+row), and when it began (seconds of the monotonic clock)."""
+
+
 # Limits of one reward process and of everything it starts: memory, processor time, open files.
 
 
@@ -240,6 +245,8 @@ class Limits:
     """Largest processor time of one row in seconds, summed over all threads and processes."""
     open_files: int
     """Largest number of open files of one process."""
+    key: str = KEY
+    """Section of the settings that has the limits, for errors."""
 
     @classmethod
     def of(cls, custom: CustomReward) -> Self:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-import struct
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,6 +24,7 @@ from verl_memopt.rewards.score import (
     KEY,
     LARGEST_ENTRIES,
     LARGEST_MESSAGE,
+    PROGRESS,
     Limits,
     Outcome,
     as_message,
@@ -36,9 +36,6 @@ from verl_memopt.rewards.score import (
 
 if TYPE_CHECKING:
     from verl_memopt.rewards.sandbox import Sandbox
-
-PROGRESS = struct.Struct("qd")
-"""Index of the row that is being scored (-1 = no row), and when it began (seconds of the monotonic clock)."""
 
 FLUSH_SECONDS = 0.005
 

@@ -1,5 +1,7 @@
 """The program between a run and a reward function: it starts the function's process, the scorer, and leaves no process behind.
 
+It does the same for the tools and environments of agents, whose program is :mod:`verl_memopt.agents.program`.
+
 A reward function may start processes, which may start others and detach themselves from their parents. This program adopts
 orphans among its descendants (PR_SET_CHILD_SUBREAPER), so that all of them stay its descendants. It ends all of them when the run
 closes the pipe ``lifeline`` or dies, when the scorer ends, and when a limit is exceeded. Then it ends with the same exit code or
@@ -17,12 +19,13 @@ import signal
 import struct
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from verl_memopt.observe.files import written_aside
-from verl_memopt.rewards import scorer
-from verl_memopt.rewards.score import KEY, Limits
+from verl_memopt.rewards.score import PROGRESS, Limits
 from verl_memopt.run.process_tree import (
     STOP_SIGNALS,
     cpu_seconds,
@@ -50,10 +53,13 @@ MOST_PROCESSES = 1000
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 
 
-def main(pipe: int, lifeline: int, progress: int, log: str | None, limits: tuple[float, float, int], path: list[str]) -> None:
-    """Start the scorer on the file descriptor ``pipe`` and watch it. Does not return.
+def main(
+    program: str, pipe: int, lifeline: int, progress: int, log: str | None, limits: tuple[float, float, int, str], path: list[str]
+) -> None:
+    """Start a program on the file descriptor ``pipe`` and watch it. Does not return.
 
     Args:
+        program: Module whose ``main(pipe, progress, limits)`` runs the user's code: the scorer, or the program of environments.
         pipe: Connection to the run, which only the scorer keeps.
         lifeline: Read end of a pipe whose write end the run holds.
         progress: Shared file with the position of the scorer and the verdict on its end.
@@ -65,7 +71,7 @@ def main(pipe: int, lifeline: int, progress: int, log: str | None, limits: tuple
         # An empty handler, because programs that the function starts would inherit SIG_IGN.
         signal.signal(number, _ignore)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    bound = Limits(*limits)
+    bound, run = Limits(*limits), import_module(program).main
     output, printed = os.pipe() if log is not None else (-1, -1)
     # Programs that a reward function starts must not inherit these: the run would never see them close.
     for fd in (pipe, lifeline, progress):
@@ -77,7 +83,7 @@ def main(pipe: int, lifeline: int, progress: int, log: str | None, limits: tuple
     if child == 0:
         os.close(lifeline)
         sys.path[:] = path
-        _run_scorer(parent, pipe, progress, output, printed, bound)
+        _run(run, parent, pipe, progress, output, printed, bound)
     # Now only the scorer has this end open, so the run sees the connection close as soon as the scorer dies.
     os.close(pipe)
     if printed >= 0:
@@ -95,7 +101,15 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
-def _run_scorer(parent: int, pipe: int, progress: int, output: int, printed: int, limits: Limits) -> None:
+def _run(
+    program: Callable[[int, int, Limits], None],
+    parent: int,
+    pipe: int,
+    progress: int,
+    output: int,
+    printed: int,
+    limits: Limits,
+) -> None:
     code = 1
     try:
         _prctl(_SET_PDEATHSIG, signal.SIGKILL)
@@ -111,7 +125,7 @@ def _run_scorer(parent: int, pipe: int, progress: int, output: int, printed: int
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, errors="backslashreplace", closefd=False) for fd in (1, 2))
         faulthandler.enable()
         limits.bind_process()
-        scorer.main(pipe, progress, limits)
+        program(pipe, progress, limits)
         code = 0
     except BaseException:  # noqa: BLE001 - printed, and shown by the exit code
         sys.excepthook(*sys.exc_info())
@@ -201,15 +215,15 @@ class _Watch:
         # The sum of resident memory is cheap, but counts shared pages several times. The exact sum is computed only if the first
         # sum exceeds the limit.
         if resident_bytes(tree) > limits.memory_bytes and proportional_bytes(tree) > limits.memory_bytes:
-            return f"held more memory, with the processes it started, than {KEY}.memory_gb={limits.memory_gb:g}"
+            return f"held more memory, with the processes it started, than {limits.key}.memory_gb={limits.memory_gb:g}"
         waited = os.times()
         # `tree` has only live processes, so the time of processes that have ended is added.
         spent = cpu_seconds(tree) + waited.children_user + waited.children_system
-        row = scorer.PROGRESS.unpack(os.pread(self._progress, scorer.PROGRESS.size, 0))
+        row = PROGRESS.unpack(os.pread(self._progress, PROGRESS.size, 0))
         if row != self._row or row[0] < 0:
             self._row, self._cpu_before = row, spent
         if spent - self._cpu_before > limits.cpu_seconds:
-            return f"took more processor time than {KEY}.cpu_seconds={limits.cpu_seconds:g}"
+            return f"took more processor time than {limits.key}.cpu_seconds={limits.cpu_seconds:g}"
         return ""
 
 
