@@ -58,6 +58,36 @@ def test_ranks_without_a_row_have_an_empty_share_and_a_group_is_cut_only_for_wan
     assert sorted(map(len, uneven_shares(lengths, 2))) == [1, 4]
 
 
+def conversations(*sizes):
+    """Two tasks of 50 tokens with some conversations each, that have a system prompt of 10 tokens in common."""
+    tasks = [task for task, own in enumerate(sizes) for _ in own]
+    paths = (((0, 10), (100 * task + 1, 50)) for task in tasks)
+    own = [size for task in sizes for size in task]
+    return RowTokens.of_paths(
+        tuple(
+            (*path, (100 * task + 2 + row, size)) for row, (path, task, size) in enumerate(zip(paths, tasks, own, strict=True))
+        ),
+        tasks,
+    )
+
+
+@pytest.mark.parametrize("deal", [lambda tokens, ranks: rows_per_rank(tokens, range(len(tokens)), ranks, True), uneven_shares])
+def test_conversations_are_dealt_by_their_tokens_and_those_of_a_task_stay_together_if_that_is_even(deal):
+    assert sorted(deal(conversations((5, 5), (5, 5)), 2)) == [[0, 1], [2, 3]]
+    # One long conversation is as much as three short ones with their tasks.
+    assert sorted(deal(conversations((150, 5), (5, 5)), 2)) == [[0], [1, 2, 3]]
+    assert sorted(deal(conversations((5, 5), (5, 5)), 1)) == [[0, 1, 2, 3]]
+    shares = deal(conversations((40, 30), (20, 10)), 8)
+    assert sorted(row for share in shares for row in share) == [0, 1, 2, 3]
+    assert max(map(len, shares)) == 1
+
+
+def test_a_rank_gets_conversations_of_the_rows_that_it_is_asked_for():
+    tokens = conversations((5, 5), (5, 5), (5, 5))
+    assert sorted(rows_per_rank(tokens, [2, 3, 4, 5], 2, True)) == [[2, 3], [4, 5]]
+    assert rows_per_rank(tokens, [2, 3, 4, 5], 2, False) == [[2, 3], [4, 5]]
+
+
 def test_mini_batches_are_whole_groups_in_order_or_in_that_of_a_seed():
     assert mini_batch_rows(4, 3, 2, None) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
     plain, shuffled = mini_batch_rows(16, 3, 4, None), mini_batch_rows(16, 3, 4, 1)

@@ -70,6 +70,8 @@ class RolloutBatch(TensorClass):
 
     def row_tokens(self) -> RowTokens:
         """Return the number of tokens that a pass computes for each row. A row without a response computes no prompt."""
+        if self.forest is not None:
+            return RowTokens.of_paths(self.forest.paths(self.responses.sizes()), self.prompt_groups())
         pairs = list(zip(self.prompts.sizes(), self.responses.sizes(), strict=True))
         return RowTokens(
             prompts=tuple(prompt if response else 0 for prompt, response in pairs),

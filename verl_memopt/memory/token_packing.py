@@ -16,9 +16,11 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby, repeat, zip_longest
+from typing import TypeAlias
 
 import numpy as np
 
@@ -80,17 +82,26 @@ def split_to_count(bins: Sequence[Sequence[int]], count: int, lengths: Sequence[
     ``count`` is at least the number of bins. A bin of one row cannot be split, so with fewer rows than ``count`` the last bins
     are empty lists. The size of a bin is the sum of the ``lengths`` of its rows.
     """
+    return _split(bins, count, lambda rows: sum(lengths[row] for row in rows), lambda rows: _halve(rows, lengths))
+
+
+def _split(
+    bins: Sequence[Sequence[int]],
+    count: int,
+    size: Callable[[list[int]], int],
+    halve: Callable[[list[int]], tuple[list[int], list[int]]],
+) -> list[list[int]]:
     assert count >= len(bins), (count, len(bins))
     result = [list(rows) for rows in bins]
 
     def entry(position: int) -> tuple[int, int]:
-        return -sum(lengths[row] for row in result[position]), position
+        return -size(result[position]), position
 
     heap = [entry(position) for position, rows in enumerate(result) if len(rows) > 1]
     heapq.heapify(heap)
     while len(result) < count and heap:
         position = heapq.heappop(heap)[1]
-        result[position], moved = _halve(result[position], lengths)
+        result[position], moved = halve(result[position])
         result.append(moved)
         for place in (position, len(result) - 1):
             if len(result[place]) > 1:
@@ -265,6 +276,11 @@ def skipped_if_many(skipped: int, tokens: int) -> int:
     return skipped if skipped and skipped >= tokens * SKIPPED_SHARE else 0
 
 
+Path: TypeAlias = tuple[tuple[int, int], ...]
+"""The nodes of a row, ascending, each with the number of its tokens that the row computes. See
+:meth:`verl_memopt.model.forest.Forest.paths`."""
+
+
 @dataclass(frozen=True)
 class RowTokens:
     """The tokens that a pass computes for some rows, one entry per row."""
@@ -275,25 +291,52 @@ class RowTokens:
     """Tokens of the response, except the last token, which predicts nothing."""
     groups: tuple[int, ...]
     """Group of each row. Rows with the same number compute their prompt once, together."""
+    paths: tuple[Path, ...] | None = None
+    """The nodes of each conversation. None = each row is a prompt and an answer."""
 
     @classmethod
     def alone(cls, tokens: Sequence[int]) -> RowTokens:
         return cls(tuple(tokens), (0,) * len(tokens), tuple(range(len(tokens))))
 
+    @classmethod
+    def of_paths(cls, paths: tuple[Path, ...], groups: Sequence[int]) -> RowTokens:
+        """Return the tokens of conversations. A conversation has no prompt here, so no micro-batch carries prefix KV.
+
+        Nodes are numbered depth first. So if rows are sorted by path, those that share many tokens are neighbours.
+        """
+        return cls((0,) * len(paths), tuple(sum(tokens for _, tokens in path) for path in paths), tuple(groups), paths)
+
     def __len__(self) -> int:
         return len(self.prompts)
 
     def select(self, rows: Sequence[int]) -> RowTokens:
-        parts = (self.prompts, self.answers, self.groups)
-        return RowTokens(*(tuple(part[row] for row in rows) for part in parts))
+        paths = None if self.paths is None else tuple(self.paths[row] for row in rows)
+        prompts, answers, groups = (tuple(part[row] for row in rows) for part in (self.prompts, self.answers, self.groups))
+        return RowTokens(prompts, answers, groups, paths)
 
-    def cost(self, rows: Sequence[int]) -> int:
-        prompts = {self.groups[row]: self.prompts[row] for row in rows if self.prompts[row]}
-        return sum(prompts.values()) + sum(self.answers[row] for row in rows)
+    @cached_property
+    def nodes(self) -> tuple[Path, ...]:
+        if self.paths is not None:
+            return self.paths
+        # A prompt is a node of its group, with an odd number, and an answer is a node of its row.
+        pairs = enumerate(zip(self.groups, self.prompts, self.answers, strict=True))
+        return tuple(((2 * group + 1, prompt), (2 * row, answer)) for row, (group, prompt, answer) in pairs)
 
-    def skipped(self, rows: Iterable[int]) -> int:
+    def union(self, rows: Iterable[int]) -> dict[int, int]:
+        """Return the computed tokens of each node of some rows."""
+        tokens: dict[int, int] = {}
+        for row in rows:
+            for node, computed in self.nodes[row]:
+                if computed > tokens.get(node, 0):
+                    tokens[node] = computed
+        return tokens
+
+    def cost(self, rows: Iterable[int]) -> int:
+        return sum(self.union(rows).values())
+
+    def skipped(self, rows: Sequence[int]) -> int:
         prompts = {self.groups[row]: self.prompts[row] for row in rows if self.prompts[row]}
-        return skipped_if_many(sum(prompts.values()) - len(prompts), self.cost(list(rows)))
+        return skipped_if_many(sum(prompts.values()) - len(prompts), self.cost(rows))
 
     def suffixes(self, rows: Sequence[int]) -> int:
         group_sizes = Counter(self.groups[row] for row in rows)
@@ -307,24 +350,103 @@ class RowTokens:
         return [prompt + answer for prompt, answer in zip(self.prompts, self.answers, strict=True)]
 
     def families(self) -> list[list[int]]:
-        members: dict[int, list[int]] = {}
-        for row, group in enumerate(self.groups):
-            members.setdefault(group, []).append(row)
-        return list(members.values())
+        """Return the rows that have a group or a node in common, directly or through other rows."""
+        return _connected({row: {-1 - self.groups[row], *self._shared[row]} for row in range(len(self))})
+
+    def split(self, bins: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """Split the largest bins until there are exactly ``count``, see :func:`split_to_count`."""
+        if self.paths is None:
+            return split_to_count(bins, count, self.row_lengths())
+        return _split(bins, count, self.cost, self._halve)
+
+    def _halve(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+        # Cut conversations between two neighbours. Both halves compute the tokens that they share.
+        order = sorted(rows, key=self.nodes.__getitem__)
+        first = self._growing(order)
+        second = self._growing(order[::-1])[::-1]
+        end = min(range(1, len(order)), key=lambda end: (max(first[end - 1], second[end]), first[end - 1] + second[end]))
+        return sorted(order[:end]), sorted(order[end:])
+
+    def _growing(self, rows: Sequence[int]) -> list[int]:
+        # The tokens of the first row, of the first two rows, and so on.
+        tokens: dict[int, int] = {}
+        costs = [0]
+        for row in rows:
+            costs.append(costs[-1])
+            for node, computed in self.nodes[row]:
+                costs[-1] += max(computed - tokens.get(node, 0), 0)
+                tokens[node] = max(computed, tokens.get(node, 0))
+        return costs[1:]
+
+    @cached_property
+    def _shared(self) -> tuple[tuple[int, ...], ...]:
+        # The nodes of each row that have tokens.
+        return tuple(tuple(node for node, tokens in path if tokens) for path in self.nodes)
+
+    def parts(self, rows: list[int], budget: int) -> list[list[int]]:
+        """Cut rows with common nodes into parts that compute at most ``budget`` tokens. No row alone may compute more.
+
+        Rows that also share later nodes stay together if they fit. Each part computes the common nodes.
+        """
+        if len(rows) == 1 or self.cost(rows) <= budget:
+            return [rows]
+        common = set.intersection(*(set(self._shared[row]) for row in rows if self._shared[row]))
+        room = budget - sum(tokens for node, tokens in self.union(rows).items() if node in common)
+        found = _connected({row: set(self._shared[row]) - common for row in rows})
+        units = [part for members in found for part in self.parts(members, budget)] if len(found) > 1 else []
+        costs = [sum(tokens for node, tokens in self.union(unit).items() if node not in common) for unit in units]
+        # Rows that need different parts of a common node may not fit beside all of it.
+        if not units or max(costs) > room:
+            return self._neighbours(rows, budget)
+        return [[row for place in places for row in units[place]] for places in pack(costs, room)]
+
+    def _neighbours(self, rows: Sequence[int], budget: int) -> list[list[int]]:
+        # Fill one part after another.
+        found: list[list[int]] = []
+        for row in sorted(rows, key=self.nodes.__getitem__):
+            if found and self.cost([*found[-1], row]) <= budget:
+                found[-1].append(row)
+            else:
+                found.append([row])
+        return found
+
+
+def _connected(keys: Mapping[int, Iterable[int]]) -> list[list[int]]:
+    # Lists of rows that have a key in common, directly or through other rows, in the order of their first rows.
+    above = {row: row for row in keys}
+
+    def first(row: int) -> int:
+        while above[row] != row:
+            above[row] = row = above[above[row]]
+        return row
+
+    owner: dict[int, int] = {}
+    for row, own in keys.items():
+        for key in own:
+            one, other = first(owner.setdefault(key, row)), first(row)
+            above[max(one, other)] = min(one, other)
+    members: dict[int, list[int]] = {}
+    for row in keys:
+        members.setdefault(first(row), []).append(row)
+    return list(members.values())
 
 
 def pack_groups_under(tokens: RowTokens, budget: int, names: Sequence[str], key: str = BUDGET_KEY) -> list[list[int]]:
     """Pack rows into micro-batches that compute at most ``budget`` tokens each.
 
     A group stays whole if it fits. Otherwise it is cut into as few parts as its answers allow, and each part includes the prompt.
+    Conversations are cut alike, wherever they share tokens.
 
     Raises:
         ConfigError: A single row exceeds the budget. The message names ``key`` and the row.
     """
     units: list[list[int]] = []
     chained: list[list[int]] = []
+    lengths = tokens.row_lengths()
     for family in tokens.families():
-        parts = _parts(tokens, family, budget, names, key)
+        if len(family) > 1 and tokens.cost(family) > budget:
+            _check_cap([lengths[row] for row in family], budget, [names[row] for row in family], key)
+        parts = tokens.parts(family, budget)
         # Parts that reuse the keys and values of one prompt stay neighbours, and share no micro-batch with other rows.
         (chained if len(parts) > 1 and chains(parts, tokens) == [parts] else units).extend(parts)
     costs = [tokens.cost(unit) for unit in units]
@@ -400,22 +522,8 @@ def alike(cut: Sequence[list[list[int]]], tokens_per_rank: Sequence[RowTokens]) 
             own += [others[rank].pop() if others[rank] else [] for _ in range(length - len(chain))]
     count = max(map(len, others))
     for rank, own in enumerate(aligned):
-        own += split_to_count(others[rank], count, tokens_per_rank[rank].row_lengths())
+        own += tokens_per_rank[rank].split(others[rank], count)
     return aligned
-
-
-def _parts(tokens: RowTokens, family: list[int], budget: int, names: Sequence[str], key: str) -> list[list[int]]:
-    if len(family) == 1 or tokens.cost(family) <= budget:
-        return [family]
-    alone = tokens.row_lengths()
-    # Called only for its check, which refuses a single row that does not fit, and names it.
-    pack([alone[row] for row in family], budget, names=[names[row] for row in family], key=key)
-    prompt = max(tokens.prompts[row] for row in family)
-    answers = [tokens.answers[row] for row in family]
-    # Answers of one token compute nothing beyond the prompt, so there is nothing to cut.
-    if not any(answers):
-        return [family]
-    return [[family[place] for place in places] for places in pack(answers, budget - prompt, key=key)]
 
 
 # Sizes to which the tokens of a micro-batch are padded where kernels are recorded for one size (CUDA graphs).

@@ -18,7 +18,7 @@ from verl_memopt.data.batch import RolloutBatch, token_index
 from verl_memopt.errors import ConfigError, TrainingError
 from verl_memopt.memory.knob import reference_ranks
 from verl_memopt.memory.token_budget import LearnedBudget, PassFigures
-from verl_memopt.memory.token_packing import RowTokens, alike, balance, pack_fixed, pack_groups_under, split_to_count
+from verl_memopt.memory.token_packing import RowTokens, alike, balance, pack_fixed, pack_groups_under
 from verl_memopt.run.checkpoints import CheckpointStore
 from verl_memopt.trainer.update_guard import recovery_advice
 from verl_memopt.worker.trained_model import ACTOR, MiniBatch, Role
@@ -137,6 +137,7 @@ def rows_per_rank(tokens: RowTokens, rows: Sequence[int], world_size: int, even_
     """Return the rows of each rank. If all groups have the same size, the numbers of rows differ by at most one.
 
     Each rank gets the same number of whole groups. The remaining groups are split into one part per rank. A rank may get no row.
+    Conversations differ more in tokens than answers do, so :func:`uneven_shares` deals them.
 
     Args:
         tokens: Tokens of every row of the batch.
@@ -148,6 +149,8 @@ def rows_per_rank(tokens: RowTokens, rows: Sequence[int], world_size: int, even_
         return [list(rows)]
     if not even_out:
         return _in_parts(rows, world_size)
+    if tokens.paths is not None:
+        return [sorted(rows[place] for place in share) for share in uneven_shares(tokens.select(rows), world_size)]
     groups = [list(members) for _, members in groupby(rows, key=lambda row: tokens.groups[row])]
     costs = [tokens.cost(members) for members in groups]
     # Split the cheapest groups, because each part of a split group computes the prompt again.
@@ -175,9 +178,14 @@ def uneven_shares(tokens: RowTokens, world_size: int) -> list[list[int]]:
     """Return the rows of each rank, so that each rank has about the same number of tokens.
 
     The numbers of rows may differ, and a rank may get no row. Rows of a group stay together if there are enough groups.
+    Conversations that share tokens are also cut where the rank with the most tokens then has fewer.
     """
     families = tokens.families()
-    units = split_to_count(families, max(world_size, len(families)), tokens.row_lengths())
+    if tokens.paths is not None:
+        counts = (max(world_size, len(families)) + more * world_size for more in (0, 1, 3))
+        dealt = [_dealt(tokens, tokens.split(families, count), world_size) for count in counts]
+        return min(dealt, key=lambda shares: max(map(tokens.cost, shares)))
+    units = tokens.split(families, max(world_size, len(families)))
     shares: list[list[int]] = [[] for _ in range(world_size)]
     load = [(0, rank) for rank in range(world_size)]
     for unit in sorted((rows for rows in units if rows), key=tokens.cost, reverse=True):
@@ -185,6 +193,14 @@ def uneven_shares(tokens: RowTokens, world_size: int) -> list[list[int]]:
         shares[rank].extend(unit)
         # A unit without tokens counts as one token, so that empty rows are spread over the ranks too.
         heapq.heappush(load, (total + max(tokens.cost(unit), 1), rank))
+    return [sorted(share) for share in shares]
+
+
+def _dealt(tokens: RowTokens, units: Sequence[list[int]], world_size: int) -> list[list[int]]:
+    # Give each unit, most expensive first, to the rank that then has the fewest tokens. Tokens that a rank has anyway are free.
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    for unit in sorted(units, key=tokens.cost, reverse=True):
+        min(shares, key=lambda share: (tokens.cost([*share, *unit]), len(share))).extend(unit)
     return [sorted(share) for share in shares]
 
 

@@ -467,9 +467,10 @@ def work_of(arguments: Sequence[Any], sequences_at_once: int, sequence_ranks: in
     else:
         return None
     found = [
-        (len(rows), tokens.cost(rows), max(tokens.select(rows).row_lengths()), sum(tokens.answers[row] + 1 for row in rows))
+        (len(rows), tokens.cost(rows), max(lengths[row] for row in rows), sum(sizes[row] for row in rows))
         for batch, cuts in cut
-        for tokens in [batch.row_tokens()]
+        for tokens, sizes in [(batch.row_tokens(), batch.responses.sizes())]
+        for lengths in [tokens.row_lengths()]
         for rows in cuts
         if rows
     ]

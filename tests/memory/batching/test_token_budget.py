@@ -454,6 +454,85 @@ def test_no_micro_batch_computes_more_than_the_budget_and_every_row_is_in_one(gr
     assert all(tokens.cost(members) <= 50 for members in bins)
 
 
+# Conversations. Nodes: 0 is a system prompt of 20 tokens, 1 and 4 are tasks of 30, the others are one row's own. Row 3 went back
+# to the system prompt once.
+TREES = RowTokens.of_paths(
+    (
+        ((0, 20), (1, 30), (2, 10)),
+        ((0, 20), (1, 30), (3, 15)),
+        ((0, 20), (4, 30), (5, 12)),
+        ((0, 20), (4, 30), (6, 8), (7, 5)),
+        ((0, 20), (1, 7)),
+        (),
+    ),
+    (0, 0, 1, 1, 0, 0),
+)
+
+
+def test_conversations_cost_each_node_once_and_of_a_node_what_the_longest_needs():
+    assert TREES.cost([0, 1]) == 20 + 30 + 10 + 15
+    assert TREES.cost([0, 4]) == 60
+    assert TREES.cost([4, 5]) == 27
+    assert TREES.row_lengths() == [60, 65, 62, 63, 27, 0]
+    assert TREES.select([3, 0]).cost([0, 1]) == 63 + 40
+    assert TREES.families() == [[0, 1, 2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("budget", "bins"),
+    [
+        (130, [[0, 1, 2, 3, 4, 5]]),
+        (129, [[0, 1, 4], [2, 3, 5]]),  # the rows of a task stay together
+        (75, [[0, 1, 4, 5], [2, 3]]),
+        (74, [[0, 4], [1], [2], [3], [5]]),
+    ],
+)
+def test_conversations_are_cut_where_they_share_least(budget, bins):
+    found = pack_groups_under(TREES, budget, "abcdef")
+    assert sorted(row for rows in found for row in rows) == list(range(6))
+    assert all(TREES.cost(rows) <= budget for rows in found)
+    # The least number of tokens that cuts of these rows into so many parts compute.
+    assert sum(map(TREES.cost, found)) == sum(map(TREES.cost, bins))
+
+
+def test_a_conversation_over_the_budget_is_named():
+    with pytest.raises(ConfigError, match=r"ppo_max_token_len_per_gpu=64: b has 65 tokens.*Raise it to at least 65"):
+        pack_groups_under(TREES, 64, "abcdef")
+
+
+def test_conversations_that_have_tokens_in_common_only_by_pairs_are_cut_between_neighbours():
+    ring = RowTokens.of_paths((((0, 5), (1, 5)), ((1, 5), (2, 5)), ((2, 5), (3, 5)), ((0, 5), (3, 5))), (0,) * 4)
+    found = pack_groups_under(ring, 15, "abcd")
+    assert sorted(row for rows in found for row in rows) == [0, 1, 2, 3]
+    assert [ring.cost(rows) for rows in found] == [15, 15]
+
+
+def test_splitting_conversations_keeps_those_of_one_task_together():
+    assert sorted(TREES.split([[0, 1, 2, 3]], 2)) == [[0, 1], [2, 3]]
+    assert sorted(map(len, TREES.split([[0, 1, 2, 3, 4]], 7))) == [0, 0, 1, 1, 1, 1, 1]
+
+
+@given(st.integers(0, 10_000), st.integers(0, 30))
+def test_no_micro_batch_of_a_random_forest_computes_more_than_the_budget(seed, more):
+    draw = random.Random(seed)
+    sizes = [draw.randint(1, 9) for _ in range(12)]
+    parent = [-1, *(draw.randint(-1, node - 1) for node in range(1, 12))]
+
+    def path():
+        ends, own = [draw.randrange(12) for _ in range(draw.randint(0, 3))], {}
+        for node in ends:
+            own.setdefault(node, draw.randint(1, sizes[node]))
+            while (node := parent[node]) >= 0:
+                own[node] = sizes[node]
+        return tuple(sorted(own.items()))
+
+    tokens = RowTokens.of_paths(tuple(path() for _ in range(9)), [row // 3 for row in range(9)])
+    budget = max(*tokens.row_lengths(), 1) + more
+    found = pack_groups_under(tokens, budget, "abcdefghi")
+    assert sorted(row for rows in found for row in rows) == list(range(9))
+    assert all(tokens.cost(rows) <= budget for rows in found)
+
+
 def test_neighbours_of_one_group_no_longer_than_the_prompt_are_a_chain():
     tokens = RowTokens(prompts=(10,) * 10, answers=(5, 5, 11, 2, 0) * 2, groups=(0,) * 5 + (1,) * 5)
     assert chains([[0, 1], [3, 4], [5, 6], [8]], tokens) == [[[0, 1], [3, 4]], [[5, 6], [8]]]
