@@ -63,7 +63,7 @@ def prefixes(paths):
 @pytest.mark.parametrize("seed", range(30))
 def test_each_sampled_token_stands_behind_the_tokens_that_its_turn_saw(seed):
     rows = random_rows(seed)
-    forest = build_forest(rows)
+    forest = build_forest(rows, merge_cost=0)
     assert [path_to(forest, place) for place in forest.place.tolist()] == sequences(rows)
     # Every different beginning has one place, and only forks end a node.
     outputs = [(*turn.prompt_ids, *turn.output_ids) for row in rows for turn in row if turn.output_ids]
@@ -83,6 +83,29 @@ def test_a_conversation_that_goes_on_is_one_run_and_a_fork_keeps_what_was_left_o
     assert forest.place.tolist() == [2, 3, 6, 2, 7, 8, 10, 11, 2, 3]
 
 
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("merge_cost", [0.3, 1.0, 5.0])
+def test_copies_of_short_forks_leave_each_sampled_token_behind_the_tokens_that_its_turn_saw(seed, merge_cost):
+    rows = random_rows(seed)
+    forest = build_forest(rows, merge_cost=merge_cost)
+    assert [path_to(forest, place) for place in forest.place.tolist()] == sequences(rows)
+    least = build_forest(rows, merge_cost=0)
+    assert forest.tokens.numel() >= least.tokens.numel()
+    assert len(forest.sizes) <= len(least.sizes)
+
+
+def test_a_fork_is_shared_if_that_spares_more_tokens_than_its_merges_cost():
+    # A prompt of 4 tokens. All answers begin with the same token.
+    rows = [[Turn([1, 2, 3, 4], [5, answer, answer])] for answer in (6, 7, 8)]
+    # The first token: 2 copies are spared, 2 branches of 2 tokens are merged. All 5 tokens: 10 copies, and the same merges.
+    assert build_forest(rows, merge_cost=2.5).sizes.tolist() == [5, 2, 2, 2]
+    assert build_forest(rows, merge_cost=2.6).sizes.tolist() == [7, 7, 7]
+    # With one prompt more that begins alike, its branch of 5 tokens is merged too.
+    rows.append([Turn([1, 2, 9, 9, 9], [9, 9])])
+    assert build_forest(rows, merge_cost=0.4).sizes.tolist() == [2, 3, 2, 2, 2, 5]
+    assert build_forest(rows, merge_cost=0.5).sizes.tolist() == [5, 2, 2, 2, 7]
+
+
 def test_rows_of_different_groups_share_nothing():
     assert build_forest(CHAT, [0, 1, 2, 3]).tokens.numel() == 7 + 8 + 4
     assert build_forest(CHAT, [0, 1, 0, 0]).tokens.numel() == 7 + 8
@@ -95,7 +118,7 @@ def test_selected_rows_keep_their_tokens_and_no_others(seed):
     sizes = lengths(rows)
     starts = list(accumulate(sizes, initial=0))
     entries = torch.tensor([starts[row] + place for row in chosen for place in range(sizes[row])], dtype=torch.int64)
-    forest, own = build_forest(rows).select(entries), [rows[row] for row in chosen]
+    forest, own = build_forest(rows, merge_cost=0).select(entries), [rows[row] for row in chosen]
     assert [path_to(forest, place) for place in forest.place.tolist()] == sequences(own)
     assert forest.tokens.numel() == len(prefixes(sequences(own)))
     assert all(parent < number for number, parent in enumerate(forest.parent.tolist()))
@@ -104,7 +127,7 @@ def test_selected_rows_keep_their_tokens_and_no_others(seed):
 @pytest.mark.parametrize("seed", range(30))
 def test_rows_count_the_tokens_before_their_sampled_tokens_once(seed):
     rows = random_rows(seed)
-    paths = build_forest(rows).paths(lengths(rows))
+    paths = build_forest(rows, merge_cost=0).paths(lengths(rows))
     chosen = range(0, len(rows), 1 + seed % 2)
     most: dict[int, int] = {}
     for node, tokens in (pair for row in chosen for pair in paths[row]):

@@ -91,12 +91,18 @@ class Forest(TensorClass):
         return tuple(tuple((number, own[number]) for number in sorted(own) if own[number]) for own in computed)
 
 
-def build_forest(rows: Sequence[Sequence[Turn]], groups: Sequence[int] | None = None) -> Forest:
+MERGE_COST = 1 / 30
+"""Cost of merging one more attention output into that of a query, in computed tokens. An estimate by bytes for 8B models."""
+
+
+def build_forest(rows: Sequence[Sequence[Turn]], groups: Sequence[int] | None = None, merge_cost: float = MERGE_COST) -> Forest:
     """Build the forest of some conversations. Its places are those of the outputs of all turns of all rows, one after another.
 
     Args:
         rows: The turns of each row. A turn without output is left out, and one with output needs a prompt.
         groups: The group of each row. Rows of different groups share no node. None = all rows are one group.
+        merge_cost: Where branches agree in so few tokens that merging costs more, each branch has its own copy of them. 0 = share
+            all tokens.
     """
     trees: dict[int, _Node] = {}
     ends: list[tuple[_Node, int, int]] = []
@@ -106,6 +112,9 @@ def build_forest(rows: Sequence[Sequence[Turn]], groups: Sequence[int] | None = 
             assert len(turn.prompt_ids), "a turn has an output and no prompt, so no token predicts its first token"
             ids = np.concatenate([np.asarray(turn.prompt_ids, dtype=np.int64), np.asarray(turn.output_ids, dtype=np.int64)])
             ends.append((_insert(above, ids), len(turn.prompt_ids), len(ids)))
+    if merge_cost:
+        for node in reversed(_depth_first(trees.values())):
+            _copy_if_short(node, merge_cost)
     nodes = _depth_first(trees.values())
     sizes = np.array([len(node.ids) for node in nodes], dtype=np.int64)
     for number, begin in enumerate(np.cumsum(sizes) - sizes):
@@ -128,8 +137,13 @@ class _Node:
     depth: int  # number of tokens above it
     above: _Node | None = None
     below: dict[int, _Node] = field(default_factory=dict)  # by first token
+    copies: list[_Node] = field(default_factory=list)  # nodes that hold its tokens in its place, largest first
+    total: int = 0  # tokens of its subtree
     number: int = -1
     begin: int = 0  # place of its first token in the forest
+
+    def children(self) -> list[_Node]:
+        return [node for child in self.below.values() for node in (child.copies or [child])]
 
 
 def _insert(root: _Node, ids: np.ndarray) -> _Node:
@@ -173,19 +187,34 @@ def _split(node: _Node, size: int) -> _Node:
 def _depth_first(trees: Iterable[_Node]) -> list[_Node]:
     # The nodes below the empty nodes that hold the roots.
     found: list[_Node] = []
-    left = [root for tree in trees for root in tree.below.values()][::-1]
+    left = [root for tree in trees for root in tree.children()][::-1]
     for root in left:
         root.above = None
     while left:
         found.append(node := left.pop())
-        left.extend(reversed(node.below.values()))
+        left.extend(reversed(node.children()))
     return found
+
+
+def _copy_if_short(node: _Node, merge_cost: float) -> None:
+    # Sharing spares all copies but one. But then the queries of all branches but the largest are merged once more.
+    branches = sorted(node.children(), key=lambda branch: -branch.total)
+    merged = sum(branch.total for branch in branches[1:])
+    if not branches or (len(branches) - 1) * len(node.ids) >= merge_cost * merged:
+        node.total = len(node.ids) + sum(branch.total for branch in branches)
+        return
+    for branch in branches:
+        branch.ids, branch.depth, branch.above = np.concatenate([node.ids, branch.ids]), node.depth, node.above
+        branch.total += len(node.ids)
+    node.copies = branches
 
 
 def _places(node: _Node, first: int, end: int) -> np.ndarray:
     # The places of tokens first to end - 1 of a sequence that ends in this node, or above it if it was split.
     pieces: list[np.ndarray] = []
     above: _Node | None = node
+    while above is not None and above.copies:
+        above = above.copies[0]
     while above is not None and end > first:
         begin = max(above.depth, first)
         if end > begin:
