@@ -51,6 +51,12 @@ class RewardError(UserError):
     exit_code = 1
 
 
+class AgentError(UserError):
+    """An environment or a tool is missing, does not load, or has the wrong form."""
+
+    exit_code = 1
+
+
 class RolloutError(UserError):
     """The rollout engine is unavailable, asleep, or its log-probs are too far from the trainer's."""
 

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verl_memopt.data.plugin import load_from_file
 from verl_memopt.errors import RewardError
@@ -137,7 +137,7 @@ class Serving:
         async def outcome(index: int, arguments: Mapping[str, Any]) -> Outcome:
             try:
                 async with asyncio.timeout(self.call.timeout_seconds) as limit:
-                    value = await _Noted(self.function(**arguments), index, under_way)
+                    value = await Noted(self.function(**arguments), index, under_way)
             except ENDINGS as problem:
                 if isinstance(problem, TimeoutError) and limit.expired():
                     return index, 0.0, {}, f"took longer than {KEY}.timeout_seconds={self.call.timeout_seconds:g}"
@@ -302,23 +302,31 @@ class _UnderWay:
         self.mark(oldest, self.begun[oldest] + GRACE_SECONDS if oldest >= 0 else 0.0)
 
 
+class Notes(Protocol):
+    def enter(self, index: int) -> None: ...
+
+    def leave(self) -> None: ...
+
+
 @dataclass
-class _Noted:
+class Noted:
+    """A coroutine that notes when its own code begins to run and when it waits."""
+
     coroutine: Coroutine[Any, Any, Any]
     index: int
-    under_way: _UnderWay
+    notes: Notes
 
     def __await__(self) -> Generator[Any, Any, Any]:
         steps = self.coroutine.__await__()
         error: BaseException | None = None
         while True:
-            self.under_way.enter(self.index)
+            self.notes.enter(self.index)
             try:
                 waits_for = steps.send(None) if error is None else steps.throw(error)
             except StopIteration as done:
                 return done.value
             finally:
-                self.under_way.leave()
+                self.notes.leave()
             try:
                 yield waits_for
                 error = None

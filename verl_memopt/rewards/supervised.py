@@ -85,8 +85,12 @@ class SupervisedProgram:
         return f"{self.end_reason()}{self.last_output()}"
 
     def end_reason(self) -> str:
-        """Wait until the program has ended, and return in one line how it did."""
-        code = self._process.wait()
+        """Wait until the program has ended, and return in one line how it did. Call this when the connection has closed."""
+        try:
+            code = self._process.wait(2 * END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._end()
+            return "closed its connection"
         clean, reason = self._verdict()
         if not clean:
             self._kill_left_over()
@@ -106,15 +110,18 @@ class SupervisedProgram:
     def close(self) -> None:
         if self._progress.closed:
             return
+        self._end()
+        if not self._verdict()[0]:
+            self._kill_left_over()
+        self._progress.close()
+
+    def _end(self) -> None:
         self.release()
         try:
             self._process.wait(2 * END_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if not self._verdict()[0]:
-            self._kill_left_over()
-        self._progress.close()
 
     def _verdict(self) -> tuple[bool, str]:
         """Return whether the supervisor left no process behind, and the exceeded limit for which it ended the process, if any."""

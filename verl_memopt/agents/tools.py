@@ -1,0 +1,122 @@
+"""Tools and environments as objects of the user: where they come from, which methods are tools, and the schema of a tool."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from verl_memopt.data.plugin import load_from_file
+from verl_memopt.errors import AgentError
+from verl_memopt.observe.own_files import differs_from_name
+
+Tool = Callable[..., Any]
+"""A function, or a bound method of an environment. It may be ``async def``."""
+
+NOT_TOOLS = ("reset", "get_reward")
+"""Public methods of an environment that the model cannot call."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A class or function of the user: in a Python file, or pickled by :func:`save_objects`."""
+
+    path: str
+    name: str
+    key: str = "environments"
+    """Setting that named it, for errors."""
+
+    def load(self) -> Any:
+        if not self.path.endswith(PICKLES):
+            found = load_from_file(self.path, self.name, key=self.key, error=AgentError)
+        else:
+            found = _unpickled(self.path)[self.name]
+        if not callable(found):
+            raise AgentError(f"{self.key}={self.path}: {self.name} is neither a class nor a function. Name one of these.")
+        return found
+
+
+PICKLES = ".pkl"
+
+
+def save_objects(objects: Mapping[str, Any], path: Path, key: str) -> dict[str, Source]:
+    """Pickle classes and functions into a file for the processes of environments. Return the source of each, by name.
+
+    ``path``: ends in ``.pkl``. ``key``: the argument that gave the objects, for errors.
+    """
+    import cloudpickle
+
+    from verl_memopt.rewards.python_functions import say_secrets
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for name, given in objects.items():
+        try:
+            pickled = cloudpickle.dumps(given)
+        except Exception as problem:  # objects pickle themselves, and may raise anything
+            raise AgentError(
+                f"{key}: {name} cannot be sent to another process, because something that it uses cannot be pickled "
+                f"({type(problem).__name__}: {problem}). Create it inside the class or function, or put that into a Python file."
+            ) from problem
+        say_secrets(f"{key}: {name}", given, pickled, path)
+    buffer = io.BytesIO()
+    cloudpickle.dump(dict(objects), buffer)
+    path.write_bytes(buffer.getvalue())
+    return {name: Source(str(path), name, key) for name in objects}
+
+
+@cache
+def _unpickled(path: str) -> dict[str, Any]:
+    import pickle
+
+    if differs_from_name(Path(path)):
+        raise AgentError(f"{path} has other contents than were written. Start the run from Python again.")
+    try:
+        return dict(pickle.loads(Path(path).read_bytes()))
+    except Exception as problem:  # it imports what the objects use
+        raise AgentError(
+            f"{path} cannot be read ({type(problem).__name__}: {problem}). Start the run from Python again."
+        ) from problem
+
+
+def tools_of(environment: Any) -> dict[str, Tool]:
+    """Return the methods of an environment that the model may call, by name and in TRL's order: all public ones but two."""
+    names = (name for name in dir(environment) if not name.startswith("_") and name not in NOT_TOOLS)
+    # A property is not read, because it may need what only `reset` creates.
+    found = {
+        name: getattr(environment, name)
+        for name in names
+        if not isinstance(inspect.getattr_static(environment, name, None), property)
+    }
+    return {name: member for name, member in found.items() if inspect.ismethod(member)}
+
+
+def schema_of(tool: Tool) -> dict[str, Any]:
+    """Return the schema of a tool that a chat template gets, made by transformers from its type hints and docstring.
+
+    Raises:
+        AgentError: An argument has no type or no description, or there is no docstring.
+    """
+    from transformers.utils import chat_template_utils
+
+    # transformers would import torch here, to compare each type with torch.Tensor. No type can be one if nothing has imported it.
+    vars(chat_template_utils)["is_torch_available"] = lambda: "torch" in sys.modules
+    try:
+        return dict(chat_template_utils.get_json_schema(tool))
+    except Exception as problem:  # a type hint is evaluated, and may raise anything
+        text = " ".join(" ".join(map(str, problem.args)).split())
+        raise AgentError(
+            f"{address_of(tool)}: this tool cannot be described to the model: {text}. Give each argument a type and a line below "
+            "'Args:' in a Google docstring; a method that is no tool has a name that begins with an underscore."
+        ) from problem
+
+
+def address_of(tool: Tool) -> str:
+    code = getattr(inspect.unwrap(getattr(tool, "__func__", tool)), "__code__", None)
+    place = f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
+    owner = f"{type(tool.__self__).__name__}." if inspect.ismethod(tool) else ""
+    return f"{place}{owner}{getattr(tool, '__name__', tool)}"
