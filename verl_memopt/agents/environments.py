@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from verl_memopt.agents.program import BEAT, BEAT_AT, FRAME, MOST_THREADS, RUNNING, RUNNING_AT, Program, Snapshot
+from verl_memopt.agents.calls import MOST_THREADS, RUNNING, RUNNING_AT
+from verl_memopt.agents.program import BEAT, BEAT_AT, FRAME, Program
+from verl_memopt.agents.snapshot import Snapshot
 from verl_memopt.distributed.threads import threads_for
 from verl_memopt.errors import AgentError, printable
 from verl_memopt.rewards.score import InvalidMessageError, Limits, MessageReader
