@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from verl_memopt.model.attention import group_mask
+from verl_memopt.model.attention import visible
+from verl_memopt.model.prefix_layout import PrefixLayout
 from verl_memopt.observe.chart_style import figure, save, style
 
 GROUP = (6, (3, 4, 2))
@@ -19,7 +20,7 @@ def main(folder: Path) -> Path:
     """Draw the picture into a folder and return its path."""
     lengths = [GROUP[0], *GROUP[1]]
     total = sum(lengths)
-    shared = group_mask(GROUP, None, torch.device("cpu")).float()
+    shared = visible(PrefixLayout.of((GROUP,)).stops, None, torch.device("cpu")).float()
     repeated = torch.block_diag(*(torch.ones(GROUP[0] + n, GROUP[0] + n).tril() for n in GROUP[1]))
     drawing = figure(9.5, 5.2)
     whole, once = drawing.subplots(1, 2)

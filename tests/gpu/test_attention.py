@@ -10,7 +10,7 @@ from tests.gpu import machine
 from tests.model.attention_cases import norm_error, random_inputs, rotary_of, with_gradients, with_rotary_gradients
 from verl_memopt.distributed.device import supports_flash
 from verl_memopt.model.attention import KERNELS, REGISTERED, AttentionArgs
-from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.prefix_layout import PrefixLayout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -119,7 +119,7 @@ def test_queries_and_keys_rotated_inside_attention_are_as_near_as_rotated_before
     needs(path, dtype, device)
     layout = layout_of(SHARED, None, machine.size(9, 1))
     rounded = random_inputs(layout, 4, 2, size=head_size, dtype=dtype)
-    tables = rotary_of(sum(layout.tokens), head_size)
+    tables = rotary_of(sum(layout.trees), head_size)
     truth = apply_rotary("eager", layout, [tensor.float() for tensor in rounded], tables, torch.float32, "cpu")
     there, inputs = layout.map(lambda tensor: tensor.to(device)), [tensor.to(device) for tensor in rounded]
     naive = apply_rotary("eager", there, inputs, tables, dtype, device)

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import torch
 from hypothesis import strategies as st
 
-from verl_memopt.model.packing import PrefixLayout
+from tests.model.forests import forests
+from verl_memopt.model.prefix_layout import PrefixLayout
 from verl_memopt.model.rotary import Rotary
 
 SUFFIXES = st.one_of(st.lists(st.integers(1, 6), max_size=5), st.integers(2, 6).map(lambda count: [4] * count))
@@ -24,14 +25,19 @@ def _layout(sizes, skipped):
     )
 
 
-LAYOUTS = st.builds(_layout, SIZES, SKIPPED)
-"""Layouts of these sizes, with and without skipped tokens."""
+def _of_forest(forest, pruned):
+    pack = forest.pack()
+    return pack.last_block.layout if pruned and pack.last_block is not None else pack.layout
+
+
+LAYOUTS = st.one_of(st.builds(_layout, SIZES, SKIPPED), st.builds(_of_forest, forests(rows=12), st.booleans()))
+"""Layouts of these sizes, with and without skipped tokens, and of forests, whose queries may be anywhere."""
 HEADS = st.sampled_from([(1, 1), (4, 4), (4, 2), (4, 1), (6, 3)])
 """Query heads and key heads."""
 
 
 def random_inputs(layout, heads, kv_heads, size=8, dtype=torch.float32, seed=0):
-    generator, keys = torch.Generator().manual_seed(seed), sum(layout.tokens)
+    generator, keys = torch.Generator().manual_seed(seed), sum(layout.trees)
     counts = (sum(layout.segments), heads), (keys, kv_heads), (keys, kv_heads)
     shapes = [(1, tokens, count, size) for tokens, count in counts]
     return [torch.randn(shape, generator=generator).to(dtype).transpose(1, 2) for shape in shapes]

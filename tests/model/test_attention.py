@@ -16,11 +16,11 @@ from verl_memopt.model.attention import (
     choose_attention,
     eager_attention,
     flash_attn_problem,
-    group_mask,
+    visible,
     windowed_attention,
 )
 from verl_memopt.model.decoder import BlockOptions
-from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.prefix_layout import PrefixLayout
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
 CPU = torch.device("cpu")
@@ -157,7 +157,7 @@ def test_no_registered_name_makes_transformers_fetch_a_kernel():
 
 
 def test_a_windows_positions_go_on_from_prefix_to_suffix():
-    assert group_mask((2, (2, 1)), 2, CPU).int().tolist() == [
+    assert visible(PrefixLayout.of(((2, (2, 1)),)).stops, 2, CPU).int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
         [0, 1, 1, 0, 0],
@@ -218,4 +218,4 @@ def refuse_waiting(func, args, kwargs):
 
 def test_a_mask_reaches_its_device_without_a_wait_of_the_host():
     with Operations(refuse_waiting):
-        assert group_mask((2, (2, 1)), 2, torch.device("meta")).device.type == "meta"
+        assert visible(PrefixLayout.of(((2, (2, 1)),)).stops, 2, torch.device("meta")).device.type == "meta"

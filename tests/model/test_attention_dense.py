@@ -1,6 +1,7 @@
 """Calls of attention over several key heads and sequences at once, on the kernels of a GPU, written out on a CPU."""
 
 import dataclasses
+from itertools import accumulate
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tests.model.test_attention_fused import written_out
 from tests.tensors import operations_named
 from verl_memopt.memory.activation_checkpointing_torch import checkpointed
 from verl_memopt.model.attention_dense import PACKED_EFFICIENT, _DenseAttention, calls
-from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.prefix_layout import PrefixLayout
 from verl_memopt.model.rotary import rotary_arguments
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 
@@ -49,7 +50,7 @@ def test_every_tile_gives_attention_and_its_gradients(layout, heads, tile):
 @settings(max_examples=40)
 @given(layout=LAYOUTS, heads=HEADS, tile=TILES, normed=st.booleans())
 def test_every_tile_rotates_inside_and_gives_the_gradients_of_norms(layout, heads, tile, normed):
-    inputs, rotary = flat_inputs(layout, *heads), rotary_of(sum(layout.tokens), normed=normed)
+    inputs, rotary = flat_inputs(layout, *heads), rotary_of(sum(layout.trees), normed=normed)
     with gpu_operators_on_a_cpu():
         found, one = (with_rotary_gradients(efficient(layout, size, rotary), inputs, rotary) for size in (tile, 0))
     assert all(norm_error(*pair) <= 2e-6 for pair in zip(found, one, strict=True))
@@ -57,18 +58,23 @@ def test_every_tile_rotates_inside_and_gives_the_gradients_of_norms(layout, head
 
 @given(layout=LAYOUTS, rows=st.integers(0, 60))
 def test_calls_take_every_sequence_once_and_as_many_as_their_rows_allow(layout, rows):
-    segments, prefixes = calls(layout, rows)
+    segments, others = calls(layout, rows)
     assert [length for call in segments for length in call.query_lengths] == list(layout.segments)
-    spans = [(span.queries.length, span.keys.length) for span in layout.prefix_spans]
-    assert [pair for call in prefixes for pair in zip(call.query_lengths, call.key_lengths, strict=True)] == spans
-    for some in (segments, prefixes):
+    spans = [(span.queries.length, span.keys.length) for span in layout.spans]
+    assert [pair for call in others for pair in zip(call.query_lengths, call.key_lengths, strict=True)] == spans
+    # No call has spans of two rounds.
+    ends, rounds = list(accumulate(len(call.query_lengths) for call in others)), list[list]()
+    for some in accumulate(len(some.spans) for some in layout.rounds):
+        count = ends.index(some) + 1 - sum(map(len, rounds))
+        rounds.append(others[sum(map(len, rounds)) :][:count])
+    for some in (segments, *rounds):
         padded = [(len(call.query_lengths), max(*call.query_lengths, *call.key_lengths)) for call in some]
         alone = [len(set(call.query_lengths)) == 1 if some is segments else len(call.query_lengths) == 1 for call in some]
         assert all(count * longest <= rows or whole for (count, longest), whole in zip(padded, alone, strict=True))
         # The first of the next call, which may be several of one length, had no room.
         for (count, longest), following in zip(padded, some[1:], strict=False):
             first = following.query_lengths[0]
-            more = 1 if some is prefixes else next(run.count for run in layout.runs if run.start == following.queries.start)
+            more = 1 if some is not segments else next(run.count for run in layout.runs if run.start == following.queries.start)
             first = max(first, following.key_lengths[0])
             assert (count + more) * max(longest, first) > rows
 

@@ -23,7 +23,7 @@ from verl_memopt.memory.fused import TILE_ELEMENTS
 from verl_memopt.model.attention import eager_attention
 from verl_memopt.model.attention_dense import PACKED_CPU_FLASH, _DenseAttention, dense_attention
 from verl_memopt.model.attention_fused import _with_merged, flash_attention, merge
-from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.prefix_layout import PrefixLayout
 from verl_memopt.model.rotary import rotary_arguments
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 
@@ -64,7 +64,7 @@ def test_every_way_to_cut_calls_gives_attention_and_its_gradients(kernel, layout
 @settings(deadline=None)
 @given(layout=LAYOUTS, heads=HEADS, normed=st.booleans())
 def test_queries_and_keys_rotated_inside_give_what_they_give_rotated_before(kernel, bound, layout, heads, normed):
-    inputs, rotary = flat_inputs(layout, *heads), rotary_of(sum(layout.tokens), normed=normed)
+    inputs, rotary = flat_inputs(layout, *heads), rotary_of(sum(layout.trees), normed=normed)
     with gpu_operators_on_a_cpu():
         found = with_rotary_gradients(kernel(layout, rotary), inputs, rotary)
         before = with_rotary_gradients(lambda q, k, v: kernel(layout)(*rotated_before(rotary, layout, q, k), v), inputs, rotary)

@@ -6,7 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.tensors import Operations
 from verl_memopt.memory.sequence_parallel_torch import SequenceGroup
-from verl_memopt.model.packing import PrefixLayout, PrefixSpan, SegmentRun, pack_groups, pack_prompt, pack_rows, pack_suffixes
+from verl_memopt.model.packing import pack_groups, pack_prompt, pack_rows, pack_suffixes
+from verl_memopt.model.prefix_layout import PrefixLayout, PrefixSpan, SegmentRun
 
 ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=9)
 """Rows as (group, tokens of the response)."""
@@ -21,11 +22,20 @@ def packed(prompts, responses, groups=None):
     return pack_rows(*arguments) if groups is None else pack_groups(*arguments, groups)
 
 
+def facts(layout):
+    """Gives what a layout says on the host."""
+    return layout.segments, layout.spans, layout.trees, layout.stops.tolist(), layout.query_places.tolist()
+
+
+def is_of(layout, groups, skipped=None):
+    return facts(layout) == facts(PrefixLayout.of(groups, skipped))
+
+
 def test_a_pack_holds_prompts_and_responses_without_their_last_tokens():
     pack = packed([[1, 2], [3]], [[7], [8, 9]])
     assert pack.input_ids.tolist() == [[1, 2, 3, 8]]
     assert pack.position_ids.tolist() == [[0, 1, 0, 1]]
-    assert pack.layout.groups == ((2, ()), (2, ()))
+    assert is_of(pack.layout, ((2, ()), (2, ())))
     assert pack.predicts.tolist() == [1, 2, 3]
     assert pack.targets.tolist() == [7, 8, 9]
     assert pack.row.tolist() == [0, 1, 1]
@@ -43,7 +53,7 @@ def test_a_group_holds_its_prompt_once_and_its_responses_behind_it():
     pack = packed([[1, 2], [1, 2], [1, 2]], [[7, 8, 9], [4, 5], [6]], [0, 0, 0])
     assert pack.input_ids.tolist() == [[1, 2, 7, 8, 4]]
     assert pack.position_ids.tolist() == [[0, 1, 2, 3, 2]]
-    assert pack.layout.groups == ((2, (2, 1)),)
+    assert is_of(pack.layout, ((2, (2, 1)),))
     # The prompt's last token predicts every response's first.
     assert pack.predicts.tolist() == [1, 2, 3, 1, 4, 1]
     assert pack.targets.tolist() == [7, 8, 9, 4, 5, 6]
@@ -54,7 +64,7 @@ def test_a_group_holds_its_prompt_once_and_its_responses_behind_it():
 def test_rows_of_a_group_need_not_be_neighbours():
     pack = packed([[1], [2, 3], [1], [2, 3]], [[4, 5], [6, 7], [8, 9], [10, 11]], [5, 2, 5, 2])
     assert pack.input_ids.tolist() == [[1, 4, 8, 2, 3, 6, 10]]
-    assert pack.layout.groups == ((1, (1, 1)), (2, (1, 1)))
+    assert is_of(pack.layout, ((1, (1, 1)), (2, (1, 1))))
     assert pack.predicts.tolist() == [0, 1, 4, 5, 0, 2, 4, 6]
     assert pack.targets.tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
     assert pack.row.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -70,7 +80,8 @@ def test_rows_of_a_group_need_not_be_neighbours():
 )
 def test_a_group_is_as_short_as_its_responses_allow(responses, input_ids, groups, predicts):
     pack = packed([[1, 2], [1, 2], [3]], responses, [0, 0, 1])
-    assert (pack.input_ids.tolist(), pack.layout.groups, pack.predicts.tolist()) == ([input_ids], groups, predicts)
+    assert is_of(pack.layout, groups)
+    assert (pack.input_ids.tolist(), pack.predicts.tolist()) == ([input_ids], predicts)
     assert pack.row_lengths.tolist() == list(map(len, responses))
 
 
@@ -88,15 +99,8 @@ def test_an_empty_micro_batch_is_one_token_that_predicts_nothing():
 
 def contexts(pack):
     """Gives, for each response token, the tokens seen by the one that predicts it, as the layout says; and its row."""
-    ids, seen, at = pack.input_ids[0].tolist(), [], 0
-    for prefix, suffixes in pack.layout.groups:
-        shared = ids[at : at + prefix]
-        seen += [shared[: place + 1] for place in range(prefix)]
-        at += prefix
-        for length in suffixes:
-            seen += [shared + ids[at : at + place + 1] for place in range(length)]
-            at += length
-    assert len(seen) == len(ids)
+    ids, stops = pack.input_ids[0].tolist(), pack.layout.stops
+    seen = [[ids[key] for key in range(place + 1) if place < stops[key]] for place in range(len(ids))]
     assert [len(context) - 1 for context in seen] == pack.position_ids[0].tolist()
     return [(seen[place], target, row) for place, target, row in zip(*map(list, _asked(pack)), strict=True)]
 
@@ -135,8 +139,7 @@ def test_the_queries_of_the_last_block_are_what_predicts(rows):
         query_index = pack.last_block.layout.query_index
         assert query_index.tolist() == sorted(set(pack.predicts.tolist()))
         assert torch.equal(query_index[pack.last_block.predicts], pack.predicts)
-        layout = zip(pack.layout.groups, pack.last_block.layout.groups, pack.last_block.layout.skipped, strict=True)
-        assert all(whole == (skipped + prefix, suffixes) for whole, (prefix, suffixes), skipped in layout)
+        assert pack.last_block.layout.stops.tolist() == pack.layout.stops.tolist()
 
 
 def test_a_pack_of_fewer_tokens_than_ranks_is_computed_by_each_and_belongs_to_the_first():
@@ -205,7 +208,7 @@ def test_answers_to_a_prompt_that_lies_elsewhere():
     pack = pack_suffixes(10, torch.tensor([1, 2, 3, 4, 5, 6]), [3, 0, 1, 2])
     assert pack.input_ids.tolist() == [[1, 2, 5]]
     assert pack.position_ids.tolist() == [[10, 11, 10]]
-    assert (pack.layout.groups, pack.layout.skipped) == (((0, (2, 1)),), (10,))
+    assert is_of(pack.layout, ((0, (2, 1)),), (10,))
     assert pack.predicts.tolist() == [0, 1, 2, 0, 0, 3]  # 0 is the prompt's end
     assert pack.targets.tolist() == [1, 2, 3, 4, 5, 6]
     assert pack.row.tolist() == [0, 0, 0, 2, 3, 3]
@@ -224,9 +227,10 @@ def test_packing_depends_on_no_token_value():
 
 def test_every_tensor_of_a_pack_is_moved():
     pack = packed([[1, 1], [1, 1]], [[2, 3], [4, 5]], [0, 0]).to(torch.device("meta"))
-    parts = (pack, pack.layout, pack.last_block, pack.last_block.layout)
+    layouts = pack.layout, pack.last_block.layout
+    parts = (pack, pack.last_block, *layouts, *(some for layout in layouts for some in layout.rounds))
     tensors = [value for part in parts for value in vars(part).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 11 + 1 + 6
+    assert len(tensors) == 6 + 1 + 2 + 1 + 2 * 4
     assert all(tensor.is_meta for tensor in tensors)
 
 
@@ -234,9 +238,9 @@ def test_a_prompt_alone_asks_for_nothing_and_the_state_of_its_last_token_is_read
     pack = pack_prompt(torch.tensor([5, 6, 7]))
     assert pack.input_ids.tolist() == [[5, 6, 7]]
     assert pack.position_ids.tolist() == [[0, 1, 2]]
-    assert pack.layout.groups == ((3, ()),)
+    assert is_of(pack.layout, ((3, ()),))
     assert pack.predicts.tolist() == [2]
-    assert pack.last_block.layout.skipped == (2,)
+    assert is_of(pack.last_block.layout, ((1, ()),), (2,))
     for asked in (pack.targets, pack.row, pack.row_lengths):
         assert (asked.tolist(), asked.dtype) == ([], torch.int64)
 
@@ -274,18 +278,17 @@ def test_segments_lie_prefix_first_and_group_after_group_and_neighbours_of_one_l
 def test_groups_with_suffixes_have_spans_and_are_gathered_by_index():
     layout = PrefixLayout.of(SIZES)
     first, last = PrefixSpan(SegmentRun(0, 1, 3), SegmentRun(3, 1, 8)), PrefixSpan(SegmentRun(19, 1, 1), SegmentRun(20, 1, 1))
-    assert layout.prefix_spans == (first, last)
-    assert layout.prefix_index_q.tolist() == [3, 4, 5, 6, 7, 8, 9, 10, 20]
-    assert layout.prefix_index_k.tolist() == [0, 1, 2, 19]
-    assert layout.prefix_cu_seqlens_q.tolist() == [0, 8, 9]
-    assert layout.prefix_cu_seqlens_k.tolist() == [0, 3, 4]
+    (only,) = layout.rounds
+    assert only.spans == (first, last)
+    assert only.index_q.tolist() == [3, 4, 5, 6, 7, 8, 9, 10, 20]
+    assert only.index_k.tolist() == [0, 1, 2, 19]
+    assert only.cu_seqlens_q.tolist() == [0, 8, 9]
+    assert only.cu_seqlens_k.tolist() == [0, 3, 4]
+    assert not layout.sums_many
 
 
 def test_groups_without_suffixes_gather_nothing():
-    layout = PrefixLayout.of(((3, ()), (2, ())))
-    assert layout.prefix_index_q.numel() == layout.prefix_index_k.numel() == 0
-    assert layout.prefix_cu_seqlens_q.tolist() == layout.prefix_cu_seqlens_k.tolist() == [0]
-    assert layout.prefix_spans == ()
+    assert PrefixLayout.of(((3, ()), (2, ()))).rounds == ()
 
 
 SKIPPED = PrefixLayout.of(((1, (2, 2)), (3, ()), (4, ())), skipped=(5, 0, 2))
@@ -294,23 +297,25 @@ SKIPPED = PrefixLayout.of(((1, (2, 2)), (3, ()), (4, ())), skipped=(5, 0, 2))
 def test_queries_of_groups_with_skipped_tokens_lie_close_together():
     assert SKIPPED.segments == (1, 2, 2, 3, 4)
     assert SKIPPED.cu_seqlens.tolist() == [0, 1, 3, 5, 8, 12]
-    assert SKIPPED.tokens == (10, 3, 6)
+    assert SKIPPED.trees == (10, 3, 6)
     assert SKIPPED.query_index.tolist() == [*range(5, 10), *range(10, 13), *range(15, 19)]
 
 
 def test_the_queries_of_a_prefix_see_its_skipped_tokens():
-    first, suffixes, last = SKIPPED.prefix_spans
+    (only,) = SKIPPED.rounds
+    first, suffixes, last = only.spans
     assert first == PrefixSpan(keys=SegmentRun(0, 1, 5), queries=SegmentRun(0, 1, 1))
     assert suffixes == PrefixSpan(keys=SegmentRun(0, 1, 6), queries=SegmentRun(1, 1, 4))
     assert last == PrefixSpan(keys=SegmentRun(13, 1, 2), queries=SegmentRun(8, 1, 4))
-    assert SKIPPED.prefix_index_q.tolist() == [0, 1, 2, 3, 4, 8, 9, 10, 11]
-    assert SKIPPED.prefix_index_k.tolist() == [*range(5), *range(6), 13, 14]
+    assert only.index_q.tolist() == [0, 1, 2, 3, 4, 8, 9, 10, 11]
+    assert only.index_k.tolist() == [*range(5), *range(6), 13, 14]
+    assert not SKIPPED.sums_many
 
 
 def test_suffixes_of_a_prefix_that_is_skipped_whole():
     layout = PrefixLayout.of(((0, (2, 1)), (3, ())), skipped=(4, 0))
     assert layout.segments == (2, 1, 3)
-    assert layout.prefix_spans == (PrefixSpan(keys=SegmentRun(0, 1, 4), queries=SegmentRun(0, 1, 3)),)
+    assert layout.spans == (PrefixSpan(keys=SegmentRun(0, 1, 4), queries=SegmentRun(0, 1, 3)),)
     assert layout.query_index.tolist() == layout.query_places.tolist() == [4, 5, 6, 7, 8, 9]
 
 
@@ -329,6 +334,7 @@ def test_tensors_of_all_tokens_and_of_queries():
 
 def test_moving_groups_moves_their_tensors_and_keeps_their_sizes():
     moved = PrefixLayout.of(SIZES).map(lambda tensor: tensor.to("meta"))
-    assert moved.groups == SIZES
-    assert all(value.is_meta for value in vars(moved).values() if isinstance(value, torch.Tensor))
-    assert moved.prefix_index_q.shape == (9,)
+    assert is_of(moved, SIZES)
+    tensors = [value for part in (moved, *moved.rounds) for value in vars(part).values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 5
+    assert all(tensor.is_meta for tensor in tensors)

@@ -14,7 +14,7 @@ from verl_memopt.config.schema import Actor
 from verl_memopt.memory.shared_prompt import prompt_groups
 from verl_memopt.memory.token_packing import RowTokens
 from verl_memopt.model.forest import Forest
-from verl_memopt.model.packing import ranges
+from verl_memopt.model.prefix_layout import ranges
 
 TOKEN_FIELDS = (
     "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "selected", "old_values", "returns", "weights", "kept",

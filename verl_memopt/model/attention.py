@@ -18,7 +18,7 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.model.attention_dense import dense_attention
 from verl_memopt.model.attention_fused import flash_attention
 from verl_memopt.model.families import POLICY_KEY, SCORE_CAP
-from verl_memopt.model.packing import PrefixGroup, PrefixLayout
+from verl_memopt.model.prefix_layout import PrefixLayout
 from verl_memopt.model.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def eager_attention(
     window: int | None,
     cap: float | None = None,
 ) -> Tensor:
-    """Compute attention [1, heads, Q, D] in plain autograd. It holds the scores of all token pairs of one group at a time.
+    """Compute attention [1, heads, Q, D] in plain autograd. It holds the scores of all token pairs of one tree at a time.
 
     ``query`` [1, heads, Q, D] has the queries of the layout. ``key`` and ``value`` [1, kv heads, T, D] have all tokens. The other
     arguments are as in :class:`AttentionArgs`.
@@ -44,11 +44,13 @@ def eager_attention(
     repeats = query.shape[1] // key.shape[1]
     # The reference repeats key heads in memory; fused kernels do not.
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    queries = [prefix + sum(suffixes) for prefix, suffixes in layout.groups]
-    outputs, tensors = [], (query.split(queries, 2), *(x.split(layout.tokens, 2) for x in (key, value)))
-    for (prefix, suffixes), skipped, q, k, v in zip(layout.groups, layout.skipped, *tensors, strict=True):
-        # Skipped tokens are the first tokens of a prefix and no queries, so drop the first rows of the mask.
-        hidden = ~group_mask((skipped + prefix, suffixes), window, query.device)[skipped:]
+    ends = np.cumsum(layout.trees)
+    borders = [0, *np.searchsorted(layout.query_places, ends).tolist()]
+    outputs, tensors = [], (query.split(np.diff(borders).tolist(), 2), *(x.split(layout.trees, 2) for x in (key, value)))
+    for tree, (q, k, v) in enumerate(zip(*tensors, strict=True)):
+        first, end = ends[tree] - layout.trees[tree], ends[tree]
+        rows = layout.query_places[borders[tree] : borders[tree + 1]] - first
+        hidden = ~visible(layout.stops[first:end] - first, window, query.device, rows)
         scores = q @ k.transpose(2, 3) * scale
         if cap is not None:
             scores = (scores / cap).tanh() * cap
@@ -63,35 +65,36 @@ def windowed_attention(query: Tensor, key: Tensor, value: Tensor, layout: Prefix
 
     Arguments are as in :func:`eager_attention`. The sequences of ``layout`` must share no prefix.
     """
-    assert not layout.prefix_spans, layout.groups
+    assert not layout.rounds, layout.spans
     grouped, outputs = query.shape[1] != key.shape[1], []
     for q, k, v in zip(*(x.split(layout.segments, 2) for x in (query, key, value)), strict=True):
         whole = q.shape[2] <= window
-        mask = None if whole else group_mask((q.shape[2], ()), window, query.device)
+        mask = None if whole else visible(np.full(q.shape[2], q.shape[2]), window, query.device)
         outputs.append(scaled_dot_product_attention(q, k, v, mask, is_causal=whole, scale=scale, enable_gqa=grouped))
     return torch.cat(outputs, dim=2)
 
 
-def group_mask(group: PrefixGroup, window: int | None, device: torch.device) -> Tensor:
-    """Return the mask of one group, bool [tokens, tokens]. It is True if the token of the row sees the token of the column.
+def visible(stops: np.ndarray, window: int | None, device: torch.device, rows: np.ndarray | None = None) -> Tensor:
+    """Return the mask of tokens, bool [rows, T]. It is True if the token of the row sees the token of the column.
 
-    A token at position p sees positions p - window + 1 to p, and with ``window=None`` all positions up to p.
+    A token at position p of its path sees positions p - window + 1 to p of the path, and with ``window=None`` all up to p.
+
+    Args:
+        stops: int64 [T], as in :class:`PrefixLayout`.
+        window: Number of positions that a token sees, with its own position. None = all.
+        device: The device of the mask.
+        rows: int64, the tokens that have a row. None = all tokens.
     """
-    prefix, suffixes = group
-    sizes, first_places = [prefix, *suffixes], [0] + [prefix] * len(suffixes)
     # Build the indices on the host by numpy and send them without waiting, so that the GPU's queue does not run empty.
-    segment, place = (
-        torch.from_numpy(values).to(device, non_blocking=True)
-        for values in (
-            np.repeat(np.arange(len(sizes)), sizes),
-            np.concatenate([start + np.arange(size) for start, size in zip(first_places, sizes, strict=True)]),
-        )
-    )
-    # Positions of a suffix continue those of the prefix, so one difference is enough for causality and window.
-    distance = place[:, None] - place
-    # Segment 0 is the prefix. Every suffix of the group sees it.
-    visible = ((segment[:, None] == segment) | (segment == 0)) & (distance >= 0)
-    return visible if window is None else visible & (distance < window)
+    places = np.arange(len(stops))
+    arrays = places, stops, places if rows is None else rows
+    place, stop, row = (torch.from_numpy(array).to(device, non_blocking=True) for array in arrays)
+    seen = (row[:, None] >= place) & (row[:, None] < stop)
+    if window is None:
+        return seen
+    # The position of a token is the number of tokens that it sees besides itself.
+    position = ((place[:, None] >= place) & (place[:, None] < stop)).sum(1)
+    return seen & (position[row][:, None] - position < window)
 
 
 REGISTERED = {"sdpa": "packed_sdpa", "eager": "packed_eager", "flash_attention_2": "packed_fa2", "varlen": "packed_varlen"}
@@ -203,7 +206,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> T
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
-    if args.layout.prefix_spans:  # the package's backward does not accept merged log-sum-exps
+    if args.layout.rounds:  # the package's backward does not accept merged log-sum-exps
         return _varlen(query, key, value, args)
     # Imported here, because the package is optional.
     from flash_attn import flash_attn_varlen_func
@@ -266,7 +269,7 @@ class WindowOverPrefixError(NotImplementedError):
 
 
 def _refuse_shared_prefix(args: AttentionArgs) -> None:
-    if args.layout.prefix_spans and args.window is not None:
+    if args.layout.rounds and args.window is not None:
         raise WindowOverPrefixError(args.window)
 
 

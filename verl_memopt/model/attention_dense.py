@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from verl_memopt.distributed.device import is_gpu, sent_together
 from verl_memopt.model.attention_fused import CPU_FLASH, LSE_ALIGNMENT, Parts, key_heads, merge_into
-from verl_memopt.model.packing import PrefixLayout, ranges
+from verl_memopt.model.prefix_layout import PrefixLayout, Round, ranges
 from verl_memopt.model.rotary import Rotary, apply_rotary_to_both, rotary_arguments, rotary_backward_to_all, weight_sums
 
 
@@ -63,15 +63,16 @@ class KernelCall:
 
 
 def calls(layout: PrefixLayout, rows: int) -> tuple[list[KernelCall], list[KernelCall]]:
-    """Return the calls of the segment pass (causal) and of the prefix pass, cached in the layout.
+    """Return the calls of the segment pass (causal) and of all rounds, cached in the layout.
 
     A call takes neighbouring sequences that have at most ``rows`` rows if all are padded to the longest. Neighbouring segments of
     equal length are always in one call. Rows of keys are places among the queries in the segment pass, and places among all
-    tokens in the prefix pass.
+    tokens in the rounds. No call has spans of several rounds, so no call has a query twice.
     """
     if rows not in layout.plans:
         # Every block of the model needs the same calls, so build them once per pack.
-        layout.plans[rows] = list(_segment_calls(layout, rows)), list(_prefix_calls(layout, rows))
+        rounds = [call for some in layout.rounds for call in _round_calls(some, rows)]
+        layout.plans[rows] = list(_segment_calls(layout, rows)), rounds
     return layout.plans[rows]
 
 
@@ -83,19 +84,19 @@ def _segment_calls(layout: PrefixLayout, rows: int) -> Iterator[KernelCall]:
         yield KernelCall(place, place, lengths, lengths, True, layout.cu_seqlens.device)
 
 
-def _prefix_calls(layout: PrefixLayout, rows: int) -> Iterator[KernelCall]:
-    pairs = [(span.queries, span.keys) for span in layout.prefix_spans]
+def _round_calls(some_spans: Round, rows: int) -> Iterator[KernelCall]:
+    pairs = [(span.queries, span.keys) for span in some_spans.spans]
     ends = [np.cumsum([0, *(run.length for run in side)]) for side in zip(*pairs, strict=True)]
     for some in _cut([(1, max(run.length for run in pair)) for pair in pairs], rows):
         sides = list(zip(*pairs[some], strict=True))
-        indices = layout.prefix_index_q, layout.prefix_index_k
+        indices = some_spans.index_q, some_spans.index_k
         # The rows of a single span are a view. The rows of several spans must be gathered.
         at_q, at_k = (
-            slice(side[0].start, side[0].start + side[0].length) if len(side) == 1 else index[end[some.start] : end[some.stop]]
+            side[0].places if len(side) == 1 else index[end[some.start] : end[some.stop]]
             for side, index, end in zip(sides, indices, ends, strict=True)
         )
         query_lengths, key_lengths = (tuple(run.length for run in side) for side in sides)
-        yield KernelCall(at_q, at_k, query_lengths, key_lengths, False, layout.cu_seqlens.device)
+        yield KernelCall(at_q, at_k, query_lengths, key_lengths, False, some_spans.index_q.device)
 
 
 def _cut(parts: Sequence[tuple[int, int]], rows: int) -> Iterator[slice]:
@@ -312,7 +313,7 @@ def _heads_and_passes(
 ) -> tuple[int, _Passes | _MaskedCall]:
     # How many key heads are computed at once, and how.
     (tokens, heads, size), kv_heads = query.shape, key.shape[1]
-    is_one_call = kv_heads == 1 and len(layout.runs) == 1 and not layout.prefix_spans
+    is_one_call = kv_heads == 1 and len(layout.runs) == 1 and not layout.rounds
     if not is_one_call and tokens * key.shape[0] * heads * size <= kernel.masked_products:
         return kv_heads, _MaskedCall(layout, kv_heads, scale)
     elements_of_key_head = heads // kv_heads * size
@@ -377,29 +378,15 @@ def _mask(layout: PrefixLayout, dtype: torch.dtype) -> Tensor:
     mask = layout.plans.get(MASKED)
     if mask is None or mask.dtype != dtype:
         # Every block of the model needs the same mask, so build it once per pack.
-        segment, prefix = _segments_of_keys(layout)
-        places = layout.query_places
-        own = segment[places][:, None]
-        visible = (own == segment) | (prefix[places][:, None] == segment)
-        visible &= places[:, None] >= np.arange(len(segment))
+        places = layout.query_places[:, None]
+        visible = (places >= np.arange(len(layout.stops))) & (places < layout.stops)
         mask = layout.plans[MASKED] = torch.tensor(np.where(visible, 0.0, -np.inf), dtype=dtype)
     return mask
 
 
-def _segments_of_keys(layout: PrefixLayout) -> tuple[np.ndarray, np.ndarray]:
-    # The segment of each token, and the segment of the prefix that it sees too, int64 [T] both. A prefix sees itself.
-    segment, prefix, count = [], [], 0
-    for skipped, (own, suffixes) in zip(layout.skipped, layout.groups, strict=True):
-        sizes = [skipped + own, *suffixes]
-        segment.append(np.repeat(np.arange(count, count + len(sizes)), sizes))
-        prefix.append(np.full(sum(sizes), count))
-        count += len(sizes)
-    return np.concatenate(segment), np.concatenate(prefix)
-
-
 @dataclass(frozen=True)
 class _Passes:
-    """The segment pass and the prefix pass of some heads, merged. ``rows`` is as in :func:`calls`."""
+    """The segment pass and the rounds of some heads, merged. ``rows`` is as in :func:`calls`."""
 
     layout: PrefixLayout
     kernel: PackedKernel
@@ -408,25 +395,28 @@ class _Passes:
 
     def working(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         # Cast tensors to the dtype in which the kernel computes attention over this layout.
-        return tuple(tensor.float() for tensor in tensors) if self.kernel.float_parts and self.layout.prefix_spans else tensors
+        return tuple(tensor.float() for tensor in tensors) if self.kernel.float_parts and self.layout.rounds else tensors
+
+    def _sum_dtype(self, tensor: Tensor) -> torch.dtype:
+        return torch.promote_types(tensor.dtype, torch.float32) if self.layout.sums_many else tensor.dtype
 
     def forward(self, into: tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return attention [Q, heads, D] and its log-sum-exps [Q, heads], in the tensors ``into`` or in new ones."""
-        segments, prefixes = calls(self.layout, self.rows)
-        own = self.layout.at_queries(k, v)
+        segments, others = calls(self.layout, self.rows)
+        own, dtype = self.layout.at_queries(k, v), self._sum_dtype(q)
         # A single call covers all queries and keys, so its outputs are the result.
-        if into is None and len(segments) == 1 and not prefixes:
+        if into is None and len(segments) == 1 and not others:
             return self._call(segments[0], q, *own)
         # Do not write to the outputs of the kernel: selective checkpointing keeps them, and rejects changed outputs.
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if into is None else into[1]
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if into is None or into[0].dtype != q.dtype else into[0]
+        out = torch.empty(q.shape, dtype=dtype, device=q.device) if into is None or into[0].dtype != dtype else into[0]
         for call in segments:
             part, part_lse = self._call(call, q, *own)
             out[call.queries] = part
             lse[call.queries] = part_lse
             del part, part_lse
         del own
-        for call in prefixes:
+        for call in others:
             other = self._call(call, q, k, v)
             merged = out[call.queries], lse[call.queries]
             merge_into(*merged, *other)
@@ -444,7 +434,7 @@ class _Passes:
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Parts:
         """Return the gradients of queries [Q, heads, D], and of keys and values [T, kv heads, D]."""
-        segments, prefixes = calls(self.layout, self.rows)
+        segments, others = calls(self.layout, self.rows)
 
         def call_gradients(call: KernelCall, keys: Tensor, values: Tensor) -> Parts:
             at = call.queries
@@ -453,15 +443,19 @@ class _Passes:
         own = self.layout.at_queries(k, v)
         if len(segments) == 1:
             # One call writes every row, so no tensors of zeros are needed.
-            dq, dk, dv = call_gradients(segments[0], *own)
+            parts = list(call_gradients(segments[0], *own))
+            for place, part in enumerate(parts):
+                parts[place] = part.to(self._sum_dtype(part))
+            dq, dk, dv = parts
+            del parts, part
         else:
-            dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, *own))
+            dq, dk, dv = (torch.empty(x.shape, dtype=self._sum_dtype(x), device=x.device) for x in (q, *own))
             for call in segments:
                 _collect(Tensor.copy_, (dq, dk, dv), call, call_gradients(call, *own))
         del own
-        # Scatter to the places of all tokens, because the prefix pass also adds to keys of tokens that are no queries.
+        # Scatter to the places of all tokens, because the rounds also add to keys of tokens that are no queries.
         dk, dv = self.layout.at_keys(dk, k), self.layout.at_keys(dv, v)
-        for call in prefixes:
+        for call in others:
             _collect(Tensor.add_, (dq, dk, dv), call, call_gradients(call, k, v))
         return dq, dk, dv
 
@@ -471,7 +465,7 @@ def _collect(collect: Callable[[Tensor, Tensor], Tensor], targets: Parts, call: 
         if isinstance(place, slice):
             collect(target[place], part)
         else:
-            target.index_add_(0, place, part)
+            target.index_add_(0, place, part.to(target.dtype))
 
 
 def key_heads_at_once(elements: int, kv_heads: int, tile: int) -> int:

@@ -1,8 +1,9 @@
 """Attention over packed sequences by torch's fused kernels: kernels for sequences of equal length, and flash kernels of a GPU.
 
-A token of a suffix attends in two passes: causally over its own segment, and over the whole prefix. Each pass returns an output
-and the log-sum-exp of its scores, and with these the two outputs are merged exactly. In backward the same kernels get the merged
-output and log-sum-exp, and so return the exact gradient of each pass. The gradients of the passes are summed (arXiv 2310.01889).
+A token of a suffix attends in two passes: causally over its own segment, and over the whole prefix. In a tree with more levels
+there is a pass for each round of the layout. Each pass returns an output and the log-sum-exp of its scores, and with these the
+outputs are merged exactly. In backward the same kernels get the merged output and log-sum-exp, and so return the exact gradient
+of each pass. The gradients of the passes are summed (arXiv 2310.01889).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from verl_memopt.memory import kernels
 from verl_memopt.memory.fused import over_rows, runs_compiled
 from verl_memopt.memory.kernels import has_kernel
-from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.prefix_layout import PrefixLayout, Round
 from verl_memopt.model.rotary import (
     Rotary,
     apply_rotary_to_both,
@@ -106,7 +107,7 @@ def key_heads(query: Tensor, key: Tensor, at_once: int = 1) -> Iterator[tuple[sl
 
 # Flash kernels over segments of any length, on a GPU in half precision.
 #
-# There are at most two kernel calls: the segment pass of all segments, and the prefix pass of all suffixes over their prefixes.
+# There is one kernel call for all segments, and one for each round. Rows that share only a prompt have one round.
 
 
 def flash_attention(
@@ -124,7 +125,7 @@ def flash_attention(
     :func:`dense_attention`. ``window`` is the number of positions that a token sees, with its own position. None = all positions
     before it. With a window the sequences must share no prefix.
     """
-    assert window is None or not layout.prefix_spans, (window, layout.groups)
+    assert window is None or not layout.rounds, (window, layout.spans)
     return _FlashAttention.apply(query, key, value, *rotary_arguments(rotary), layout, scale, window)
 
 
@@ -149,11 +150,15 @@ class _FlashAttention(torch.autograd.Function):
         segment_k, segment_v = layout.at_queries(k, v)
         out, lse = _forward(q, segment_k, segment_v, _segment_pass(layout, window), scale)  # lse: fp32 [heads, Q]
         del segment_k, segment_v  # freed before the next pass
-        if layout.prefix_spans:
-            at_q, at_k = _prefix_places(layout)
-            other, other_lse = _forward(q[at_q], k[at_k], v[at_k], _prefix_pass(layout), scale)
-            # Each visible key was in exactly one of the two passes, so the merge is exact.
+        if layout.sums_many:
+            out = out.float()
+        for spans in layout.rounds:
+            at_q, at_k = spans.places
+            other, other_lse = _forward(q[at_q], k[at_k], v[at_k], _round_pass(spans), scale)
+            # Each visible key was in exactly one of the passes, so the merge is exact.
             out, lse = _with_merged(out, lse, at_q, other, other_lse)
+            del other, other_lse  # freed before the next pass
+        out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, cos, sin, query_norm, key_norm, out, lse)
         ctx.eps, ctx.layout, ctx.scale, ctx.window = eps, layout, scale, window
         return out
@@ -168,18 +173,23 @@ class _FlashAttention(torch.autograd.Function):
         segment_k, segment_v = layout.at_queries(k, v)
         dq, dk, dv = _backward(grad, q, segment_k, segment_v, out, lse, _segment_pass(layout, ctx.window), scale)
         del segment_k, segment_v  # freed before the next pass, like the gradients of selected keys and values
+        if layout.sums_many:
+            dq, dk, dv = dq.float(), dk.float(), dv.float()
         dk, dv = layout.at_keys(dk, k), layout.at_keys(dv, v)
-        if layout.prefix_spans:
-            at_q, at_k = _prefix_places(layout)
+        for spans in layout.rounds:
+            at_q, at_k = spans.places
             # Contiguous, because selected columns may have strides that the kernel does not accept.
             inputs = (grad[at_q], q[at_q], k[at_k], v[at_k], out[at_q], lse[:, at_q].contiguous())
             # With the merged output and log-sum-exp the kernel returns the exact gradient of this pass.
-            parts = _backward(*inputs, _prefix_pass(layout), scale)
+            parts = _backward(*inputs, _round_pass(spans), scale)
+            del inputs
             if isinstance(at_q, slice):
                 torch._foreach_add_([dq[at_q], dk[at_k], dv[at_k]], parts)
             else:
                 for target, place, part in zip((dq, dk, dv), (at_q, at_k, at_k), parts, strict=True):
-                    target.index_add_(0, place, part)
+                    target.index_add_(0, place, part.to(target.dtype))
+            del parts
+        dq, dk, dv = dq.to(query.dtype), dk.to(key.dtype), dv.to(v.dtype)
         # Without a rotation these are the gradients of the arguments.
         if cos is None:
             return dq, dk, dv, *(None,) * 8
@@ -187,12 +197,6 @@ class _FlashAttention(torch.autograd.Function):
         into = rotary_backward_to_all((dq, dk, dv), (query, key, v), norms, ctx.eps, *tables, sums)
         norm_grads = (None if total is None else total.to(norm.dtype) for total, norm in zip(sums, norms, strict=True))
         return *into, None, None, *norm_grads, None, None, None, None
-
-
-def _prefix_places(layout: PrefixLayout) -> tuple[slice, slice] | tuple[Tensor, Tensor]:
-    # Places of queries and keys of the prefix pass: slices if there is one span, so that no rows are copied, else indices.
-    slices = layout.prefix_slices
-    return (layout.prefix_index_q, layout.prefix_index_k) if slices is None else slices
 
 
 def _with_merged(out: Tensor, lse: Tensor, places: Any, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -253,10 +257,10 @@ def _segment_pass(layout: PrefixLayout, window: int | None) -> _Varlen:
     return _Varlen(layout.cu_seqlens, layout.cu_seqlens, longest, longest, True, -1 if window is None else window - 1, 0)
 
 
-def _prefix_pass(layout: PrefixLayout) -> _Varlen:
-    longest_q = max(span.queries.length for span in layout.prefix_spans)
-    longest_k = max(span.keys.length for span in layout.prefix_spans)
-    return _Varlen(layout.prefix_cu_seqlens_q, layout.prefix_cu_seqlens_k, longest_q, longest_k, False)
+def _round_pass(some: Round) -> _Varlen:
+    longest_q = max(span.queries.length for span in some.spans)
+    longest_k = max(span.keys.length for span in some.spans)
+    return _Varlen(some.cu_seqlens_q, some.cu_seqlens_k, longest_q, longest_k, False)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, which: _Varlen, scale: float) -> tuple[Tensor, Tensor]:

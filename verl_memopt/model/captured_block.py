@@ -34,7 +34,7 @@ from verl_memopt.memory.precision_torch import GRAPHS, CastUnit
 from verl_memopt.memory.recompute_elementwise_torch import Products, RMSNorm, in_runs, product_tiles, products_of
 from verl_memopt.memory.token_packing import bucket_of
 from verl_memopt.model.attention import Attend
-from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.prefix_layout import PrefixLayout
 from verl_memopt.observe.byte_tracker import scope
 
 if TYPE_CHECKING:

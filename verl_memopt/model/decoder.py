@@ -35,7 +35,7 @@ from verl_memopt.memory.tiled_mlp_torch import check_mlps, recomputed_mlp, tiled
 from verl_memopt.model.attention import HEAD_MULTIPLE, Attend, AttentionArgs
 from verl_memopt.model.captured_block import CapturedBlocks
 from verl_memopt.model.families import OWN_BLOCKS
-from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.prefix_layout import PrefixLayout
 from verl_memopt.model.rotary import Rotary
 from verl_memopt.model.tiled_block import BlockShape, tiled_block
 

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorClass
 from torch import Tensor
 
-from verl_memopt.model.packing import ranges
+from verl_memopt.model.prefix_layout import ranges
 
 
 class Turn(NamedTuple):

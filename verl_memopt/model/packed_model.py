@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -27,7 +28,8 @@ from verl_memopt.model.attention import KERNELS, REGISTERED, Attend, AttentionAr
 from verl_memopt.model.captured_block import CapturedBlocks
 from verl_memopt.model.decoder import BlockOptions, Decoder, Prefix, PrefixKV, PrefixRecorder, is_llama_like
 from verl_memopt.model.families import POLICY_KEY, logit_shape, refused
-from verl_memopt.model.packing import Pack, PrefixLayout
+from verl_memopt.model.packing import Pack
+from verl_memopt.model.prefix_layout import PrefixLayout
 
 
 class PackedModel(nn.Module):
@@ -105,18 +107,22 @@ class PackedModel(nn.Module):
         return list(layers)
 
     def read(self, pack: Pack, head: Callable[[Pack, Tensor | None], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
-        """Return tensors fp32 [R], one value per target of the pack, on every rank that shares the pack.
+        """Return tensors fp32 [R], one value per response token of the pack, on every rank that shares the pack.
 
         Without sequence parallelism ``head`` gets the pack and None. With it ``head`` gets this rank's share of the pack, and the
-        places of the share's targets among all targets, int64 [r]. It returns tensors fp32 [r] or None. None stays None.
+        places of the share's response tokens among all of them, int64 [r]. It returns tensors fp32 [U], one value per target of
+        the pack that it gets, or None. None stays None.
         """
         if self.sequence is None:
-            return head(pack, None)
-        (share, places), count, group = pack.share(self.sequence), pack.targets.shape[0], self.sequence
-        return tuple(None if values is None else combine_ranks(values, places, count, group) for values in head(share, places))
+            return tuple(None if values is None else pack.of_entries(values) for values in head(pack, None))
+        (share, places), count, group = pack.share(self.sequence), pack.row.shape[0], self.sequence
+        return tuple(
+            None if values is None else combine_ranks(share.of_entries(values), places, count, group)
+            for values in head(share, places)
+        )
 
     def predicting_states(self, pack: Pack, prefix: PrefixKV | None) -> Tensor:
-        """Return normed states [R, h] that predict the targets. ``prefix`` is the prefix KV for a pack of ``pack_suffixes``."""
+        """Return normed states [U, h] that predict the targets. ``prefix`` is the prefix KV for a pack of ``pack_suffixes``."""
         decoder = self.decoder
         if not isinstance(decoder, Decoder):
             return states_of_pack(decoder, pack).index_select(0, pack.predicts)
@@ -333,14 +339,14 @@ class PolicyModel(PackedModel):
         unpacked: bool = False,
         statistics: TokenStatistics | None = None,
     ) -> Any:
-        """Return log-probs fp32 [R] of ``pack.targets``, and their entropies fp32 [R] if requested.
+        """Return log-probs fp32 [R] of the response tokens of a pack, and their entropies fp32 [R] if requested.
 
         Args:
             pack: The tokens and targets of a micro-batch.
             temperature: The logits are divided by it.
             with_entropy: Compute entropies too.
-            token_gradient: Returns the gradient of each log-prob before backward, so that the head can compute its own gradient
-                in this forward.
+            token_gradient: Returns the gradients of the log-probs of some of the R response tokens before backward, so that the
+                head can compute its own gradient in this forward.
             prefix_kv: The prefix KV for a pack of ``pack_suffixes``. For a pack of ``pack_prompt`` it is a recorder, and the
                 result is that of :meth:`PackedModel.recorded`.
             unpacked: Compute a pack of one row with eager attention and all logits at once, for comparisons.
@@ -352,7 +358,7 @@ class PolicyModel(PackedModel):
             return self.recorded(pack, prefix_kv)
 
         def head(own: Pack, places: Tensor | None) -> tuple[Tensor | None, ...]:
-            states, gradient = self.predicting_states(own, prefix_kv), _at_places(token_gradient, places)
+            states, gradient = self.predicting_states(own, prefix_kv), _at_places(token_gradient, own, places)
             log_probs, entropy = self.head(states, own.targets, temperature, with_entropy, gradient, statistics)
             return log_probs, entropy, *(() if statistics is None else statistics.values.values())
 
@@ -370,11 +376,26 @@ class PolicyModel(PackedModel):
         return (logits.float() / temperature).log_softmax(-1).gather(-1, row.targets[:, None])[:, 0], None
 
 
-def _at_places(token_gradient: TokenGradient | None, places: Tensor | None) -> TokenGradient | None:
-    # Restrict the function to the targets of a pack at ``places``, int64.
-    if token_gradient is None or places is None:
-        return token_gradient
-    return lambda rows, log_probs, entropy: token_gradient(places[rows], log_probs, entropy)
+def _at_places(token_gradient: TokenGradient | None, pack: Pack, places: Tensor | None) -> TokenGradient | None:
+    # Turn a function of response tokens into one of the targets of a pack. ``places``, int64 [r], are the response tokens of the
+    # pack among all. None = it has all.
+    if token_gradient is None:
+        return None
+    if pack.entry is None or pack.entry_on_host is None:
+        return token_gradient if places is None else lambda rows, *values: token_gradient(places[rows], *values)
+    entries = pack.entry.argsort(stable=True)
+    targets = pack.entry[entries]
+    ends = np.searchsorted(np.sort(pack.entry_on_host), np.arange(pack.targets.shape[0] + 1)).tolist()
+
+    def summed(rows: slice, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        # A chunk of targets has neighbouring entries, after these are sorted by target.
+        chunk = slice(ends[rows.start], ends[rows.stop])
+        at, own = targets[chunk] - rows.start, entries[chunk] if places is None else places[entries[chunk]]
+        grad, grad_entropy = token_gradient(own, log_probs[at], None if entropy is None else entropy[at])
+        zeros = torch.zeros_like(log_probs)
+        return zeros.index_add(0, at, grad), None if grad_entropy is None else zeros.index_add(0, at, grad_entropy)
+
+    return summed
 
 
 DTYPES = {

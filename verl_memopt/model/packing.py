@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import groupby
-from typing import Any, TypeAlias
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from verl_memopt.distributed.device import sent_together
 from verl_memopt.memory.recompute_elementwise_torch import Rows
 from verl_memopt.memory.sequence_parallel_torch import SequenceGroup, TokenSplit
 from verl_memopt.memory.token_packing import skipped_if_many
+from verl_memopt.model.prefix_layout import PrefixGroup, PrefixLayout, PrefixSpan, changed, on_host, ranges, span_of
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class LastBlockQueries:
 
     Attributes:
         layout: The layout with these tokens as queries and all tokens of the pack as keys.
-        predicts: int64 [R], the pack's ``predicts`` as places among these Q tokens.
+        predicts: int64 [U], the pack's ``predicts`` as places among these Q tokens.
     """
 
     layout: PrefixLayout
@@ -35,16 +35,21 @@ class LastBlockQueries:
 class Pack:
     """The packed tokens of some rows.
 
+    The rows have R response tokens. Rows that share response tokens and everything before them share their computation, so only U
+    of the R tokens are computed.
+
     Attributes:
         input_ids: int64 [1, T].
         position_ids: int64 [1, T].
         layout: Which of the T tokens share a prefix.
-        predicts: int64 [R], for each response token the place of the token whose last hidden state predicts it.
-        targets: int64 [R], the response tokens.
+        predicts: int64 [U], for each computed response token the place of the token whose last hidden state predicts it.
+        targets: int64 [U], these response tokens.
         row: int64 [R], the row of each response token.
         row_lengths: int64 [rows], number of response tokens of each row.
-        predicts_on_host: A copy of ``predicts`` on the host, int64 [R].
+        predicts_on_host: A copy of ``predicts`` on the host, int64 [U].
         last_block: The queries of a pruned last block. None = pruning would skip too few tokens.
+        entry: int64 [R], the place of each response token among the U computed ones. None = R equals U, in the same order.
+        entry_on_host: A copy of ``entry`` on the host.
     """
 
     input_ids: Tensor
@@ -56,6 +61,8 @@ class Pack:
     row_lengths: Tensor
     predicts_on_host: np.ndarray
     last_block: LastBlockQueries | None = None
+    entry: Tensor | None = None
+    entry_on_host: np.ndarray | None = None
 
     @property
     def num_rows(self) -> int:
@@ -65,32 +72,43 @@ class Pack:
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Pack:
-        changed: dict[str, Any] = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         last = self.last_block
         last = None if last is None else LastBlockQueries(last.layout.map(change), change(last.predicts))
-        return replace(self, layout=self.layout.map(change), last_block=last, **changed)
+        return replace(self, layout=self.layout.map(change), last_block=last, **changed(self, change))
+
+    def of_entries(self, values: Tensor) -> Tensor:
+        """Return the values of all response tokens, [R], from those of the computed ones, [U]."""
+        return values if self.entry is None else values.index_select(0, self.entry)
 
     def with_targets(self, places: Tensor) -> Pack:
         """Return a pack with the same tokens, but only some of the targets.
 
-        ``places`` are the places of the targets to keep, int64 on the host, ascending.
+        ``places`` are the places of the targets to keep among the R response tokens, int64 on the host, ascending.
         """
-        return self._with_targets(self.predicts_on_host[places.numpy()], places.to(self.targets.device, non_blocking=True))
+        device = self.targets.device
+        if self.entry_on_host is None:
+            own = places.numpy()
+            (sent,) = sent_together([places], device)
+            return self._with_targets(self.predicts_on_host[own], sent, sent)
+        own, entry = np.unique(self.entry_on_host[places.numpy()], return_inverse=True)
+        computed, to, sent = sent_together([on_host(own), on_host(entry), places], device)
+        return replace(self._with_targets(self.predicts_on_host[own], computed, sent), entry=to, entry_on_host=entry)
 
-    def _with_targets(self, predicts_on_host: np.ndarray, places: Tensor) -> Pack:
+    def _with_targets(self, predicts_on_host: np.ndarray, computed: Tensor, places: Tensor) -> Pack:
+        # ``computed`` are places among the U targets, ``places`` among the R response tokens.
         row, last = self.row[places], self.last_block
         return replace(
             self,
-            predicts=self.predicts[places],
-            targets=self.targets[places],
+            predicts=self.predicts[computed],
+            targets=self.targets[computed],
             row=row,
             row_lengths=torch.zeros_like(self.row_lengths).index_add(0, row, torch.ones_like(row)),
             predicts_on_host=predicts_on_host,
-            last_block=None if last is None else replace(last, predicts=last.predicts[places]),
+            last_block=None if last is None else replace(last, predicts=last.predicts[computed]),
         )
 
     def share(self, group: SequenceGroup) -> tuple[Pack, Tensor]:
-        """Return this rank's share of the pack in a sequence-parallel group, and the places of its targets, int64 [r].
+        """Return this rank's share of the pack in a sequence-parallel group, and the places of its response tokens, int64 [r].
 
         The share has this rank's tokens as ``input_ids``, and the targets that these tokens predict. Its ``predicts`` are places
         among these tokens. Its ``position_ids`` have all tokens, and its layouts say how all tokens are split. Every target
@@ -98,13 +116,12 @@ class Pack:
         """
         tokens, device = self.input_ids.shape[1], self.input_ids.device
         if tokens < group.size:  # fewer tokens than ranks: each rank computes all of them, and only rank 0 has the targets
-            own = np.arange(len(self.predicts_on_host) if group.rank == 0 else 0)
-            (places,) = sent_together([_host(own)], device)
-            return self._with_targets(self.predicts_on_host[own], places), places
+            every = on_host(np.arange(len(self.row) if group.rank == 0 else 0))
+            return self.with_targets(every), sent_together([every], device)[0]
         split = TokenSplit(group, sizes := group.shares(tokens), sizes)
         first, end = split.own.start, split.own.stop
-        own = np.flatnonzero((self.predicts_on_host >= first) & (self.predicts_on_host < end))
-        at = self.predicts_on_host[own]
+        is_own = (self.predicts_on_host >= first) & (self.predicts_on_host < end)
+        own, at = np.flatnonzero(is_own), self.predicts_on_host[is_own]
         last = self.last_block
         found, among = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
         if last is not None:
@@ -112,9 +129,14 @@ class Pack:
             borders = np.searchsorted(last.layout.query_places, np.cumsum([0, *sizes]))
             found = last.layout.query_places[borders[group.rank] : borders[group.rank + 1]]
             among = np.searchsorted(found, at)
-        sent = sent_together([_host(array) for array in (own, at - first, found - first, among)], device)
-        places, predicts, queries, among_queries = sent
-        share = self._with_targets(at - first, places)
+        entries, entry = own, None
+        if self.entry_on_host is not None:
+            entries = np.flatnonzero(is_own[self.entry_on_host])
+            entry = np.searchsorted(own, self.entry_on_host[entries])
+        arrays = (own, at - first, found - first, among, *(() if entry is None else (entries, entry)))
+        computed, predicts, queries, among_queries, *others = sent_together([on_host(array) for array in arrays], device)
+        places, to = others if others else (computed, None)
+        share = replace(self._with_targets(at - first, computed, places), entry=to, entry_on_host=entry)
         if last is not None:
             rows = Rows(queries, found - first)
             last_split = TokenSplit(group, sizes, tuple(np.diff(borders).tolist()), rows)
@@ -176,7 +198,7 @@ def pack_groups(
             token += int(r[row]) - 1
     first, sizes, positions = np.array(pieces, dtype=np.int64).T
     # Gather all tokens of the pack at once.
-    tokens = torch.cat([prompts, responses])[_host(ranges(first, sizes))]
+    tokens = torch.cat([prompts, responses])[on_host(ranges(first, sizes))]
     layout, predicts = PrefixLayout.of(tuple(prefix_groups)), _predicts(prompt_end - 1, suffix_start, r)
     pack = _pack(tokens, ranges(positions, sizes), layout, predicts, responses, r)
     # Pruning copies the remaining rows. If few rows are skipped, this costs more than it saves.
@@ -204,10 +226,47 @@ def pack_suffixes(prompt_size: int, responses: Tensor, response_sizes: Sequence[
     # The pack has all tokens of an answer except the last one.
     own = np.maximum(r - 1, 0)
     start = np.cumsum(own) - own
-    tokens = responses[_host(ranges(np.cumsum(r) - r, own))]
+    tokens = responses[on_host(ranges(np.cumsum(r) - r, own))]
     layout = PrefixLayout.of(((0, tuple(own[own > 0].tolist())),), (prompt_size,))
     predicts = _predicts(np.zeros_like(r), 1 + start, r)
     return _pack(tokens, ranges(np.full_like(own, prompt_size), own), layout, predicts, responses, r)
+
+
+def pack_forest(tokens: Tensor, sizes: Tensor, parent: Tensor, place: Tensor, row_lengths: Sequence[int]) -> Pack:
+    """Pack rows whose response tokens lie anywhere in a forest. Tokens that rows share are computed once.
+
+    A node of the forest is a run of tokens, and its context is the path from the root to it. The pack leaves out tokens after
+    the last one that predicts a response token. If nothing is left, it has one placeholder token, as in :func:`pack_groups`.
+
+    Args:
+        tokens: int64 [T], the tokens of all nodes, node after node.
+        sizes: int64 [N] on the host, number of tokens of each node, at least 1.
+        parent: int64 [N] on the host, the number of each node's parent, which is below its own. -1 = a root.
+        place: int64 [R] on the host, the places in ``tokens`` of the response tokens of all rows, row after row. No root begins
+            with one of them.
+        row_lengths: Number of response tokens of each row.
+    """
+    size, above, at = (tensor.numpy() for tensor in (sizes, parent, place))
+    r = np.asarray(row_lengths, dtype=np.int64)
+    assert len(at) == r.sum(), (len(at), r)
+    if not len(at):
+        return _nothing(tokens[:0], len(r))
+    # Each place once, in the order in which the rows come to it.
+    learned, first, entry = np.unique(at, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    learned, entry = learned[order], np.argsort(order)[entry]
+    starts = np.cumsum(size) - size
+    node = np.searchsorted(starts, learned, side="right") - 1
+    trees = _Trees(size, above, node, learned - starts[node])
+    nodes, predicts = trees.order, trees.predicts
+    computed, positions = (ranges(first[nodes], trees.need[nodes]) for first in (starts, trees.before))
+    pack = _pack(tokens[on_host(computed)], positions, trees.layout(), predicts, tokens[on_host(learned)], r)
+    if len(learned) < len(at):
+        pack = replace(pack, entry=on_host(entry), entry_on_host=entry)
+    queries = trees.queries()
+    if not skipped_if_many(len(computed) - len(queries), len(computed)):
+        return pack
+    return replace(pack, last_block=LastBlockQueries(trees.layout(queries), on_host(np.searchsorted(queries, predicts))))
 
 
 def _predicts(prompt_end: np.ndarray, suffix_start: np.ndarray, r: np.ndarray) -> np.ndarray:
@@ -224,13 +283,13 @@ def _pack(
 ) -> Pack:
     # numpy builds all index tensors on the host, so nothing here waits for a device.
     rows = np.repeat(np.arange(len(r)), r)
-    return Pack(tokens[None], _host(positions)[None], layout, _host(predicts), targets, _host(rows), _host(r), predicts)
+    return Pack(tokens[None], on_host(positions)[None], layout, on_host(predicts), targets, on_host(rows), on_host(r), predicts)
 
 
 def _last_block(groups: Sequence[PrefixGroup], skipped: Sequence[int], predicts: np.ndarray) -> LastBlockQueries:
     before, queries = np.asarray(skipped), np.array([prefix + sum(suffixes) for prefix, suffixes in groups])
     places = ranges(np.cumsum(before + queries) - queries, queries)
-    return LastBlockQueries(PrefixLayout.of(tuple(groups), tuple(skipped)), _host(np.searchsorted(places, predicts)))
+    return LastBlockQueries(PrefixLayout.of(tuple(groups), tuple(skipped)), on_host(np.searchsorted(places, predicts)))
 
 
 def _members(groups: Sequence[int], response_sizes: np.ndarray) -> list[list[int]]:
@@ -251,193 +310,112 @@ def _prefix_group(prefix: int, suffixes: list[int]) -> PrefixGroup:
 def _nothing(responses: Tensor, num_rows: int) -> Pack:
     zero, none = np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64)
     # A pack without tokens would skip collectives in which other ranks wait.
-    return _pack(_host(zero), zero, PrefixLayout.of(((1, ()),)), none, responses, np.zeros(num_rows, dtype=np.int64))
+    return _pack(on_host(zero), zero, PrefixLayout.of(((1, ()),)), none, responses, np.zeros(num_rows, dtype=np.int64))
 
 
-def _host(values: np.ndarray) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
+# The trees of a forest in a pack.
+
+MOST_SPANS = 4
+"""Most spans over the same first keys of a chain. If there are more, those over the second half of the keys share a span over the
+first half. So the keys of a chain with n forks are read log2 n times, not n times."""
+
+JOINED_GAP = 16
+"""So many tokens between two queries of a pruned last block are computed too, because a further segment costs more."""
 
 
-def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Concatenate the ranges from ``start`` to ``start + size - 1``, int64 [sum of sizes]."""
-    before = np.cumsum(sizes) - sizes
-    return np.repeat(starts - before, sizes) + np.arange(sizes.sum())
+class _Trees:
+    """The nodes of a forest as they lie in a pack: depth first, and of the children the one with the most tokens first.
 
-
-# Which tokens of packed sequences share a prefix, and the index tensors that attention over them needs.
-#
-# A pack is one row of tokens. It consists of groups, one after another. A group is a prefix followed by its suffixes. The prefix
-# is one segment, and so is each suffix. A token sees itself and the tokens before it in its own segment. A token of a suffix also
-# sees the whole prefix of its group. A group may skip queries: the outputs of the first tokens of its prefix are then not
-# computed, and these tokens are only keys.
-
-PrefixGroup: TypeAlias = tuple[int, tuple[int, ...]]
-"""Number of tokens of the prefix, and number of tokens of each suffix, in the order of the tokens."""
-
-
-@dataclass(frozen=True)
-class SegmentRun:
-    start: int
-    count: int
-    length: int
-
-
-@dataclass(frozen=True)
-class PrefixSpan:
-    """One part of the prefix pass: neighbouring queries that all see the same neighbouring keys.
-
-    ``keys`` are places among all tokens, ``queries`` places among the queries. They differ if tokens are skipped.
-    """
-
-    keys: SegmentRun
-    queries: SegmentRun
-
-
-@dataclass(frozen=True, eq=False)
-class PrefixLayout:
-    """The groups of a pack on the host, and the index tensors of its attention kernels on the device.
+    A node, its first child, the first child of that, and so on are a chain, which is one segment. The trees of other children see
+    the keys of the chain up to where they begin. Each of them has at most half the tokens of the tree in which it lies. So the
+    rounds of T tokens are at most log2 T, or some more if a chain has many forks.
 
     Attributes:
-        groups: Number of queries in the prefix and in each suffix of each group. A prefix has 0 queries if all its tokens are
-            skipped.
-        skipped: For each group, the number of prefix tokens before its first query. They are only keys.
-        cu_seqlens: int32 [segments + 1], the first query of each segment, then the number of queries.
-        prefix_index_q: int64, the queries of all prefix spans, in order.
-        prefix_index_k: int64, the keys of all prefix spans, in order.
-        prefix_cu_seqlens_q: int32 [spans + 1], where the queries of each span begin in ``prefix_index_q``.
-        prefix_cu_seqlens_k: int32 [spans + 1], where the keys of each span begin in ``prefix_index_k``.
-        query_index: int64, the places of the queries among the keys. None = every key is also a query.
-        split: How the ranks of a sequence-parallel group share the tokens. None = this rank computes all of them.
+        need: int64 [N], number of tokens of each node that are computed.
+        before: int64 [N], number of tokens on the path above each node.
+        order: int64, the nodes that have computed tokens, as they lie in the pack.
+        start: int64 [N], the first token of each node.
+        stop: int64 [N], the end of its tree.
+        chains: int64, the first token of each chain.
+        predicts: int64 [U], the place of the token that predicts each learned token.
     """
 
-    groups: tuple[PrefixGroup, ...]
-    skipped: tuple[int, ...]
-    cu_seqlens: Tensor
-    prefix_index_q: Tensor
-    prefix_index_k: Tensor
-    prefix_cu_seqlens_q: Tensor
-    prefix_cu_seqlens_k: Tensor
-    query_index: Tensor | None
-    split: TokenSplit | None = None
+    def __init__(self, sizes: np.ndarray, parents: np.ndarray, node: np.ndarray, offset: np.ndarray) -> None:
+        """``node`` and ``offset``, int64 [U], say which tokens are learned: the node of each, and its place in the node."""
+        assert np.all((parents[node] >= 0) | (offset > 0)), "the first token of a root has no token that predicts it"
+        need = np.zeros_like(sizes)
+        # The last learned token of a leaf predicts nothing.
+        np.maximum.at(need, node, offset)
+        self._nodes(need.tolist(), sizes.tolist(), parents.tolist(), set(node.tolist()))
+        end = self.start + self.need
+        self.predicts = np.where(offset > 0, self.start[node] + offset, end[parents[node]]) - 1
 
-    @classmethod
-    def of(cls, groups: tuple[PrefixGroup, ...], skipped: tuple[int, ...] | None = None) -> PrefixLayout:
-        """Build the layout of some groups, on the CPU. ``skipped`` is as in the class. None = no token is skipped."""
-        num_skipped = (0,) * len(groups) if skipped is None else skipped
-        spans = tuple(prefix_spans(groups, num_skipped))
-        keys = [span.keys for span in spans]
-        queries = [span.queries for span in spans]
-        return cls(
-            groups,
-            num_skipped,
-            # Build all tensors on the host, so that the whole pack is sent to the device at once.
-            cu_seqlens=_cumulative(segments(groups)),
-            prefix_index_q=_host(_places(queries)),
-            prefix_index_k=_host(_places(keys)),
-            prefix_cu_seqlens_q=_cumulative(run.length for run in queries),
-            prefix_cu_seqlens_k=_cumulative(run.length for run in keys),
-            query_index=_host(_places(_query_runs(groups, num_skipped))) if any(num_skipped) else None,
-        )
+    def _nodes(self, need: list[int], sizes: list[int], parents: list[int], used: set[int]) -> None:
+        total, children = [0] * len(need), [list[int]() for _ in range(len(need) + 1)]  # the last list has the roots
+        for node in range(len(need) - 1, -1, -1):
+            total[node] += need[node]
+            if node in used and parents[node] >= 0:
+                used.add(parents[node])
+                # The last token of a node predicts the first token of each child.
+                need[parents[node]] = sizes[parents[node]]
+                total[parents[node]] += total[node]
+            if total[node]:
+                children[parents[node]].append(node)
+        for some in children:
+            some.sort(key=lambda node: (-total[node], node))
+        order, start, before, chain = list[int](), [0] * len(need), [0] * len(need), [*range(len(need))]
+        waiting, token = children[-1][::-1], 0
+        self.forks: dict[int, list[tuple[int, int, int]]] = {}  # chain -> (end of the keys, first query, end of the queries)
+        while waiting:
+            node = waiting.pop()
+            order.append(node)
+            start[node], token = token, token + need[node]
+            own = children[node]
+            for child in own:
+                before[child] = before[node] + need[node]
+            if own:
+                chain[own[0]] = chain[node]
+            if len(own) > 1:
+                fork = token, token + total[own[0]], start[node] + total[node]
+                self.forks.setdefault(start[chain[node]], []).append(fork)
+            waiting += own[::-1]
+        self.need, self.before, self.start, self.order = (np.array(some, dtype=np.int64) for some in (need, before, start, order))
+        self.stop = self.start + np.array(total, dtype=np.int64)
+        self.trees = [total[root] for root in children[-1]]
+        self.chains = np.array([start[node] for node in order if chain[node] == node], dtype=np.int64)
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> PrefixLayout:
-        changed: dict[str, Any] = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **changed)
+    def queries(self) -> np.ndarray:
+        """Return the places of the tokens that predict a learned token, and of the tokens in short gaps between them."""
+        places = np.unique(self.predicts)
+        chain = np.searchsorted(self.chains, places, side="right")
+        is_joined = (np.diff(places) <= JOINED_GAP + 1) & (np.diff(chain) == 0)
+        first, last = places[np.r_[True, ~is_joined]], places[np.r_[~is_joined, True]]
+        return ranges(first, last - first + 1)
 
-    def at_queries(self, *tensors: Any) -> tuple[Any, ...]:
-        if self.query_index is None:
-            return tensors
-        return tuple(None if tensor is None else tensor[self.query_index] for tensor in tensors)
-
-    def at_keys(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Scatter a tensor of the queries [Q, ...] to the places of all keys, with zeros for skipped tokens.
-
-        The result has the shape and dtype of ``like``, [T, ...].
-        """
-        if self.query_index is None:
-            return tensor
-        return torch.zeros_like(like).index_copy_(0, self.query_index, tensor)
-
-    @cached_property
-    def segments(self) -> tuple[int, ...]:
-        return tuple(segments(self.groups))
-
-    @cached_property
-    def runs(self) -> tuple[SegmentRun, ...]:
-        # Neighbouring segments of equal length form one run, for kernels that need equal lengths.
-        runs: list[SegmentRun] = []
-        start = 0
-        for length, same in groupby(self.segments):
-            runs.append(SegmentRun(start, sum(1 for _ in same), length))
-            start += runs[-1].count * length
-        return tuple(runs)
-
-    @cached_property
-    def prefix_spans(self) -> tuple[PrefixSpan, ...]:
-        return tuple(prefix_spans(self.groups, self.skipped))
-
-    @cached_property
-    def prefix_slices(self) -> tuple[slice, slice] | None:
-        if len(self.prefix_spans) != 1:
-            return None
-        (span,) = self.prefix_spans
-        places = (slice(run.start, run.start + run.length) for run in (span.queries, span.keys))
-        return next(places), next(places)
-
-    @cached_property
-    def plans(self) -> dict[int, Any]:
-        return {}
-
-    @property
-    def own_queries(self) -> Rows | None:
-        if self.split is not None:
-            return self.split.rows
-        return None if self.query_index is None else Rows(self.query_index, self.query_places)
-
-    @cached_property
-    def query_places(self) -> np.ndarray:
-        """Places of the queries among the keys, int64 [Q] on the host."""
-        return _places(_query_runs(self.groups, self.skipped))
-
-    @cached_property
-    def tokens(self) -> tuple[int, ...]:
-        pairs = zip(self.skipped, self.groups, strict=True)
-        return tuple(skipped + prefix + sum(suffixes) for skipped, (prefix, suffixes) in pairs)
+    def layout(self, queries: np.ndarray | None = None) -> PrefixLayout:
+        """Return the layout with some tokens as queries. None = all tokens."""
+        stops = np.repeat(self.stop[self.order], self.need[self.order])
+        places = np.arange(len(stops)) if queries is None else queries
+        spans: list[PrefixSpan] = []
+        for chain, forks in self.forks.items():
+            borders = np.searchsorted(places, [fork[1:] for fork in forks])
+            spans += _over_chain(chain, [(end, *border) for (end, *_), border in zip(forks, borders.tolist(), strict=True)])
+        # A segment is a run of neighbouring queries within a chain. It sees the keys of its chain before the run.
+        chains = self.chains[np.searchsorted(self.chains, places, side="right") - 1]
+        first = np.flatnonzero(np.r_[True, (np.diff(places) > 1) | (np.diff(chains) > 0)])
+        ends = np.r_[first[1:], len(places)]
+        runs = np.stack([chains[first], places[first], first, ends], axis=1).tolist()
+        for own, same in groupby(runs, key=itemgetter(0)):
+            spans += _over_chain(own, [(key, query, end) for _, key, query, end in same])
+        return PrefixLayout.with_spans((ends - first).tolist(), spans, self.trees, stops, places)
 
 
-def segments(groups: tuple[PrefixGroup, ...]) -> Iterator[int]:
-    for prefix, suffixes in groups:
-        if prefix:
-            yield prefix
-        yield from suffixes
-
-
-def prefix_spans(groups: tuple[PrefixGroup, ...], skipped: tuple[int, ...]) -> Iterator[PrefixSpan]:
-    """Yield the parts of the prefix pass, in order.
-
-    For each group these are the queries of its prefix over its skipped tokens, if it has both, and the queries of all its
-    suffixes over its whole prefix.
-    """
-    query = key = 0
-    for before, (prefix, suffixes) in zip(skipped, groups, strict=True):
-        if before and prefix:
-            yield PrefixSpan(keys=SegmentRun(key, 1, before), queries=SegmentRun(query, 1, prefix))
-        if suffixes:
-            yield PrefixSpan(keys=SegmentRun(key, 1, before + prefix), queries=SegmentRun(query + prefix, 1, sum(suffixes)))
-        query += prefix + sum(suffixes)
-        key += before + prefix + sum(suffixes)
-
-
-def _query_runs(groups: tuple[PrefixGroup, ...], skipped: tuple[int, ...]) -> Iterator[SegmentRun]:
-    key = 0
-    for before, (prefix, suffixes) in zip(skipped, groups, strict=True):
-        yield SegmentRun(key + before, 1, prefix + sum(suffixes))
-        key += before + prefix + sum(suffixes)
-
-
-def _cumulative(lengths: Iterable[int]) -> Tensor:
-    return torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
-
-
-def _places(runs: Iterable[SegmentRun]) -> np.ndarray:
-    places = [np.arange(run.start, run.start + run.length) for run in runs]
-    return np.concatenate([np.zeros(0, dtype=np.int64), *places])
+def _over_chain(first_key: int, parts: Sequence[tuple[int, int, int]]) -> list[PrefixSpan]:
+    # ``parts`` are the end of the keys that some queries see, the first of these queries, and their end. The ends of keys ascend.
+    parts = [(end, query, last) for end, query, last in parts if query < last]
+    if len(parts) <= MOST_SPANS:
+        return [span for end, query, last in parts for span in span_of(query, last, first_key, end)]
+    half = len(parts) // 2
+    upper, lower = parts[:half], parts[half:]
+    queries = min(query for _, query, _ in lower), max(last for *_, last in lower)
+    return [*_over_chain(first_key, upper), *span_of(*queries, first_key, upper[-1][0]), *_over_chain(upper[-1][0], lower)]

@@ -14,7 +14,7 @@ The result is exact: attention over parts of the keys is merged by log-sum-exps,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from verl_memopt.distributed.device import is_gpu, supports_flash
 from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU, keep, kept, zeros_to_sum
 from verl_memopt.memory.tiled_mlp_torch import TiledLinear, TiledMlp, Traits, tensors_and_traits, tiled_linears
 from verl_memopt.model.attention_fused import CPU_FLASH, EFFICIENT, FLASH, Kernel, key_heads, merge
-from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.prefix_layout import PrefixLayout, PrefixSpan
 from verl_memopt.model.rotary import apply_rotary, rotary_backward
 
 SWIGLU = SwiGLU()
@@ -49,35 +49,29 @@ class QueryTile:
 
 def tiles(layout: PrefixLayout, size: int) -> list[QueryTile]:
     """Cut the queries of a layout into tiles of ``size``. The last tile may be shorter. No call has more than ``size`` keys."""
-    pieces = list(_segments(layout))
-    end = pieces[-1].query + pieces[-1].count if pieces else 0
-    cut = []
+    end = len(layout.query_places)
+    (segments, spans), cut = _segments_and_spans(layout), []
     for start in range(0, end, size):
         stop = min(start + size, end)
-        # Drop segments that end before this tile.
-        while pieces and pieces[0].query + pieces[0].count <= start:
-            pieces.pop(0)
+        # Drop what ends before this tile.
+        while segments[0].query + segments[0].count <= start:
+            segments.pop(0)
+        spans = [span for span in spans if span.queries.places.stop > start]
         own, earlier, shared = [], [], list[TileCall]()
-        for piece in pieces:
-            if piece.query >= stop:
+        for segment in segments:
+            if segment.query >= stop:
                 break
-            low, high = max(start - piece.query, 0), min(stop - piece.query, piece.count)
-            queries, key = slice(piece.query + low - start, piece.query + high - start), piece.key + low
-            own.append(TileCall(queries, slice(key, piece.key + high), causal=True))
+            low, high = max(start - segment.query, 0), min(stop - segment.query, segment.count)
+            queries, key = slice(segment.query + low - start, segment.query + high - start), segment.key + low
+            own.append(TileCall(queries, slice(key, segment.key + high), causal=True))
             # Earlier keys of the segment are all visible, so they need no mask.
-            if key > piece.first_key:
-                earlier += [TileCall(queries, keys, causal=False) for keys in _parts(piece.first_key, key, size)]
-            if piece.prefix is not None:
-                # Neighbouring suffixes of one group see the same prefix, so they share a call.
-                joins = bool(shared) and shared[-1].keys == piece.prefix and shared[-1].queries.stop == queries.start
-                first = shared.pop().queries.start if joins else queries.start
-                shared.append(TileCall(slice(first, queries.stop), piece.prefix, causal=False))
-        prefix_calls = (
-            TileCall(shared_call.queries, keys, False)
-            for shared_call in shared
-            for keys in _parts(shared_call.keys.start, shared_call.keys.stop, size)
-        )
-        cut.append(QueryTile(slice(start, stop), (*own, *earlier, *prefix_calls)))
+            earlier += [TileCall(queries, keys, causal=False) for keys in _parts(segment.first_key, key, size)]
+        for span in spans:
+            queries = slice(max(span.queries.start - start, 0), min(span.queries.places.stop, stop) - start)
+            if queries.start < queries.stop:
+                keys = span.keys.places
+                shared += [TileCall(queries, part, causal=False) for part in _parts(keys.start, keys.stop, size)]
+        cut.append(QueryTile(slice(start, stop), (*own, *earlier, *shared)))
     return cut
 
 
@@ -87,25 +81,24 @@ def _parts(start: int, stop: int, size: int) -> list[slice]:
 
 @dataclass(frozen=True)
 class _Segment:
-    """Neighbouring queries that attend causally to each other, to earlier keys of their segment, and to a shared prefix."""
+    """Neighbouring queries that attend causally to each other, and to the keys from ``first_key`` up to their own."""
 
     query: int
     count: int
     key: int
     first_key: int
-    prefix: slice | None
 
 
-def _segments(layout: PrefixLayout) -> Iterator[_Segment]:
-    query = key = 0
-    for skipped, (prefix, suffixes) in zip(layout.skipped, layout.groups, strict=True):
-        first, whole = key, skipped + prefix
-        if prefix:
-            yield _Segment(query, prefix, key + skipped, key, None)
-        query, key = query + prefix, key + whole
-        for length in suffixes:
-            yield _Segment(query, length, key, key, slice(first, first + whole) if whole else None)
-            query, key = query + length, key + length
+def _segments_and_spans(layout: PrefixLayout) -> tuple[list[_Segment], list[PrefixSpan]]:
+    spans = {(span.queries.start, span.queries.length, span.keys.places.stop): span for span in layout.spans}
+    segments, query = [], 0
+    for count in layout.segments:
+        key = int(layout.query_places[query])
+        # A span that ends where the keys of a segment begin, and has the queries of the segment, gives the segment more keys.
+        before = spans.pop((query, count, key), None)
+        segments.append(_Segment(query, count, key, key if before is None else before.keys.start))
+        query += count
+    return segments, list(spans.values())
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:

@@ -58,7 +58,7 @@ class ValueModel(PackedModel):
         return self.score
 
     def forward(self, pack: Pack, prefix_kv: Prefix | None = None, unpacked: bool = False) -> Any:
-        """Return the value estimates as an fp32 tensor [R], one for each token of ``pack.targets``.
+        """Return the value estimates as an fp32 tensor [R], one for each response token of the pack.
 
         ``prefix_kv`` is as in :meth:`verl_memopt.model.packed_model.PolicyModel.forward`. If ``unpacked`` is true, the pack must
         have one row. It is then computed with eager attention, to compare the result with the packed one.

@@ -17,7 +17,7 @@ from verl_memopt.memory.logit_tiles import Head
 from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, recomputed_norm
 from verl_memopt.memory.tiled_mlp_torch import recomputed_mlp
 from verl_memopt.model.attention_fused import flash_attention
-from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.prefix_layout import PrefixLayout
 
 MOST_COLUMNS = {"wide": 16}
 
@@ -26,7 +26,7 @@ def whole(compiled):
     """Gives values and gradients of attention, an MLP and a head, through everything that a kernel may take the place of."""
     layout, heads, kv = PrefixLayout.of(((5, (3, 4)),)), 4, 2
     inputs, found = flat_inputs(layout, heads, kv), []
-    tokens = sum(layout.tokens)
+    tokens = sum(layout.trees)
     for normed in (True, False):
         for together in (True, False):
             rotary = rotary_of(tokens, normed=normed)

@@ -7,7 +7,7 @@ from tests.memory.activation_cases import D as HEAD_SIZE
 from tests.memory.activation_cases import H as HEADS
 from tests.memory.sharded import assert_equal_runs, three_steps
 from verl_memopt.memory.activation_checkpointing_torch import KEPT_BY_SELECTIVE, Checkpointed, checkpoint_blocks, chosen_blocks
-from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.prefix_layout import PrefixLayout
 from verl_memopt.observe.byte_tracker import ByteTracker
 
 EVERY_2 = {"gradient_checkpointing_mode": "every_n", "gradient_checkpointing_every": 2}

@@ -28,7 +28,7 @@ from verl_memopt.memory.recompute_elementwise_torch import (
     zeros_to_sum,
 )
 from verl_memopt.model.attention_fused import _merge_statement, flash_attention
-from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.prefix_layout import PrefixLayout
 from verl_memopt.model.rotary import (
     _backward_statement,
     _backward_to_all_statement,
@@ -178,7 +178,7 @@ def test_the_gradient_of_a_norms_weight_is_written_whole_where_one_call_computes
 @pytest.mark.parametrize("compiles", BACKENDS, indirect=True)
 def test_queries_keys_and_values_side_by_side_get_what_they_get_apart(compiles, groups, normed):
     layout, heads, kv = PrefixLayout.of(groups), 4, 2
-    inputs, rotary = flat_inputs(layout, heads, kv), rotary_of(sum(layout.tokens), normed=normed)
+    inputs, rotary = flat_inputs(layout, heads, kv), rotary_of(sum(layout.trees), normed=normed)
 
     def run(together):
         whole = torch.cat(inputs, 1).requires_grad_()

@@ -22,7 +22,7 @@ from tests.memory.batching.test_shared_prompt import counts_of, grouped
 from tests.model.attention_cases import gpu_operators_on_a_cpu
 from verl_memopt.errors import ConfigError
 from verl_memopt.model import tiled_block
-from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.prefix_layout import PrefixLayout
 from verl_memopt.model.tiled_block import tiles
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.worker.trained_model import micro_batch

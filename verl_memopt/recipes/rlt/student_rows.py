@@ -20,7 +20,7 @@ from verl_memopt.algorithms.rows import positions
 from verl_memopt.data.batch import Ragged
 from verl_memopt.data.encoder import Spans, tokenize
 from verl_memopt.errors import ConfigError
-from verl_memopt.model.packing import ranges
+from verl_memopt.model.prefix_layout import ranges
 from verl_memopt.recipes.rlt.dataset import RltPrompts
 from verl_memopt.recipes.rlt.settings import RltReward
 
