@@ -28,7 +28,7 @@ from verl_memopt.memory.token_budget_torch import attempts
 from verl_memopt.memory.token_packing import Cut, spans
 from verl_memopt.model.decoder import PrefixKV
 from verl_memopt.model.packed_model import PackedModel, dtype_of
-from verl_memopt.model.packing import Pack, pack_groups, pack_prompt, pack_suffixes
+from verl_memopt.model.packing import Pack, pack_forest, pack_groups, pack_prompt, pack_suffixes
 from verl_memopt.observe.device_ledger import gradient_kinds, optimizer_scope, state_tensors
 from verl_memopt.worker.optimizer import build_optimizer, build_schedule
 
@@ -103,9 +103,12 @@ class MicroBatch:
 
 def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
     chosen = batch.select(rows)
-    prompts, responses = chosen.prompts, chosen.responses
-    tokens = (prompts.flat, prompts.sizes(), responses.flat, responses.sizes())
-    pack = pack_groups(*tokens, chosen.prompt_groups())
+    prompts, responses, forest = chosen.prompts, chosen.responses, chosen.forest
+    if forest is None:
+        tokens = (prompts.flat, prompts.sizes(), responses.flat, responses.sizes())
+        pack = pack_groups(*tokens, chosen.prompt_groups())
+    else:
+        pack = pack_forest(forest.tokens, forest.sizes, forest.parent, forest.place, responses.sizes())
     return MicroBatch(pack, **_token_tensors(chosen))
 
 

@@ -1,0 +1,226 @@
+"""Updates and passes of conversations, against rows that each have one turn and share nothing."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from tests.critics import critic_for, with_value_head
+from tests.tensors import whole_of
+from tests.worker.test_log_probs import SQUARES
+from tests.worker.test_policy import ACTOR, CPU, policy_for
+from verl_memopt.algorithms.custom import load_statistic
+from verl_memopt.algorithms.rows import GlobalCounts
+from verl_memopt.config.aliases import PRESETS
+from verl_memopt.config.keys import replaced
+from verl_memopt.config.schema import PolicyLoss
+from verl_memopt.data.batch import Ragged, RolloutBatch
+from verl_memopt.memory.logit_tiles import TokenStatistics
+from verl_memopt.model.forest import Turn, build_forest
+from verl_memopt.model.packing import pack_rows
+from verl_memopt.model.weights import named_weights
+from verl_memopt.trainer.micro_batching import Budget, cut_ranks, rows_per_rank
+from verl_memopt.worker.policy import Objective, compute_log_probs, pack_log_probs
+from verl_memopt.worker.trained_model import MicroBatch, MiniBatch, micro_batch
+
+HEAT = 0.9
+BUDGET = Budget(True, 60, None, "key")
+
+
+def ids(draw, least, most):
+    return [draw.randrange(256) for _ in range(draw.randint(least, most))]
+
+
+def conversation(draw, prompt):
+    """Turns that go on after the output and a tool's tokens, or that went back to keep only a part of what was said."""
+    seen, turns = list(prompt), []
+    for _ in range(draw.randint(1, 4)):
+        turns.append(Turn(list(seen), ids(draw, 1, 5)))
+        whole = seen + turns[-1].output_ids
+        if draw.random() < 0.4:
+            whole = whole[: draw.randint(len(prompt), len(whole))]
+        seen = whole + ids(draw, 1, 6)
+    return turns
+
+
+def conversations(groups=3, samples=3, seed=0):
+    """Rows of turns: a system prompt, then a prompt for each group. One row samples what another did, one samples nothing."""
+    draw = random.Random(seed)
+    system = ids(draw, 4, 4)
+    rows = [conversation(draw, prompt) for prompt in [system + ids(draw, 3, 9) for _ in range(groups)] for _ in range(samples)]
+    rows[1] = rows[0][:1]
+    rows[samples] = []
+    return rows, torch.arange(groups).repeat_interleave(samples)
+
+
+def batch_of(rows, group, seed=0):
+    """A batch with random numbers for each sampled token. Its log-probs are about those of a fresh model."""
+    count, generator = sum(len(turn.output_ids) for row in rows for turn in row), torch.Generator().manual_seed(seed)
+    names = ("advantages", "old_values", "returns", "rollout_log_probs", "old_log_probs", "ref_log_probs")
+    fields = {name: torch.randn(count, generator=generator) for name in names}
+    for name in ("rollout_log_probs", "old_log_probs", "ref_log_probs"):
+        fields[name] = 0.3 * fields[name] - 5.7
+    outputs = [[token for turn in row for token in turn.output_ids] for row in rows]
+    return RolloutBatch(
+        prompts=Ragged.from_rows([row[0].prompt_ids if row else [0] for row in rows], torch.int64),
+        responses=Ragged.from_rows(outputs, torch.int64),
+        group=group,
+        prompt_group=group,
+        forest=build_forest(rows, merge_cost=0),
+        batch_size=[],
+        **fields,
+    )
+
+
+def by_turn(rows, batch):
+    """A micro-batch whose sequences are single turns, and whose rows are the conversations."""
+    turns = [turn for row in rows for turn in row]
+    prompts, outputs = (torch.tensor([token for turn in turns for token in turn[part]]) for part in (0, 1))
+    pack = pack_rows(prompts, [len(turn.prompt_ids) for turn in turns], outputs, [len(turn.output_ids) for turn in turns])
+    pack = dataclasses.replace(pack, row=batch.response_row(), row_lengths=batch.responses.lengths)
+    return MicroBatch(pack, **{name: getattr(micro_batch(batch, range(len(rows))), name) for name in FIELDS})
+
+
+FIELDS = ("old_log_probs", "ref_log_probs", "advantages", "old_values", "returns", "kept", "weights", "sampled_log_probs")
+
+
+def counts_of(batch):
+    return GlobalCounts(float(batch.responses.lengths.sum()), float(batch.num_rows))
+
+
+def cut(batch, budget):
+    names = [str(row) for row in range(batch.num_rows)]
+    (bins,) = cut_ranks([batch.row_tokens()], [names], dataclasses.replace(BUDGET, max_tokens=budget))
+    return MiniBatch(batch, bins, counts_of(batch))
+
+
+def gradients_of(model):
+    found = {name: whole_of(weight.grad).clone() for name, weight in named_weights(model) if weight.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def assert_same(found, expected, tolerance=1e-5):
+    assert found.keys() == expected.keys()
+    rounding = 2**-21 * torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= tolerance * gradient.norm() + rounding, name
+
+
+@pytest.fixture
+def policy(untied_folder, one_rank):
+    return policy_for(untied_folder, one_rank, 1)
+
+
+@pytest.fixture(scope="module")
+def talks():
+    rows, group = conversations()
+    return rows, batch_of(rows, group)
+
+
+def naive_gradients(policy, rows, batch, **objective):
+    """The loss over conversations, from log-probs of single turns."""
+    naive = by_turn(rows, batch)
+    loss, metrics = Objective(naive, counts_of(batch), policy.actor, **objective).loss(*policy.model(naive.pack, HEAT, True))
+    loss.backward()
+    return gradients_of(policy.model), metrics
+
+
+def assert_same_metrics(found, expected):
+    for name, value in expected.items():
+        assert float(found[name]) == pytest.approx(float(value), rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("budget", [10_000, 60])
+@pytest.mark.parametrize("on_policy", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "agg"),
+    [
+        ("vanilla", "token-mean"),
+        ("vanilla", "seq-mean-token-mean"),
+        ("gspo", "seq-mean-token-mean"),
+        ("sequence", "seq-mean-token-sum"),
+    ],
+)
+def test_gradients_are_those_of_single_turns_with_losses_over_conversations(policy, talks, mode, agg, on_policy, budget):
+    rows, batch = talks
+    # Old log-probs so near those of the policy that most ratios are inside their clip and some are not.
+    now = compute_log_probs(policy.model, batch, [range(len(rows))], HEAT, False, CPU).log_probs
+    old = None if on_policy else now + 0.5 * (batch.old_log_probs + 5.7)
+    batch = dataclasses.replace(batch, old_log_probs=old)
+    policy.actor = replaced(ACTOR, {"loss_agg_mode": agg, "policy_loss": PolicyLoss(loss_mode=mode)})
+    expected, metrics = naive_gradients(policy, rows, batch)
+    if mode == "vanilla" and not on_policy:
+        assert 0 < metrics["actor/pg_clipfrac"] < 0.5
+    mini = cut(batch, budget)
+    assert len(mini.micro_batches) > 1 or budget > 60
+    found = policy.trained.forward_backward(mini, policy.loss_at(HEAT))
+    assert_same(gradients_of(policy.model), expected)
+    assert_same_metrics(found, metrics)
+
+
+def test_bypass_mode_weighs_conversations_as_single_turns(policy, talks):
+    rows, batch = talks
+    now = compute_log_probs(policy.model, batch, [range(len(rows))], HEAT, False, CPU).log_probs
+    sampled = now + 0.1 * (batch.rollout_log_probs + 5.7)
+    batch = dataclasses.replace(batch, old_log_probs=sampled, rollout_log_probs=sampled)
+    policy.actor, policy.bypass = ACTOR, PRESETS["bypass_ppo_clip_geo_rs"]
+    try:
+        expected, metrics = naive_gradients(policy, rows, batch, bypass=policy.bypass)
+        found = policy.trained.forward_backward(cut(batch, 60), policy.loss_at(HEAT))
+    finally:
+        policy.bypass = None
+    assert_same(gradients_of(policy.model), expected)
+    assert_same_metrics(found, metrics)
+
+
+def test_log_probs_entropies_and_statistics_are_those_of_single_turns(policy, talks):
+    rows, batch = talks
+    naive, statistics = by_turn(rows, batch), TokenStatistics({name: load_statistic(at) for name, at in SQUARES.items()})
+    log_probs, entropy = pack_log_probs(policy.model, naive.pack, HEAT, True, statistics=statistics)
+    for budget in (10_000, 60):
+        found = compute_log_probs(policy.model, batch, cut(batch, budget).micro_batches, HEAT, True, CPU, SQUARES)
+        torch.testing.assert_close(found.log_probs, log_probs, rtol=0, atol=5e-6)
+        torch.testing.assert_close(found.entropy, entropy, rtol=0, atol=5e-6)
+        torch.testing.assert_close(found.statistics, statistics.values, rtol=0, atol=5e-6)
+
+
+def test_an_on_policy_update_returns_the_log_probs_of_all_turns(untied_folder, one_rank, talks):
+    rows, batch = talks
+    policy = policy_for(untied_folder, one_rank, 1)
+    log_probs, _ = pack_log_probs(policy.model, by_turn(rows, batch).pack, HEAT, False)
+    found = policy.update_on_policy(cut(dataclasses.replace(batch, old_log_probs=None), 60), HEAT)
+    torch.testing.assert_close(found.log_probs, log_probs, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("budget", [10_000, 60])
+def test_a_critic_learns_the_values_of_all_turns(untied_folder, tmp_path, one_rank, talks, budget):
+    rows, batch = talks
+    critic = critic_for(with_value_head(untied_folder, tmp_path / "valued"), one_rank)
+    batch, mini = dataclasses.replace(batch, ref_log_probs=None), cut(batch, budget)
+    naive = by_turn(rows, batch)
+    with torch.no_grad():
+        expected = critic.model(naive.pack)
+    torch.testing.assert_close(critic.values(batch, mini.micro_batches), expected, rtol=0, atol=5e-6)
+    loss, metrics = critic.loss(naive, counts_of(batch))
+    loss.backward()
+    gradients = gradients_of(critic.model)
+    found = critic.trained.forward_backward(mini, critic.loss)
+    assert_same(gradients_of(critic.model), gradients)
+    assert_same_metrics(found, metrics)
+
+
+def test_two_ranks_add_up_to_the_gradient_of_one(policy, talks):
+    rows, batch = talks
+    policy.actor = ACTOR
+    expected, _ = naive_gradients(policy, rows, batch)
+    tokens = batch.row_tokens()
+    shares = rows_per_rank(tokens, range(len(rows)), 2, True)
+    budget = dataclasses.replace(BUDGET, max_tokens=max(tokens.row_lengths()))
+    bins = cut_ranks([tokens.select(share) for share in shares], [list(map(str, share)) for share in shares], budget)
+    assert len(bins[0]) == len(bins[1]) > 1
+    for share, micro_batches in zip(shares, bins, strict=True):
+        micros = [micro_batch(batch.select(share), own) for own in micro_batches]
+        policy.accumulate(micros, counts_of(batch), HEAT)
+    assert_same(gradients_of(policy.model), expected)
