@@ -93,7 +93,7 @@ def test_what_goes_wrong_in_a_tool_is_told_to_the_model_in_trls_words(talk):
 
 @pytest.mark.parametrize(
     ("side", "text"),
-    [("left", "a.........(truncated)"), ("right", "(truncated).........z"), ("middle", "a.....(truncated).....z")],
+    [("left", "(truncated).........z"), ("right", "a.........(truncated)"), ("middle", "a.....(truncated).....z")],
 )
 def test_a_long_answer_is_cut_as_in_verl(talk, side, text):
     talk = talk(max_tool_response_length=7 if side != "middle" else 6, tool_response_truncate_side=side)

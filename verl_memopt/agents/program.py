@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import math
 import os
 import pickle
@@ -22,11 +23,13 @@ from typing import Any, Literal
 
 from verl_memopt.agents.calls import Caller, Calls, FailedError, Thread, words
 from verl_memopt.agents.snapshot import pickle_by_value, snapshot_of
-from verl_memopt.agents.tools import Source, Tool, schema_of, tools_of
+from verl_memopt.agents.tools import Loads, OwnTools, Source, Tool, schema_of, tools_of
 from verl_memopt.data.plugin import raised
 from verl_memopt.errors import AgentError, RewardError
 from verl_memopt.rewards.score import LARGEST_MESSAGE, Limits, as_message, read_score, shortened
 from verl_memopt.rewards.scorer import is_async
+
+logger = logging.getLogger(__name__)
 
 BEAT = struct.Struct("d")
 BEAT_AT = 8184
@@ -47,7 +50,7 @@ LARGEST_TURN = LARGEST_MESSAGE // 8
 
 @dataclass(frozen=True)
 class Program:
-    environments: Mapping[str | None, Source]
+    environments: Mapping[str | None, Loads]
     """The class of each environment, or a function without arguments that makes one. The name None = the only environment."""
     tools: Sequence[Source] = ()
     """Functions that the model may call besides the methods of the environment, or without any environment."""
@@ -58,7 +61,7 @@ class Program:
     max_tool_response_length: int = 256
     """Largest number of characters of the answer of a tool. A longer answer is cut."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
-    """Which characters of a longer answer are kept, as in verl: left = the first ones, right = the last ones, middle = both."""
+    """Where a longer answer is cut, as in verl since 0.9: left = at its begin, right = at its end, middle = between both."""
 
 
 def main(pipe: int, progress: int, limits: Limits) -> None:
@@ -172,7 +175,8 @@ class Serving:
             source = self._program.environments[name]
             raise AgentError(f"{source.key}={source.path}: {source.name}: {problem}. Correct it.") from problem
         self._idle[name].append(environment)
-        has_reward = callable(getattr(environment.instance, "get_reward", None))
+        own = isinstance(environment.instance, OwnTools)
+        has_reward = not own and callable(getattr(environment.instance, "get_reward", None))
         schemas = [schema_of(tool) for tool in environment.tools.values()]
         return name, type(environment.instance).__name__ if name in self._factories else "", has_reward, schemas
 
@@ -224,10 +228,22 @@ class Serving:
         self._runs.pop(run.caller.number, None)
         if run.environment is None:
             return
-        if reusable:
+        if isinstance(run.environment.instance, OwnTools):
+            task = self._loop.create_task(self._end(run))
+            self._operations.add(task)
+            task.add_done_callback(self._operations.discard)
+        elif reusable:
             self._idle[run.name].append(run.environment)
         else:
             self._calls.give_back(run.environment.thread)
+
+    async def _end(self, run: Run) -> None:
+        assert run.environment is not None
+        try:
+            await self._calls.value(run.caller, "release", run.environment.instance.end, run.environment.thread)
+        except FailedError as problem:
+            logger.warning("%s", problem)
+        self._calls.give_back(run.environment.thread)
 
     # What a conversation asks for.
 
@@ -326,8 +342,8 @@ class Serving:
         if len(text) > most:
             half = most // 2
             text = {
-                "left": lambda: f"{text[:most]}...(truncated)",
-                "right": lambda: f"(truncated)...{text[len(text) - most :]}",
+                "left": lambda: f"(truncated)...{text[len(text) - most :]}",
+                "right": lambda: f"{text[:most]}...(truncated)",
                 "middle": lambda: f"{text[:half]}...(truncated)...{text[len(text) - half :]}",
             }[side]()
         return _valid(text)

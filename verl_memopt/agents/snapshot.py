@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+from verl_memopt.agents.tools import OwnTools
 from verl_memopt.rewards.score import LARGEST_MESSAGE
 
 LARGEST_SNAPSHOT = LARGEST_MESSAGE // 16
@@ -62,7 +63,7 @@ def snapshot_of(instance: Any) -> tuple[dict[str, str], dict[str, str]]:
     missing: dict[str, str] = {}
     left = LARGEST_SNAPSHOT
     for name in dir(instance) if instance is not None else ():
-        if name.startswith("__"):
+        if name.startswith("_" if isinstance(instance, OwnTools) else "__"):
             continue
         try:
             value = getattr(instance, name)

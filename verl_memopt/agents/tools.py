@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from verl_memopt.data.plugin import load_from_file
 from verl_memopt.errors import AgentError
@@ -20,6 +20,21 @@ Tool = Callable[..., Any]
 
 NOT_TOOLS = ("reset", "get_reward")
 """Public methods of an environment that the model cannot call."""
+
+
+class Loads(Protocol):
+    """Where the class of an environment comes from, or a function that makes environments."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def key(self) -> str: ...
+
+    def load(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -83,8 +98,20 @@ def _unpickled(path: str) -> dict[str, Any]:
         ) from problem
 
 
+class OwnTools:
+    """An environment of one conversation that lists its tools itself. They carry their schemas."""
+
+    def listed(self) -> dict[str, Tool]:
+        raise NotImplementedError
+
+    async def end(self) -> None:
+        """Called after the conversation, however it ended."""
+
+
 def tools_of(environment: Any) -> dict[str, Tool]:
     """Return the methods of an environment that the model may call, by name and in TRL's order: all public ones but two."""
+    if isinstance(environment, OwnTools):
+        return environment.listed()
     names = (name for name in dir(environment) if not name.startswith("_") and name not in NOT_TOOLS)
     # A property is not read, because it may need what only `reset` creates.
     found = {
@@ -101,6 +128,8 @@ def schema_of(tool: Tool) -> dict[str, Any]:
     Raises:
         AgentError: An argument has no type or no description, or there is no docstring.
     """
+    if isinstance(schema := getattr(tool, "schema", None), dict):
+        return schema
     from transformers.utils import chat_template_utils
 
     # transformers would import torch here, to compare each type with torch.Tensor. No type can be one if nothing has imported it.
