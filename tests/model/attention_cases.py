@@ -112,7 +112,8 @@ def gradient_of_one(grad, q, k, v, out, lse, hidden, scale):
 
 
 def _hidden(queries, keys, causal, left=-1):
-    distance = torch.arange(queries)[:, None] - torch.arange(keys)
+    # The last query of a causal call has the position of the last key.
+    distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
     hidden = (distance < 0) if causal else torch.zeros_like(distance, dtype=torch.bool)
     return hidden | (distance > left) if left >= 0 else hidden
 

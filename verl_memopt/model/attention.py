@@ -61,17 +61,29 @@ def eager_attention(
 
 
 def windowed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, scale: float, window: int) -> Tensor:
-    """Compute sliding-window attention [1, heads, T, D] by torch's SDPA, one sequence at a time.
+    """Compute sliding-window attention [1, heads, Q, D] by torch's SDPA, one segment at a time.
 
-    Arguments are as in :func:`eager_attention`. The sequences of ``layout`` must share no prefix.
+    Arguments are as in :func:`eager_attention`. A segment sees the last ``window - 1`` keys of its path before it.
     """
-    assert not layout.rounds, layout.spans
-    grouped, outputs = query.shape[1] != key.shape[1], []
-    for q, k, v in zip(*(x.split(layout.segments, 2) for x in (query, key, value)), strict=True):
-        whole = q.shape[2] <= window
-        mask = None if whole else visible(np.full(q.shape[2], q.shape[2]), window, query.device)
+    dtype, grouped, outputs = query.dtype, query.shape[1] != key.shape[1], []
+    if layout.rounds:
+        # Several segments see the keys at the end of a prefix, so that the gradients of these keys are sums.
+        query, key, value = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key, value))
+    ends = np.cumsum(layout.segments)
+    firsts = layout.query_places[ends - layout.segments].tolist()
+    for q, first, above in zip(query.split(layout.segments, 2), firsts, layout.above(window), strict=True):
+        own = slice(first, first + q.shape[2])
+        if len(above):
+            index = torch.from_numpy(np.r_[above, own]).to(query.device, non_blocking=True)
+            k, v = key.index_select(2, index), value.index_select(2, index)
+        else:
+            k, v = key[:, :, own], value[:, :, own]
+        keys = k.shape[2]
+        whole = keys <= window and not len(above)
+        rows = np.arange(len(above), keys)
+        mask = None if whole else visible(np.full(keys, keys), window, query.device, rows)
         outputs.append(scaled_dot_product_attention(q, k, v, mask, is_causal=whole, scale=scale, enable_gqa=grouped))
-    return torch.cat(outputs, dim=2)
+    return torch.cat(outputs, dim=2).to(dtype)
 
 
 def visible(stops: np.ndarray, window: int | None, device: torch.device, rows: np.ndarray | None = None) -> Tensor:
@@ -191,8 +203,7 @@ def _eager(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Te
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
-    _refuse_shared_prefix(args)
-    if args.window is not None and max(args.layout.segments) > args.window:
+    if args.window is not None and max(args.layout.trees) > args.window:
         query, key = _apply_rotary(query, key, args.rotary, args.layout)
         q, k, v = (_heads_first(x) for x in (query, key, value))
         return _tokens_first(windowed_attention(q, k, v, args.layout, args.scale, args.window))
@@ -200,7 +211,6 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Ten
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
-    _refuse_shared_prefix(args)
     options = args.layout, args.scale, args.window
     return _one_size(lambda q, k, v, rotary: flash_attention(q, k, v, *options, rotary), query, key, value, args)
 
@@ -260,17 +270,6 @@ def _heads_first(tensor: Tensor) -> Tensor:
 
 def _tokens_first(tensor: Tensor) -> Tensor:
     return tensor.squeeze(0).transpose(0, 1).contiguous()  # squeeze and not [0], as in DecoderBlock.compute
-
-
-class WindowOverPrefixError(NotImplementedError):
-    def __init__(self, window: int) -> None:
-        super().__init__(f"a sliding window of {window} tokens would cut the prefix that sequences share")
-        self.window = window
-
-
-def _refuse_shared_prefix(args: AttentionArgs) -> None:
-    if args.layout.rounds and args.window is not None:
-        raise WindowOverPrefixError(args.window)
 
 
 def _over_ranks(attend: Attend) -> Attend:

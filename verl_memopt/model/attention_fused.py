@@ -123,9 +123,8 @@ def flash_attention(
 
     It saves the arguments, the output and one log-sum-exp per token and head for backward. Arguments are as in
     :func:`dense_attention`. ``window`` is the number of positions that a token sees, with its own position. None = all positions
-    before it. With a window the sequences must share no prefix.
+    before it. With a window there is one call: each segment sees the last keys of its path before it, which are gathered.
     """
-    assert window is None or not layout.rounds, (window, layout.spans)
     return _FlashAttention.apply(query, key, value, *rotary_arguments(rotary), layout, scale, window)
 
 
@@ -146,13 +145,13 @@ class _FlashAttention(torch.autograd.Function):
         window: int | None,
     ) -> Tensor:
         q, k = apply_rotary_to_both(query, key, (query_norm, key_norm), eps, layout.at_queries(cos, sin), (cos, sin))
-        v = value
-        segment_k, segment_v = layout.at_queries(k, v)
+        v, rounds = value, layout.rounds if window is None else ()
+        segment_k, segment_v = _segment_keys(layout, window, k, v)
         out, lse = _forward(q, segment_k, segment_v, _segment_pass(layout, window), scale)  # lse: fp32 [heads, Q]
         del segment_k, segment_v  # freed before the next pass
-        if layout.sums_many:
+        if rounds and layout.sums_many:
             out = out.float()
-        for spans in layout.rounds:
+        for spans in rounds:
             at_q, at_k = spans.places
             other, other_lse = _forward(q[at_q], k[at_k], v[at_k], _round_pass(spans), scale)
             # Each visible key was in exactly one of the passes, so the merge is exact.
@@ -170,13 +169,18 @@ class _FlashAttention(torch.autograd.Function):
         layout, scale, grad = ctx.layout, ctx.scale, grad.contiguous()
         norms, tables = (query_norm, key_norm), (layout.at_queries(cos, sin), (cos, sin))
         q, k = apply_rotary_to_both(query, key, norms, ctx.eps, *tables)
-        segment_k, segment_v = layout.at_queries(k, v)
+        rounds = layout.rounds if ctx.window is None else ()
+        segment_k, segment_v = _segment_keys(layout, ctx.window, k, v)
         dq, dk, dv = _backward(grad, q, segment_k, segment_v, out, lse, _segment_pass(layout, ctx.window), scale)
         del segment_k, segment_v  # freed before the next pass, like the gradients of selected keys and values
         if layout.sums_many:
             dq, dk, dv = dq.float(), dk.float(), dv.float()
-        dk, dv = layout.at_keys(dk, k), layout.at_keys(dv, v)
-        for spans in layout.rounds:
+        if ctx.window is None or not layout.rounds:
+            dk, dv = layout.at_keys(dk, k), layout.at_keys(dv, v)
+        else:
+            index, *_ = layout.behind(ctx.window)
+            dk, dv = (torch.zeros_like(k, dtype=torch.float32).index_add_(0, index, part.float()) for part in (dk, dv))
+        for spans in rounds:
             at_q, at_k = spans.places
             # Contiguous, because selected columns may have strides that the kernel does not accept.
             inputs = (grad[at_q], q[at_q], k[at_k], v[at_k], out[at_q], lse[:, at_q].contiguous())
@@ -251,10 +255,21 @@ class _Varlen:
     right: int = -1
 
 
+def _segment_keys(layout: PrefixLayout, window: int | None, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    if window is None or not layout.rounds:
+        return layout.at_queries(k, v)
+    index, *_ = layout.behind(window)
+    return k[index], v[index]
+
+
 def _segment_pass(layout: PrefixLayout, window: int | None) -> _Varlen:
     longest = max(layout.segments)
-    # The kernel does not count the token's own position.
-    return _Varlen(layout.cu_seqlens, layout.cu_seqlens, longest, longest, True, -1 if window is None else window - 1, 0)
+    if window is None or not layout.rounds:
+        # The kernel does not count the token's own position.
+        return _Varlen(layout.cu_seqlens, layout.cu_seqlens, longest, longest, True, -1 if window is None else window - 1, 0)
+    # If there are more keys than queries, the last query of the kernel has the position of the last key.
+    _, ends, most = layout.behind(window)
+    return _Varlen(layout.cu_seqlens, ends, longest, most, True, window - 1, 0)
 
 
 def _round_pass(some: Round) -> _Varlen:

@@ -23,7 +23,7 @@ from verl_memopt.config.schema import Actor, CriticModel, Model, ModelKnobs, Sco
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import chosen_layers
 from verl_memopt.memory.shared_prompt import prompt_groups
-from verl_memopt.model.attention import REGISTERED, WindowOverPrefixError
+from verl_memopt.model.attention import REGISTERED
 from verl_memopt.model.decoder import class_name
 from verl_memopt.model.families import (
     PACKED_LAYERS,
@@ -164,8 +164,6 @@ def check_packing(
         return
     try:
         differences = row_differences(packed_model, device, prompt_groups(GROUPS, actor))
-    except WindowOverPrefixError as error:
-        raise ConfigError(_no_sharing(error.window)) from error
     except (AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError) as error:
         reason = f"cannot compute packed rows ({type(error).__name__}: {one_line(error)})"
         raise refused(config, source, reason, key) from error
@@ -201,14 +199,12 @@ def _not_finite(packed_model: PackedModel, device: torch.device) -> str | None:
 
 
 def refuse_sliding_window(config: PretrainedConfig, actor: Actor) -> None:
-    size = window(config)
+    size, key = window(config), "actor_rollout_ref.actor.use_prefix_grouper"
     if size is not None and actor.use_prefix_grouper is True:
-        raise ConfigError(_no_sharing(size, f"{config.model_type} model's"))
-
-
-def _no_sharing(window: int, owner: str = "model's") -> str:
-    key = "actor_rollout_ref.actor.use_prefix_grouper"
-    return f"{key}=true: the {owner} sliding_window={window} would cut the prompt that answers share. Set {key}=false."
+        raise ConfigError(
+            f"{key}=true: the {config.model_type} model's sliding_window={size} would cut the prompt that answers share. "
+            f"Set {key}=false."
+        )
 
 
 def _random_rows(packed_model: PackedModel, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:

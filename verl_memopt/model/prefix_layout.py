@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl_memopt.distributed.device import sent_together
 from verl_memopt.memory.recompute_elementwise_torch import Rows
 from verl_memopt.memory.sequence_parallel_torch import TokenSplit
 
@@ -190,8 +191,31 @@ class PrefixLayout:
         return len(self.rounds) > 1 or bool((seen > 2).any())
 
     @cached_property
-    def plans(self) -> dict[int, Any]:
+    def plans(self) -> dict[Any, Any]:
         return {}
+
+    def above(self, window: int) -> list[np.ndarray]:
+        """Return for each segment the keys before it that its first query sees in a sliding window, int64."""
+        found, ends = [], np.cumsum(self.segments)
+        for first in self.query_places[ends - self.segments]:
+            # A window of 1 has only the query's own key.
+            seen = np.flatnonzero(self.stops[:first] > first)
+            found.append(seen[max(len(seen) - window + 1, 0) :])
+        return found
+
+    def behind(self, window: int) -> tuple[Tensor, Tensor, int]:
+        """Return the keys of each segment in a sliding window, behind those before it, cached in the layout.
+
+        The result is int64, the keys of all segments, one segment after another; int32 [segments + 1], where the keys of each
+        segment begin; and the number of keys of the longest.
+        """
+        if ("window", window) not in self.plans:
+            own = np.split(self.query_places, np.cumsum(self.segments)[:-1])
+            keys = [np.concatenate(pair) for pair in zip(self.above(window), own, strict=True)]
+            tensors = on_host(np.concatenate(keys)), _cumulative(map(len, keys))
+            index, ends = sent_together(tensors, self.cu_seqlens.device)
+            self.plans["window", window] = index, ends, max(map(len, keys))
+        return self.plans["window", window]
 
     @property
     def own_queries(self) -> Rows | None:
