@@ -21,7 +21,8 @@ from tests.model.attention_cases import (
     with_gradients,
     with_rotary_gradients,
 )
-from tests.model.test_attention_fused import written_out
+from tests.model.forests import Forest, agent
+from tests.model.test_attention_fused import dense, flash, written_out
 from tests.tensors import operations_named
 from verl_memopt.memory.activation_checkpointing_torch import checkpointed
 from verl_memopt.model.attention_dense import PACKED_EFFICIENT, _DenseAttention, calls
@@ -103,6 +104,32 @@ def test_kernel_calls_grow_neither_with_heads_nor_with_lengths_nor_with_prompts(
     assert kernel_calls(shared, heads, kv_heads) == {FORWARD: 2, BACKWARD: 2}
     # The queries of a prompt whose first tokens are computed elsewhere, or are skipped, take no further call.
     assert kernel_calls(shared, heads, kv_heads, skipped=(5,) * len(shared)) == {FORWARD: 2, BACKWARD: 2}
+
+
+def test_kernel_calls_grow_with_the_rounds_of_a_forest_alone():
+    layout = agent(16).pack().layout
+    watch, counts = operations_named([FORWARD, BACKWARD])
+    with described_efficient_backward(), FakeTensorMode(allow_non_fake_inputs=True), watch:
+        inputs = [x.requires_grad_() for x in flat_inputs(layout, 8, 4, size=16)]
+        out = efficient(layout, 2**22)(*inputs)
+        torch.autograd.grad(out, inputs, torch.empty_like(out))
+    assert counts == {FORWARD: 1 + len(layout.rounds), BACKWARD: 1 + len(layout.rounds)} == {FORWARD: 4, BACKWARD: 4}
+
+
+@pytest.mark.parametrize("attend", [flash, lambda layout: efficient(layout, 2**22)], ids=["flash", "efficient"])
+def test_many_rounds_are_summed_in_fp32(attend):
+    # A binary tree of 8 levels: a query is in up to 7 rounds, and a key in up to 7 spans. One round is rounded once.
+    nodes, size = 2**8 - 1, 6
+    parents = (-1, *((node - 1) // 2 for node in range(1, nodes)))
+    layout = Forest((size,) * nodes, parents, (tuple(range(size, size * nodes)),)).pack().layout
+    assert len(layout.rounds) == 7
+    rounded = [tensor.bfloat16() for tensor in flat_inputs(layout, 2, 2, size=32)]
+    truth = with_gradients(written_out(layout), [tensor.float() for tensor in rounded])
+    with gpu_operators_on_a_cpu():
+        found = with_gradients(attend(layout), rounded)
+    once = with_gradients(dense(layout), rounded)
+    for one, other, right in zip(found, once, truth, strict=True):
+        assert norm_error(one, right) <= 1.45 * norm_error(other, right)
 
 
 def test_selective_checkpointing_keeps_what_the_kernel_gave_and_changes_no_bit():

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -7,10 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from tests.model import architectures
 from tests.model.attention_cases import norm_error
 from tests.model.forests import FORESTS, Forest, agent, forests
-from tests.model.test_build import filled
+from tests.model.test_build import CPU, filled
+from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.memory.sequence_parallel_torch import SequenceGroup
+from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.decoder import BlockOptions
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
@@ -132,19 +136,18 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(folder):
     """Gives a function: forest -> log-probs of its entries and the gradients of a weighted sum, in fp64, path by path."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    return partial(rows_alone, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager"))
 
-    def compute(forest):
-        model.zero_grad()
-        log_probs = {}
-        for place in set(forest.places):
-            path = forest.tokens[forest.path(place)]
-            log_probs[place] = (model(path[None]).logits[0, -2] / 0.9).log_softmax(-1)[path[-1]]
-        found = torch.stack([log_probs[place] for place in forest.places])
-        (found * weights(found)).sum().backward()
-        return [found.detach(), *(parameter.grad for parameter in model.parameters())]
 
-    return compute
+def rows_alone(model, forest):
+    model.zero_grad()
+    log_probs = {}
+    for place in set(forest.places):
+        path = forest.tokens[forest.path(place)]
+        log_probs[place] = (model(path[None]).logits[0, -2] / 0.9).log_softmax(-1)[path[-1]]
+    found = torch.stack([log_probs[place] for place in forest.places])
+    (found * weights(found)).sum().backward()
+    return [found.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
 def weights(values):
@@ -185,6 +188,20 @@ def with_options(folder, options):
     last = model.decoder.layers[-1]
     last.options = last.self_attn.options = last.mlp.options = options
     return model
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma2"])
+def test_sliding_windows_follow_the_path(tmp_path, one_rank, kind):
+    # Blocks of gemma2 are those of transformers, which cap their scores, and of which every second has a window.
+    folder = architectures.tiny_folder(tmp_path / kind, kind, sliding_window=4)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    settings = Model(path=str(folder), attn_implementation="auto")
+    policy = build_policy(settings, Fsdp(dtype="fp32"), folder, one_rank, CPU, ModelUse(trained=True))
+    materialize(policy, folder, CPU)
+    forest = agent(turns=3, answers=2, context=6, answer=3)
+    expected = rows_alone(model, forest)
+    found = together(policy, forest)
+    assert_near(found, expected)
 
 
 OPTIONS = {
