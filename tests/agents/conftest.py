@@ -83,8 +83,15 @@ class Game:
 
     def fork(self) -> str:
         """Fork."""
-        os.fork()
-        return "forked"
+        return os.fork()
+
+    async def fork_async(self) -> str:
+        """Fork."""
+        return os.fork()
+
+    def names(self) -> str:
+        """Tell names, in the order of a set."""
+        return " ".join({"Ada", "Alan", "Edsger", "Grace", "John", "Kurt"})
 
     def pid(self) -> str:
         """Process id."""

@@ -211,12 +211,22 @@ def test_a_conversation_whose_process_dies_again_and_again_fails(talk):
     assert "exited with code 3" in event.reason
 
 
-def test_a_forked_child_that_returns_from_a_tool_says_nothing(talk):
+@pytest.mark.parametrize("tool", ["fork", "fork_async"])
+def test_a_forked_child_that_returns_from_a_tool_ends_and_says_nothing(talk, tool):
     talk = talk()
     talk.begin(0)
-    assert talk.call(0, "fork").answers == [("forked", False)]
+    child = int(talk.call(0, tool).answers[0][0])
+    assert wait_until(lambda: gone(child))
     assert talk.call(0, "add", number=1).answers == [("1", False)]
     assert talk.finish(0).reward == 1.0
+
+
+def test_a_set_has_the_same_order_in_every_process(talk):
+    talk = talk(num_workers=3)
+    for number in range(3):
+        talk.begin(number)
+    assert len({talk.call(number, "pid").answers[0] for number in range(3)}) == 3
+    assert len({talk.call(number, "names").answers[0] for number in range(3)}) == 1
 
 
 def test_two_hundred_conversations_at_once(talk):

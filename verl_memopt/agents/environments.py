@@ -39,6 +39,9 @@ MOST_RESTARTS = 2
 PROCESSES_PER_WORKER = 3
 """Bound on the number of processes, with those of conversations that run alone, and those with a call that does not end."""
 
+SAME_HASHES = {"PYTHONHASHSEED": "0"}
+"""Without this the order of a set of texts, and so what a tool answers, would differ between two processes and two runs."""
+
 
 @dataclass(frozen=True)
 class EnvironmentKind:
@@ -145,7 +148,7 @@ class EnvironmentPool:
         return self._kinds
 
     def begin(self, conversation: int, environment: str | None, row: Mapping[str, Any], seed: int | None = None) -> None:
-        """Make an environment ready, with ``reset(**row)``: Ready follows.
+        """Make an environment ready, with ``reset(**row)``: Ready follows, perhaps only after another conversation has ended.
 
         ``seed``: passed to ``reset`` if that has an argument ``seed``, and the row has no column of this name.
         """
@@ -243,7 +246,8 @@ class EnvironmentPool:
         number = next(number for number in range(len(self._processes) + 1) if all(p.number != number for p in self._processes))
         log = None if self._logs is None else self._logs / f"environments_{number}.log"
         describes = not self._processes and self._kinds is None
-        program = SupervisedProgram("verl_memopt.agents.program", self._limits, threads_for(self._num_workers), log)
+        threads = threads_for(self._num_workers)
+        program = SupervisedProgram("verl_memopt.agents.program", self._limits, threads, log, SAME_HASHES)
         process = _Process(program, number, log, alone)
         process.send((self._program, describes))
         self._processes.append(process)

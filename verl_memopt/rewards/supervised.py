@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import astuple
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,9 +38,12 @@ class SupervisedProgram:
         limits: Limits of the program and of all that it starts.
         threads: OMP_NUM_THREADS of the program.
         log: File for the program's output. None = the standard output of this process.
+        variables: Environment variables, unless this process has them.
     """
 
-    def __init__(self, module: str, limits: Limits, threads: int, log: Path | None = None) -> None:
+    def __init__(
+        self, module: str, limits: Limits, threads: int, log: Path | None = None, variables: Mapping[str, str] | None = None
+    ) -> None:
         run_end, process_end = socket.socketpair()
         lifeline_end, self._lifeline = os.pipe()
         self._progress = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
@@ -60,7 +64,7 @@ class SupervisedProgram:
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={THREADS: str(threads), **os.environ, MARK: self._mark.partition("=")[2]},
+                env={THREADS: str(threads), **(variables or {}), **os.environ, MARK: self._mark.partition("=")[2]},
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
