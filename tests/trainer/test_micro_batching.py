@@ -15,7 +15,8 @@ from verl_memopt.config.schema import Actor, Critic
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.prompts import StepPrompts
 from verl_memopt.errors import ConfigError, TrainingError
-from verl_memopt.memory.token_packing import RowTokens
+from verl_memopt.memory.token_budget import PassFigures
+from verl_memopt.memory.token_packing import InParts, RowTokens
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.micro_batching import (
     Budget,
@@ -80,6 +81,15 @@ def test_conversations_are_dealt_by_their_tokens_and_those_of_a_task_stay_togeth
     shares = deal(conversations((40, 30), (20, 10)), 8)
     assert sorted(row for share in shares for row in share) == [0, 1, 2, 3]
     assert max(map(len, shares)) == 1
+
+
+def test_a_limit_is_learned_from_the_passes_of_rows_in_parts():
+    tokens, budget = conversations((5, 5)), dataclasses.replace(BY_TOKENS, max_tokens=40).learning(True)
+    (bins,) = cut_ranks([tokens], ["ab"], budget)
+    assert [type(rows) for rows in bins] == [InParts]
+    budget.learn([(tokens, bins)], PassFigures(peak_bytes=100, budget_bytes=50))
+    # Half the tokens of a pass, and not of the rows.
+    assert budget.learned.cap < 20
 
 
 def test_a_rank_gets_conversations_of_the_rows_that_it_is_asked_for():

@@ -16,16 +16,22 @@ from verl_memopt.config.aliases import PRESETS
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import PolicyLoss
 from verl_memopt.data.batch import Ragged, RolloutBatch
+from verl_memopt.errors import ConfigError
 from verl_memopt.memory.logit_tiles import TokenStatistics
+from verl_memopt.memory.token_packing import InParts
 from verl_memopt.model.forest import Turn, build_forest
 from verl_memopt.model.packing import pack_rows
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.model.weights import named_weights
+from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 from verl_memopt.trainer.micro_batching import Budget, cut_ranks, rows_per_rank
 from verl_memopt.worker.policy import Objective, compute_log_probs, pack_log_probs
 from verl_memopt.worker.trained_model import MicroBatch, MiniBatch, micro_batch
 
 HEAT = 0.9
 BUDGET = Budget(True, 60, None, "key")
+BUDGETS = [10_000, 60, 20, 3]
+"""One micro-batch; several; several passes, because some row alone has more tokens; and nodes in pieces."""
 
 
 def ids(draw, least, most):
@@ -132,7 +138,7 @@ def assert_same_metrics(found, expected):
         assert float(found[name]) == pytest.approx(float(value), rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.parametrize("budget", [10_000, 60])
+@pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("on_policy", [False, True])
 @pytest.mark.parametrize(
     ("mode", "agg"),
@@ -154,13 +160,15 @@ def test_gradients_are_those_of_single_turns_with_losses_over_conversations(poli
     if mode == "vanilla" and not on_policy:
         assert 0 < metrics["actor/pg_clipfrac"] < 0.5
     mini = cut(batch, budget)
-    assert len(mini.micro_batches) > 1 or budget > 60
+    assert (len(mini.micro_batches) > 1) == (budget == 60)
+    assert any(isinstance(own, InParts) for own in mini.micro_batches) == (budget < 60)
     found = policy.trained.forward_backward(mini, policy.loss_at(HEAT))
     assert_same(gradients_of(policy.model), expected)
     assert_same_metrics(found, metrics)
 
 
-def test_bypass_mode_weighs_conversations_as_single_turns(policy, talks):
+@pytest.mark.parametrize("budget", [60, 20])
+def test_bypass_mode_weighs_conversations_as_single_turns(policy, talks, budget):
     rows, batch = talks
     now = compute_log_probs(policy.model, batch, [range(len(rows))], HEAT, False, CPU).log_probs
     sampled = now + 0.1 * (batch.rollout_log_probs + 5.7)
@@ -168,7 +176,7 @@ def test_bypass_mode_weighs_conversations_as_single_turns(policy, talks):
     policy.actor, policy.bypass = ACTOR, PRESETS["bypass_ppo_clip_geo_rs"]
     try:
         expected, metrics = naive_gradients(policy, rows, batch, bypass=policy.bypass)
-        found = policy.trained.forward_backward(cut(batch, 60), policy.loss_at(HEAT))
+        found = policy.trained.forward_backward(cut(batch, budget), policy.loss_at(HEAT))
     finally:
         policy.bypass = None
     assert_same(gradients_of(policy.model), expected)
@@ -179,22 +187,23 @@ def test_log_probs_entropies_and_statistics_are_those_of_single_turns(policy, ta
     rows, batch = talks
     naive, statistics = by_turn(rows, batch), TokenStatistics({name: load_statistic(at) for name, at in SQUARES.items()})
     log_probs, entropy = pack_log_probs(policy.model, naive.pack, HEAT, True, statistics=statistics)
-    for budget in (10_000, 60):
+    for budget in BUDGETS:
         found = compute_log_probs(policy.model, batch, cut(batch, budget).micro_batches, HEAT, True, CPU, SQUARES)
         torch.testing.assert_close(found.log_probs, log_probs, rtol=0, atol=5e-6)
         torch.testing.assert_close(found.entropy, entropy, rtol=0, atol=5e-6)
         torch.testing.assert_close(found.statistics, statistics.values, rtol=0, atol=5e-6)
 
 
-def test_an_on_policy_update_returns_the_log_probs_of_all_turns(untied_folder, one_rank, talks):
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_an_on_policy_update_returns_the_log_probs_of_all_turns(untied_folder, one_rank, talks, budget):
     rows, batch = talks
     policy = policy_for(untied_folder, one_rank, 1)
     log_probs, _ = pack_log_probs(policy.model, by_turn(rows, batch).pack, HEAT, False)
-    found = policy.update_on_policy(cut(dataclasses.replace(batch, old_log_probs=None), 60), HEAT)
+    found = policy.update_on_policy(cut(dataclasses.replace(batch, old_log_probs=None), budget), HEAT)
     torch.testing.assert_close(found.log_probs, log_probs, rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("budget", [10_000, 60])
+@pytest.mark.parametrize("budget", BUDGETS)
 def test_a_critic_learns_the_values_of_all_turns(untied_folder, tmp_path, one_rank, talks, budget):
     rows, batch = talks
     critic = critic_for(with_value_head(untied_folder, tmp_path / "valued"), one_rank)
@@ -224,3 +233,51 @@ def test_two_ranks_add_up_to_the_gradient_of_one(policy, talks):
         micros = [micro_batch(batch.select(share), own) for own in micro_batches]
         policy.accumulate(micros, counts_of(batch), HEAT)
     assert_same(gradients_of(policy.model), expected)
+
+
+@pytest.mark.parametrize("options", [{"recompute": True}, {"prune": False}, {"attention": "eager"}])
+def test_passes_over_parts_of_a_row_give_the_same_gradients_with_other_options(untied_folder, one_rank, talks, options):
+    rows, batch = talks
+    policy = policy_for(untied_folder, one_rank, 1, **options)
+    expected, _ = naive_gradients(policy, rows, batch)
+    policy.trained.forward_backward(cut(batch, 9), policy.loss_at(HEAT))
+    assert_same(gradients_of(policy.model), expected)
+
+
+def test_a_row_in_parts_needs_fewer_bytes_than_in_one_forward(tmp_path, one_rank):
+    # Keys and values are small beside the other activations, as in models of ordinary shape.
+    shape = TinyShape(hidden_size=256, intermediate_size=1024, num_layers=4, num_heads=4, num_kv_heads=1, tie_embeddings=False)
+    folder, outputs = make_tiny_model(tmp_path / "wide", shape, seed=1), list(range(60))
+    rows = [[Turn([5] * 400, outputs), Turn([5] * 400 + outputs + [7] * 40, outputs)]]
+    batch, peaks = batch_of(rows, torch.zeros(1, dtype=torch.int64)), []
+    policy = policy_for(folder, one_rank, 1)
+    for budget in (10_000, 100):
+        mini = cut(batch, budget)
+        with ByteTracker() as tracker:
+            tracker.mark("params", policy.model.parameters())
+            policy.trained.forward_backward(mini, policy.loss_at(HEAT))
+        peaks.append(tracker.most(DEVICE)["activations"])
+    assert peaks[1] < 0.5 * peaks[0]
+
+
+def test_a_row_over_the_budget_is_refused_where_its_parts_cannot_be_computed(policy, talks):
+    _, batch = talks
+    tokens = batch.row_tokens()
+    longest = max(tokens.row_lengths())
+    problem = rf"^key=20: .* has {longest} tokens, .* Raise it to at least {longest}"
+    # Passes of parts would have to match on all ranks.
+    with pytest.raises(ConfigError, match=problem):
+        cut_ranks([tokens, tokens], [[str(row) for row in range(batch.num_rows)]] * 2, dataclasses.replace(BUDGET, max_tokens=20))
+    mini = cut(batch, 20)
+    policy.model.supports_prefix_kv = False
+    with pytest.raises(ConfigError, match=problem):
+        policy.trained.forward_backward(mini, policy.loss_at(HEAT))
+
+
+def test_an_update_in_backward_refuses_a_row_in_parts(untied_folder, one_rank, talks):
+    actor = replaced(ACTOR, {"optim": replaced(ACTOR.optim, {"in_backward": True})})
+    policy = policy_for(untied_folder, one_rank, 1, actor=actor)
+    _, batch = talks
+    (mini,) = [dataclasses.replace(cut(batch, 10_000), micro_batches=[InParts(range(batch.num_rows), 20, "too long")])]
+    with pytest.raises(ConfigError, match="in_backward=true"):
+        policy.update([mini], HEAT)

@@ -140,16 +140,17 @@ def shares_prompts(actor: Actor) -> bool:
     return len(set(prompt_groups((0, 0), actor))) == 1
 
 
-def scatter_tokens(parts: Sequence[tuple[Sequence[int], Tensor]], lengths: Sequence[int]) -> Tensor:
+def scatter_tokens(parts: Sequence[tuple[Sequence[int] | Tensor, Tensor]], lengths: Sequence[int]) -> Tensor:
     """Join parts that have the values of some rows into one tensor in batch order, fp32 [R] on the host.
 
     Args:
-        parts: Pairs (rows, values [tokens of these rows]), all on one device. Each row of the batch is in exactly one part.
+        parts: Pairs (rows, values [tokens of these rows]), all on one device. Each row of the batch is in exactly one part. A
+            part may also have the values of some tokens of a row. A tensor, int64, then names these tokens instead of rows.
         lengths: Response lengths of all rows.
     """
     if not parts:
         return torch.empty(0, dtype=torch.float32)
-    index = torch.cat([token_index(lengths, rows) for rows, _ in parts])
+    index = torch.cat([rows if isinstance(rows, Tensor) else token_index(lengths, rows) for rows, _ in parts])
     # Concatenate on the device first, so that all values reach the host in one copy.
     values = torch.cat([values.detach() for _, values in parts]).cpu()
     out = torch.empty(sum(lengths), dtype=torch.float32)

@@ -29,7 +29,7 @@ from torch._guards import active_fake_mode
 from verl_memopt.distributed.device import empty_cache
 from verl_memopt.memory.out_of_memory import is_out_of_memory, release_frames
 from verl_memopt.memory.resharding_torch import abandon_pass, can_abandon
-from verl_memopt.memory.token_packing import Cut, RowTokens, alike, pack_groups_under
+from verl_memopt.memory.token_packing import Cut, InParts, RowTokens, alike, pack_groups_under
 from verl_memopt.observe.byte_tracker import HOST, scope
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,8 @@ def attempts(
         RuntimeError: The out-of-memory error itself, if the micro-batches cannot be smaller.
         OtherRankError: The same case, on ranks that had no error.
     """
-    if not (allowed and _active and can_abandon(model)):
+    # A micro-batch in parts cannot be cut further: its rows are single ones already.
+    if not (allowed and _active and can_abandon(model)) or any(isinstance(rows, InParts) for rows in micro_batches):
         yield nullcontext(micro_batches)
         return
     record, ranks, tokens = _active[-1], dist.get_world_size() if dist.is_initialized() else 1, tokens_of()

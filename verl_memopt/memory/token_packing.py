@@ -57,7 +57,9 @@ def pack(
         ConfigError: A row exceeds the budget. The message names ``key``, the row, its length and the smallest budget that works.
     """
     lengths = [int(length) for length in lengths]
-    _check_cap(lengths, budget, names, key)
+    problem = _over_cap(lengths, budget, names, key)
+    if problem is not None:
+        raise ConfigError(problem)
     bins = _best_fit_decreasing(lengths, budget)
     bound = lower_bound(lengths, budget)
     work_left = REFINEMENT_WORK
@@ -187,12 +189,13 @@ def _swap_once(weights: list[float], parts: list[list[int]]) -> bool:
     return choice is not None
 
 
-def _check_cap(lengths: list[int], budget: int, names: Sequence[str] | None, key: str) -> None:
+def _over_cap(lengths: list[int], budget: int, names: Sequence[str] | None, key: str) -> str | None:
+    # Return the error for a row over the budget. None = there is none.
     longest = max(range(len(lengths)), key=lengths.__getitem__, default=None)
     if longest is None or lengths[longest] <= budget:
-        return
+        return None
     name = names[longest] if names is not None else f"row {longest}"
-    raise ConfigError(
+    return (
         f"{key}={budget}: {name} has {lengths[longest]} tokens, more than one micro-batch may hold. "
         f"Raise it to at least {lengths[longest]}, or lower data.max_prompt_length or data.max_response_length."
     )
@@ -431,11 +434,25 @@ def _connected(keys: Mapping[int, Iterable[int]]) -> list[list[int]]:
     return list(members.values())
 
 
-def pack_groups_under(tokens: RowTokens, budget: int, names: Sequence[str], key: str = BUDGET_KEY) -> list[list[int]]:
+class InParts(list[int]):
+    """The rows of a micro-batch that has more tokens than its budget. A worker computes it in several passes.
+
+    ``budget`` is the most tokens of a pass. ``problem`` is the error of a worker whose model cannot do so.
+    """
+
+    def __init__(self, rows: Iterable[int], budget: int, problem: str) -> None:
+        super().__init__(rows)
+        self.budget, self.problem = budget, problem
+
+
+def pack_groups_under(
+    tokens: RowTokens, budget: int, names: Sequence[str], key: str = BUDGET_KEY, in_parts: bool = False
+) -> list[list[int]]:
     """Pack rows into micro-batches that compute at most ``budget`` tokens each.
 
     A group stays whole if it fits. Otherwise it is cut into as few parts as its answers allow, and each part includes the prompt.
-    Conversations are cut alike, wherever they share tokens.
+    Conversations are cut alike, wherever they share tokens. With ``in_parts`` a conversation over the budget is no error: it is
+    a micro-batch of :class:`InParts`, together with those that share tokens with it.
 
     Raises:
         ConfigError: A single row exceeds the budget. The message names ``key`` and the row.
@@ -444,8 +461,13 @@ def pack_groups_under(tokens: RowTokens, budget: int, names: Sequence[str], key:
     chained: list[list[int]] = []
     lengths = tokens.row_lengths()
     for family in tokens.families():
-        if len(family) > 1 and tokens.cost(family) > budget:
-            _check_cap([lengths[row] for row in family], budget, [names[row] for row in family], key)
+        if tokens.cost(family) > budget:
+            problem = _over_cap([lengths[row] for row in family], budget, [names[row] for row in family], key)
+            if problem is not None and in_parts and tokens.paths is not None:
+                chained.append(InParts(family, budget, problem))
+                continue
+            if problem is not None and len(family) > 1:
+                raise ConfigError(problem)
         parts = tokens.parts(family, budget)
         # Parts that reuse the keys and values of one prompt stay neighbours, and share no micro-batch with other rows.
         (chained if len(parts) > 1 and chains(parts, tokens) == [parts] else units).extend(parts)

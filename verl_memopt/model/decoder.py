@@ -358,7 +358,7 @@ class Decoder(nn.Module):
 
 def query_rows(layout: PrefixLayout, prefix_kv: Prefix | None) -> Rows | None:
     # With a prefix KV, the skipped tokens of the layout are the prompt, which is not in the pack.
-    return None if isinstance(prefix_kv, PrefixKV) else layout.own_queries
+    return layout.own_queries if prefix_kv is None or not prefix_kv.extends else None
 
 
 def apply_rotary(x: Tensor, tables: Tables) -> Tensor:
@@ -487,20 +487,23 @@ Tables = tuple[Tensor, Tensor]
 class PrefixRecorder:
     """Collects the keys and values [P, n] of each block during the forward of a prompt.
 
+    ``outer`` is the prefix KV of the tokens before this prompt. None = the prompt is the beginning.
+
     The second forward of a checkpointed block records nothing. It is not a dataclass, because FSDP2 would pass a copy of a
     dataclass to each unit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, outer: PrefixKV | None = None) -> None:
+        self.outer, self.extends = outer, outer is not None
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.tables: Tables | None = None
 
     def extend(self, block: int, key: Tensor, value: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tables]:
-        # Record the keys and values of a block, and return the arguments unchanged.
+        # Record the keys and values of a block, and return the arguments behind those of the tokens before.
         if block not in self.keys:
             self.keys[block], self.values[block], self.tables = key, value, tables
-        return key, value, tables
+        return (key, value, tables) if self.outer is None else self.outer.extend(block, key, value, tables)
 
     def outputs(self) -> tuple[Tensor, ...]:
         assert self.tables is not None
@@ -513,27 +516,46 @@ class PrefixKV:
     Gradients are summed in fp32 or wider, [P, n] each, and rounded once.
     """
 
-    def __init__(self, state: Tensor, outputs: Sequence[Tensor]) -> None:
-        """``state`` [1, h] is the last block's output for the last token. ``outputs`` is :meth:`PrefixRecorder.outputs`."""
+    extends = True
+
+    def __init__(
+        self, state: Tensor, outputs: Sequence[Tensor], outer: PrefixKV | None = None, sums_gradients: bool | None = None
+    ) -> None:
+        """Keep the results of a forward.
+
+        Args:
+            state: [s, h], the last block's output for the tokens that predict others, such as the last one.
+            outputs: The result of :meth:`PrefixRecorder.outputs`.
+            outer: The prefix KV of the tokens before. It must outlive this object.
+            sums_gradients: Sum the gradients of all tensors. None = of those that require one. Set it if they have no graph.
+        """
+        self.outer = outer
         # Each leaf shares storage with a tensor of the prompt's graph. At the end the prompt's backward writes gradients into it.
-        self._state, *self._pairs = (_PrefixTensor(root) for root in (state, *outputs[2:]))
+        self._state, *self._pairs = (_PrefixTensor(root, sums_gradients) for root in (state, *outputs[2:]))
         self._tables: Tables = (outputs[0], outputs[1])
 
     def prepend_state(self, hidden: Tensor) -> Tensor:
-        """Prepend the state of the prompt's last token to the states of answers: [T, h] -> [1 + T, h]."""
-        return self._state.prepend_to(hidden)
+        """Prepend the states that are kept to those of answers: [T, h] -> [s + T, h]."""
+        hidden = self._state.prepend_to(hidden)
+        return hidden if self.outer is None else self.outer.prepend_state(hidden)
 
     def extend(self, block: int, key: Tensor, value: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tables]:
         # Keys and values alternate, block by block.
         keys, values = self._pairs[2 * block : 2 * block + 2]
         cos, sin = (torch.cat(pair, dim=1) for pair in zip(self._tables, tables, strict=True))
-        return keys.prepend_to(key), values.prepend_to(value), (cos, sin)
+        key, value, tables = keys.prepend_to(key), values.prepend_to(value), (cos, sin)
+        return (key, value, tables) if self.outer is None else self.outer.extend(block, key, value, tables)
 
-    def backward(self) -> None:
-        # Call it after the backwards of all answers. It starts from all tensors, even if an answer gave a tensor no gradient,
-        # because all ranks must reduce the same units.
-        used = [tensor for tensor in (self._state, *self._pairs) if tensor.root.requires_grad]
-        torch.autograd.backward([tensor.root for tensor in used], [tensor.gradient() for tensor in used])
+    def backward(self, again: Sequence[Tensor] | None = None) -> None:
+        """Run the backward of the prompt, after the backwards of all answers.
+
+        ``again``: the state and the outputs of a second forward, if the first one kept no graph.
+        """
+        # It starts from all tensors, even if an answer gave a tensor no gradient, because all ranks must reduce the same units.
+        tensors = self._state, *self._pairs
+        roots = [tensor.root for tensor in tensors] if again is None else [again[0], *again[3:]]
+        used = [pair for pair in zip(roots, tensors, strict=True) if pair[0].requires_grad]
+        torch.autograd.backward([root for root, _ in used], [tensor.gradient() for _, tensor in used])
 
 
 Prefix: TypeAlias = PrefixKV | PrefixRecorder
@@ -543,10 +565,10 @@ Prefix: TypeAlias = PrefixKV | PrefixRecorder
 class _PrefixTensor:
     """One tensor [P, n] of the prompt's graph, and the sum of the gradients that the answers give it."""
 
-    def __init__(self, root: Tensor) -> None:
+    def __init__(self, root: Tensor, sums_gradients: bool | None = None) -> None:
         self.root = root
         # At this leaf the backward of each answer ends, so that the prompt's graph runs backward only once.
-        self.leaf = root.detach().requires_grad_(root.requires_grad)
+        self.leaf = root.detach().requires_grad_(root.requires_grad if sums_gradients is None else sums_gradients)
         self.total: Tensor | None = None
 
     def prepend_to(self, own: Tensor) -> Tensor:

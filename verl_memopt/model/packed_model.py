@@ -145,16 +145,17 @@ class PackedModel(nn.Module):
         return decoder.normed_rows(hidden, row.predicts)
 
     def recorded(self, prompt: Pack, recorder: PrefixRecorder) -> tuple[Tensor, ...]:
-        """Return the state [1, h] of a prompt's last token, then the outputs of the recorder.
+        """Return the states [s, h] of a prompt that ``prompt.predicts`` names, then the outputs of the recorder.
 
         The result is a flat tuple, so that FSDP2 finds the tensors from which backward will start. ``prompt`` is a pack of
-        ``pack_prompt``.
+        ``pack_prompt`` or ``pack_path``.
         """
         decoder = self.decoder
         needed = prompt.last_block.layout if decoder.prunes and prompt.last_block is not None else None
         hidden = decoder(prompt.input_ids, prompt.position_ids, prompt.layout, needed, recorder)
-        # Copy the row, because a view would keep the states of the whole prompt alive as long as the prefix KV.
-        return hidden[-1:].clone(), *recorder.outputs()
+        # Copy the rows, because a view would keep the states of the whole prompt alive as long as the prefix KV.
+        at = prompt.predicts if needed is None or prompt.last_block is None else prompt.last_block.predicts
+        return hidden.index_select(0, at), *recorder.outputs()
 
     def end_pass(self) -> None:
         reshard_units(self)
@@ -176,6 +177,21 @@ class PackedModel(nn.Module):
         recorder: Prefix = PrefixRecorder()
         state, *outputs = self(prompt, prefix_kv=recorder)
         return PrefixKV(state, outputs)
+
+    def open_prefix(self, prompt: Pack, outer: PrefixKV | None) -> PrefixKV:
+        """Compute the prefix KV of tokens that follow those of ``outer``, without a graph. See :meth:`close_prefix`."""
+        with torch.no_grad():
+            state, *outputs = self(prompt, prefix_kv=PrefixRecorder(outer))
+        return PrefixKV(state, outputs, outer, sums_gradients=torch.is_grad_enabled())
+
+    def close_prefix(self, prompt: Pack, prefix: PrefixKV, context: AbstractContextManager[None]) -> None:
+        """Run the forward of :meth:`open_prefix` again, in a context, and then its backward.
+
+        So open tokens keep their keys, their values and the gradients of these, but no activations.
+        """
+        with context:
+            again = self(prompt, prefix_kv=PrefixRecorder(prefix.outer))
+        prefix.backward(again)
 
 
 # Decoders of other architectures: the modules of transformers, which call the kernels of this package.

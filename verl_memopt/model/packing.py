@@ -232,7 +232,15 @@ def pack_suffixes(prompt_size: int, responses: Tensor, response_sizes: Sequence[
     return _pack(tokens, ranges(np.full_like(own, prompt_size), own), layout, predicts, responses, r)
 
 
-def pack_forest(tokens: Tensor, sizes: Tensor, parent: Tensor, place: Tensor, row_lengths: Sequence[int]) -> Pack:
+def pack_forest(
+    tokens: Tensor,
+    sizes: Tensor,
+    parent: Tensor,
+    place: Tensor,
+    row_lengths: Sequence[int],
+    carried: int = 0,
+    states: np.ndarray | None = None,
+) -> Pack:
     """Pack rows whose response tokens lie anywhere in a forest. Tokens that rows share are computed once.
 
     A node of the forest is a run of tokens, and its context is the path from the root to it. The pack leaves out tokens after
@@ -245,6 +253,9 @@ def pack_forest(tokens: Tensor, sizes: Tensor, parent: Tensor, place: Tensor, ro
         place: int64 [R] on the host, the places in ``tokens`` of the response tokens of all rows, row after row. No root begins
             with one of them.
         row_lengths: Number of response tokens of each row.
+        carried: The first so many nodes are one path whose keys and values are given as prefix KV. They are not in the pack.
+        states: int64, the tokens of that path whose states are given too, ascending. In ``predicts`` these states come first, and
+            the tokens of the pack follow.
     """
     size, above, at = (tensor.numpy() for tensor in (sizes, parent, place))
     r = np.asarray(row_lengths, dtype=np.int64)
@@ -257,16 +268,42 @@ def pack_forest(tokens: Tensor, sizes: Tensor, parent: Tensor, place: Tensor, ro
     learned, entry = learned[order], np.argsort(order)[entry]
     starts = np.cumsum(size) - size
     node = np.searchsorted(starts, learned, side="right") - 1
-    trees = _Trees(size, above, node, learned - starts[node])
+    trees = _Trees(size, above, node, learned - starts[node], carried)
     nodes, predicts = trees.order, trees.predicts
     computed, positions = (ranges(first[nodes], trees.need[nodes]) for first in (starts, trees.before))
-    pack = _pack(tokens[on_host(computed)], positions, trees.layout(), predicts, tokens[on_host(learned)], r)
+    if states is None:
+        layout = trees.layout()
+    else:
+        path = int(size[:carried].sum())
+        predicts = np.where(predicts < path, np.searchsorted(states, predicts), len(states) + predicts - path)
+        computed, positions, layout = _behind(path, computed, positions, trees)
+    pack = _pack(tokens[on_host(computed)], positions, layout, predicts, tokens[on_host(learned)], r)
     if len(learned) < len(at):
         pack = replace(pack, entry=on_host(entry), entry_on_host=entry)
-    queries = trees.queries()
+    # With prefix KV no block is pruned.
+    queries = trees.queries() if states is None else computed
     if not skipped_if_many(len(computed) - len(queries), len(computed)):
         return pack
     return replace(pack, last_block=LastBlockQueries(trees.layout(queries), on_host(np.searchsorted(queries, predicts))))
+
+
+def _behind(path: int, computed: np.ndarray, positions: np.ndarray, trees: _Trees) -> tuple[np.ndarray, np.ndarray, PrefixLayout]:
+    # The tokens behind a path of so many tokens, their positions, and the layout with them as queries.
+    if len(computed) > path:
+        return computed[path:], positions[path:], trees.layout(np.arange(path, len(computed)))
+    # A pack without tokens would skip collectives in which other ranks wait, so take a placeholder.
+    return computed[-1:], np.full(1, path), PrefixLayout.of(((0, (1,)),), (path,))
+
+
+def pack_path(tokens: Tensor, before: int, states: np.ndarray) -> Pack:
+    """Pack a run of tokens, int64 [n], to compute its keys, its values, and some of its states. The pack has no targets.
+
+    ``before`` is the number of tokens before it, whose keys and values are given as prefix KV. ``states``, int64, are the tokens
+    of the run whose states are kept.
+    """
+    layout = PrefixLayout.of(((0, (len(tokens),)),), (before,)) if before else PrefixLayout.of(((len(tokens), ()),))
+    none = np.zeros(0, dtype=np.int64)
+    return _pack(tokens, np.arange(before, before + len(tokens)), layout, states, tokens[:0], none)
 
 
 def _predicts(prompt_end: np.ndarray, suffix_start: np.ndarray, r: np.ndarray) -> np.ndarray:
@@ -340,17 +377,21 @@ class _Trees:
         predicts: int64 [U], the place of the token that predicts each learned token.
     """
 
-    def __init__(self, sizes: np.ndarray, parents: np.ndarray, node: np.ndarray, offset: np.ndarray) -> None:
-        """``node`` and ``offset``, int64 [U], say which tokens are learned: the node of each, and its place in the node."""
+    def __init__(self, sizes: np.ndarray, parents: np.ndarray, node: np.ndarray, offset: np.ndarray, carried: int = 0) -> None:
+        """``node`` and ``offset``, int64 [U], say which tokens are learned: the node of each, and its place in the node.
+
+        The first ``carried`` nodes are a path that comes first, whatever the sizes of trees.
+        """
         assert np.all((parents[node] >= 0) | (offset > 0)), "the first token of a root has no token that predicts it"
         need = np.zeros_like(sizes)
         # The last learned token of a leaf predicts nothing.
         np.maximum.at(need, node, offset)
-        self._nodes(need.tolist(), sizes.tolist(), parents.tolist(), set(node.tolist()))
+        need[:carried] = sizes[:carried]
+        self._nodes(need.tolist(), sizes.tolist(), parents.tolist(), {*node.tolist(), *range(carried)}, carried)
         end = self.start + self.need
         self.predicts = np.where(offset > 0, self.start[node] + offset, end[parents[node]]) - 1
 
-    def _nodes(self, need: list[int], sizes: list[int], parents: list[int], used: set[int]) -> None:
+    def _nodes(self, need: list[int], sizes: list[int], parents: list[int], used: set[int], carried: int) -> None:
         total, children = [0] * len(need), [list[int]() for _ in range(len(need) + 1)]  # the last list has the roots
         for node in range(len(need) - 1, -1, -1):
             total[node] += need[node]
@@ -362,7 +403,7 @@ class _Trees:
             if total[node]:
                 children[parents[node]].append(node)
         for some in children:
-            some.sort(key=lambda node: (-total[node], node))
+            some.sort(key=lambda node: (node >= carried, -total[node], node))
         order, start, before, chain = list[int](), [0] * len(need), [0] * len(need), [*range(len(need))]
         waiting, token = children[-1][::-1], 0
         self.forks: dict[int, list[tuple[int, int, int]]] = {}  # chain -> (end of the keys, first query, end of the queries)

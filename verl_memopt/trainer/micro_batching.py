@@ -18,7 +18,7 @@ from verl_memopt.data.batch import RolloutBatch, token_index
 from verl_memopt.errors import ConfigError, TrainingError
 from verl_memopt.memory.knob import reference_ranks
 from verl_memopt.memory.token_budget import LearnedBudget, PassFigures
-from verl_memopt.memory.token_packing import RowTokens, alike, balance, pack_fixed, pack_groups_under
+from verl_memopt.memory.token_packing import InParts, RowTokens, alike, balance, pack_fixed, pack_groups_under
 from verl_memopt.run.checkpoints import CheckpointStore
 from verl_memopt.trainer.update_guard import recovery_advice
 from verl_memopt.worker.trained_model import ACTOR, MiniBatch, Role
@@ -57,8 +57,8 @@ class Budget:
         assert world_size % self.ranks == 0, (world_size, self.ranks)
         return world_size // self.ranks
 
-    def micro_batches(self, tokens: RowTokens, names: Sequence[str]) -> list[list[int]]:
-        """Return the rows of each micro-batch of one rank.
+    def micro_batches(self, tokens: RowTokens, names: Sequence[str], in_parts: bool = False) -> list[list[int]]:
+        """Return the rows of each micro-batch of one rank. ``in_parts`` is as in :func:`pack_groups_under`.
 
         Raises:
             ConfigError: A single row exceeds the limit.
@@ -73,7 +73,7 @@ class Budget:
                     f"{-(-longest // self.ranks)}, or lower data.max_prompt_length or data.max_response_length."
                 )
             limit = self.limit if self.learned is None else self.learned.tokens(longest)
-            return pack_groups_under(tokens, limit, names, self.key)
+            return pack_groups_under(tokens, limit, names, self.key, in_parts)
         assert self.rows is not None
         return pack_fixed(len(tokens), self.rows)
 
@@ -83,7 +83,8 @@ class Budget:
         ``cut`` has one pair (tokens of the rows, micro-batches) per rank.
         """
         if self.learned is not None:
-            fullest = max((tokens.cost(rows) for tokens, bins in cut for rows in bins), default=0)
+            bins = [(tokens, rows) for tokens, bins in cut for rows in bins]
+            fullest = max((rows.budget if isinstance(rows, InParts) else tokens.cost(rows) for tokens, rows in bins), default=0)
             self.learned.learn(fullest, figures)
 
 
@@ -207,10 +208,13 @@ def _dealt(tokens: RowTokens, units: Sequence[list[int]], world_size: int) -> li
 def cut_ranks(tokens_per_rank: Sequence[RowTokens], names: Sequence[Sequence[str]], budget: Budget) -> Sequence[list[list[int]]]:
     """Return the micro-batches of each rank. :func:`alike` adjusts them so that the collectives of all ranks match.
 
+    Only a single rank computes micro-batches in parts, because their passes would have to match on all ranks.
+
     Raises:
         ConfigError: A single row exceeds the limit.
     """
-    cut = [budget.micro_batches(tokens, name) for tokens, name in zip(tokens_per_rank, names, strict=True)]
+    alone = len(tokens_per_rank) == 1
+    cut = [budget.micro_batches(tokens, name, alone) for tokens, name in zip(tokens_per_rank, names, strict=True)]
     return alike(cut, tokens_per_rank)
 
 

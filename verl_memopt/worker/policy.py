@@ -28,7 +28,7 @@ from verl_memopt.algorithms.rollout_correction import bypass_loss, is_token_loca
 from verl_memopt.algorithms.rows import GlobalCounts, aggregate, row_means
 from verl_memopt.config import schema
 from verl_memopt.config.schema import Actor, RolloutCorrection
-from verl_memopt.data.batch import RolloutBatch, scatter_tokens
+from verl_memopt.data.batch import RolloutBatch, scatter_tokens, token_index
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory import residency
 from verl_memopt.memory.activation_offload_torch import BYTES_MOVED, CRITIC_BYTES_MOVED
@@ -166,9 +166,14 @@ class Policy:
         def loss(micro: MicroBatch, counts: GlobalCounts, prefix_kv: PrefixKV | None) -> tuple[Tensor, dict[str, Tensor]]:
             objective = Objective(micro, counts, self.actor, self.bypass)
             token_gradient = objective.token_gradient(self.trained.world_size)
+
+            def compute(pack: Pack, kv: PrefixKV | None, gradient: TokenGradient | None) -> Any:
+                return self.model(pack, temperature, objective.with_entropy, gradient, kv)
+
             # With a token_gradient the head computes its gradient in this forward. The backward() of the loss, which
             # TrainedModel runs, then only passes it on to the blocks.
-            log_probs, entropy = self.model(micro.pack, temperature, objective.with_entropy, token_gradient, prefix_kv)
+            log_probs, entropy = micro.outputs(self.model, compute, prefix_kv, token_gradient)
+            assert log_probs is not None
             if kept is not None:
                 # Detached, because the list outlives the graph of the micro-batch.
                 kept.append(log_probs.detach())
@@ -354,30 +359,36 @@ def forward_pass(
     micro_batches: Sequence[Sequence[int]],
     device: torch.device,
     forward: Forward[Output],
-) -> list[tuple[Sequence[int], Output]]:
+) -> list[tuple[Sequence[int] | Tensor, Output]]:
     """Run one forward per micro-batch, without gradients, and return (rows, output) of each. Then free gathered parameters.
+
+    A micro-batch in parts has one output for each pass, with the places of its sampled tokens in the batch instead of rows.
 
     ``micro_batches`` holds the rows of each forward. Every row occurs once, and all ranks have equally many micro-batches.
     After an out-of-memory error :func:`attempts` cuts the remaining rows into smaller micro-batches. If the responses to a
     prompt are in several micro-batches, the prefix KV of the prompt is computed only once.
     """
-    outputs: list[tuple[Sequence[int], Output]] = []
+    outputs: list[list[tuple[Sequence[int] | Tensor, Output]]] = []
 
     def append_each(micro_batches: Sequence[Sequence[int]]) -> None:
         micros = [micro.to(device) for micro in micro_batches_of(batch, micro_batches, model.supports_prefix_kv)]
         prefix_kv = None
         with torch.no_grad():
             for rows, micro in zip(micro_batches, micros, strict=True):
+                if micro.parts is not None:
+                    places, passes = token_index(batch.responses.sizes(), rows), micro.parts.passes(model)
+                    outputs.append([(places[part.entries_on_host], forward(part.pack, kv, rows)) for part, kv in passes])
+                    continue
                 if micro.prompt is not None and prefix_kv is None:
                     prefix_kv = model.compute_prefix(micro.prompt)
-                outputs.append((rows, forward(micro.pack, prefix_kv if micro.reads else None, rows)))
+                outputs.append([(rows, forward(micro.pack, prefix_kv if micro.reads else None, rows))])
                 prefix_kv = None if micro.ends else prefix_kv
 
     for attempt in attempts(model, batch.row_tokens, micro_batches, kept=lambda: len(outputs)):
         with attempt as rows:
             append_each(rows)
     model.end_pass()
-    return outputs
+    return [output for some in outputs for output in some]
 
 
 # The log-prob pass: log-probs of every response token, without gradients. Policy and reference both use it.
@@ -433,7 +444,7 @@ def compute_log_probs(
     return in_batch_order(forward_pass(policy, batch, micro_batches, device, forward), batch.responses.sizes())
 
 
-def in_batch_order(parts: Sequence[tuple[Sequence[int], LogProbs]], sizes: Sequence[int]) -> LogProbs:
+def in_batch_order(parts: Sequence[tuple[Sequence[int] | Tensor, LogProbs]], sizes: Sequence[int]) -> LogProbs:
     entropies = [(rows, part.entropy) for rows, part in parts if part.entropy is not None]
     names = dict.fromkeys(name for _, part in parts for name in part.statistics)
     return LogProbs(
@@ -512,7 +523,8 @@ class TrainedCritic:
         assert micro.returns is not None
         settings, pack = self.settings, micro.pack
         assert settings.loss_agg_mode is not None
-        predictions = self.model(pack, prefix_kv)
+        (predictions,) = micro.outputs(self.model, lambda pack, kv, _: (self.model(pack, kv),), prefix_kv)
+        assert predictions is not None
         tokens = ValueTokens(predictions, micro.old_values, micro.returns, pack.row, micro.lengths, counts, micro.kept)
         loss, metrics = value_loss(tokens, settings.cliprange_value, settings.loss_agg_mode, settings.loss_scale_factor)
         return loss, {f"{CRITIC.name}/{name}": value for name, value in metrics.items()}

@@ -19,16 +19,19 @@ from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Critic
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.distributed.device import fetched_together, is_gpu, sent_together
+from verl_memopt.errors import ConfigError
 from verl_memopt.memory.bucketed_adamw_torch import Bucketed
+from verl_memopt.memory.chunked_logprob_torch import TokenGradient
 from verl_memopt.memory.grad_offload_torch import OffloadedGradients, StepInBackward, clip_divisor, is_finite
 from verl_memopt.memory.resharding_torch import synced
 from verl_memopt.memory.residency import OffloadedParams
 from verl_memopt.memory.sequence_parallel_torch import largest_of_ranks
 from verl_memopt.memory.token_budget_torch import attempts
-from verl_memopt.memory.token_packing import Cut, spans
+from verl_memopt.memory.token_packing import Cut, InParts, spans
 from verl_memopt.model.decoder import PrefixKV
+from verl_memopt.model.open_path import OpenPack, PackStep, RunPack, path_packs
 from verl_memopt.model.packed_model import PackedModel, dtype_of
-from verl_memopt.model.packing import Pack, pack_forest, pack_groups, pack_prompt, pack_suffixes
+from verl_memopt.model.packing import Pack, pack_forest, pack_groups, pack_prompt, pack_rows, pack_suffixes
 from verl_memopt.observe.device_ledger import gradient_kinds, optimizer_scope, state_tensors
 from verl_memopt.worker.optimizer import build_optimizer, build_schedule
 
@@ -60,6 +63,8 @@ class MicroBatch:
     ``prompt`` is None unless several micro-batches share the computation of one prompt. It is then computed before the first of
     them, and ``ends`` is True in the last of them. ``reads`` is False if the rows do not read this prompt, which is then computed
     only to run the same collectives as other ranks.
+
+    ``parts`` is None unless the rows are too long for one forward. ``pack`` then has no tokens, only the numbers of rows.
     """
 
     pack: Pack
@@ -75,6 +80,7 @@ class MicroBatch:
     prompt: Pack | None = None
     ends: bool = True
     reads: bool = True
+    parts: Parts | None = None
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -98,7 +104,89 @@ class MicroBatch:
         present = {name: getattr(self, name) for name in TOKEN_TENSORS if getattr(self, name) is not None}
         fields: dict[str, Any] = {name: change(tensor) for name, tensor in present.items()}
         prompt = None if self.prompt is None else self.prompt.map(change)
-        return replace(self, pack=self.pack.map(change), prompt=prompt, **fields)
+        parts = None if self.parts is None else self.parts.map(change)
+        return replace(self, pack=self.pack.map(change), prompt=prompt, parts=parts, **fields)
+
+    def outputs(
+        self, model: PackedModel, compute: Compute, prefix_kv: PrefixKV | None, token_gradient: TokenGradient | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """Return what ``compute`` returns, one value per sampled token of the rows.
+
+        If the rows are computed in parts, the values are leaves of a new graph. After the backward of a loss of them,
+        :meth:`Parts.backward` is needed.
+        """
+        if self.parts is None:
+            return compute(self.pack, prefix_kv, token_gradient)
+        return self.parts.outputs(model, compute)
+
+
+Compute = Callable[[Pack, PrefixKV | None, TokenGradient | None], tuple[Tensor | None, ...]]
+"""Runs a model on a pack, with the prefix KV that it reads and the gradient of each log-prob, if that is known before."""
+
+
+@dataclass(eq=False)
+class Parts:
+    """Rows that are computed in several passes, because they have more tokens than a pass may have.
+
+    A loss may need all values of a row at once. So they are computed first, without a graph. Once their gradients are known, all
+    passes run again, each with its backward.
+    """
+
+    steps: list[PackStep]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Parts:
+        return Parts([step.map(change) for step in self.steps])
+
+    def outputs(self, model: PackedModel, compute: Compute) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            found = [(part.entries, compute(part.pack, prefix_kv, None)) for part, prefix_kv in self.passes(model)]
+        places = torch.cat([entries for entries, _ in found])
+        self._compute, self._leaves = (
+            compute,
+            [_joined(values, places) for values in zip(*(some for _, some in found), strict=True)],
+        )
+        return tuple(self._leaves)
+
+    def backward(self, model: PackedModel, context: Callable[[], AbstractContextManager[None]]) -> None:
+        """Run the backward of all passes, from the gradients of the values. Each forward runs in a ``context``."""
+        for part, prefix_kv in self.passes(model, context):
+            gradients = [None if leaf is None or leaf.grad is None else leaf.grad[part.entries] for leaf in self._leaves]
+            with context():
+                values = self._compute(part.pack, prefix_kv, _known(*gradients))
+            pairs = [(value, own) for value, own in zip(values, gradients, strict=True) if value is not None and own is not None]
+            torch.autograd.backward([value for value, _ in pairs], [own for _, own in pairs])
+            model.end_backward()
+
+    def passes(
+        self, model: PackedModel, context: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> Iterator[tuple[RunPack, PrefixKV | None]]:
+        """Yield each pass and the prefix KV that it reads. Backward of the prefix KV runs if the caller's gradients are on."""
+        opened: list[tuple[Pack, PrefixKV]] = []
+        for step in self.steps:
+            above = opened[-1][1] if opened else None
+            if isinstance(step, OpenPack):
+                opened.append((step.pack, model.open_prefix(step.pack, above)))
+            elif isinstance(step, RunPack):
+                yield step, above
+            elif torch.is_grad_enabled():
+                model.close_prefix(*opened.pop(), context())
+                model.end_backward()
+            else:
+                opened.pop()
+
+
+def _joined(values: Sequence[Tensor | None], places: Tensor) -> Tensor | None:
+    present = [some for some in values if some is not None]
+    if not present:
+        return None
+    joined = torch.cat(present)
+    return torch.empty_like(joined).index_copy_(0, places, joined).requires_grad_()
+
+
+def _known(log_probs: Tensor | None, entropy: Tensor | None = None) -> TokenGradient:
+    # The gradients of log-probs and entropies, as a function of tokens.
+    assert log_probs is not None
+    return lambda rows, *_: (log_probs[rows], None if entropy is None else entropy[rows])
 
 
 def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
@@ -116,8 +204,16 @@ def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_pr
     """Yield the micro-batches of a batch, each packed into one sequence. ``rows`` holds the rows of each micro-batch.
 
     With ``with_prefix_kv`` neighbouring micro-batches of one prompt share its computation. :func:`spans` groups them.
+
+    Raises:
+        ConfigError: A micro-batch needs several passes, and there can be no prefix KV.
     """
     for span, reading in spans(rows, batch.row_tokens()) if with_prefix_kv else [([single], None) for single in rows]:
+        if isinstance(span[0], InParts):
+            if not with_prefix_kv:
+                raise ConfigError(span[0].problem)
+            yield _in_parts(batch, span[0])
+            continue
         if reading is None:
             yield micro_batch(batch, span[0])
             continue
@@ -131,6 +227,14 @@ def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_pr
                 yield MicroBatch(pack, **_token_tensors(chosen), prompt=prompt, ends=ends)
             else:
                 yield replace(micro_batch(batch, part), prompt=prompt, ends=ends, reads=False)
+
+
+def _in_parts(batch: RolloutBatch, rows: InParts) -> MicroBatch:
+    chosen = batch.select(rows)
+    assert chosen.forest is not None
+    forest, nothing = chosen.forest.select(torch.arange(len(chosen.forest.place))), torch.zeros(0, dtype=torch.int64)
+    pack = replace(pack_rows(nothing, [], nothing, []), row=chosen.response_row(), row_lengths=chosen.responses.lengths)
+    return MicroBatch(pack, **_token_tensors(chosen), parts=Parts(path_packs(forest, rows.budget)))
 
 
 def _token_tensors(batch: RolloutBatch) -> dict[str, Any]:
@@ -150,9 +254,14 @@ class MiniBatch:
     micro_batches: list[list[int]]
     counts: GlobalCounts
 
+    @property
+    def num_backwards(self) -> int:
+        # At least so many. A micro-batch in parts has one for each pass.
+        return len(self.micro_batches) + sum(isinstance(rows, InParts) for rows in self.micro_batches)
+
     def cut_again(self, micro_batches: Sequence[Sequence[int]]) -> None:
         # In place, because the caller matches the outputs of a step with the micro-batches that really ran.
-        self.micro_batches[:] = map(list, micro_batches)
+        self.micro_batches[:] = [rows if isinstance(rows, InParts) else list(rows) for rows in micro_batches]
         if isinstance(micro_batches, Cut):
             assert isinstance(self.micro_batches, Cut), "all ranks must share prompts between the same micro-batches"
             self.micro_batches.spans = micro_batches.spans
@@ -287,7 +396,7 @@ class TrainedModel:
         """
         if self.in_backward is not None:
             # Check all mini-batches before the first step changes a weight.
-            self.in_backward.check(max(len(mini.micro_batches) for mini in mini_batches))
+            self.in_backward.check(max(mini.num_backwards for mini in mini_batches))
         return self.conclude([self.step(mini, loss_of) for mini in mini_batches], ends_rollout)[0]
 
     def step(self, mini: MiniBatch, loss_of: LossOf) -> dict[str, Tensor]:
@@ -308,7 +417,7 @@ class TrainedModel:
         passes: Iterable[None] = [None]
         if self.in_backward is not None:
             # With clipping, an update in backward needs an earlier pass that computes the norm.
-            passes = self.in_backward.passes(len(mini.micro_batches), self.optim.clip_grad)
+            passes = self.in_backward.passes(mini.num_backwards, self.optim.clip_grad)
         for _ in passes:
             # After an out-of-memory error on any rank, all ranks start again with smaller micro-batches.
             for attempt in attempts(self.model, mini.batch.row_tokens, mini.micro_batches, restarts):
@@ -343,6 +452,8 @@ class TrainedModel:
                 # _PrecomputedGradient in memory/chunked_logprob_torch.py). Its backward then only passes them on to the blocks.
                 (loss * self.world_size).backward()
                 self.model.end_backward()
+                if micro.parts is not None:
+                    micro.parts.backward(self.model, self._offloaded_activations)
                 del loss
                 for name, value in metrics.items():
                     total[name] = total[name] + value if name in total else value

@@ -500,6 +500,18 @@ def test_a_conversation_over_the_budget_is_named():
         pack_groups_under(TREES, 64, "abcdef")
 
 
+def test_conversations_over_the_budget_are_in_parts_with_those_that_share_tokens_if_that_is_allowed():
+    apart = RowTokens.of_paths((*TREES.paths, ((9, 50),)), (*TREES.groups, 2))
+    together, single = pack_groups_under(apart, 64, "abcdefg", in_parts=True)[::-1][:2]
+    assert (together, together.budget) == ([0, 1, 2, 3, 4, 5], 64)
+    assert single == [6]
+    arrived = pickle.loads(pickle.dumps(together))
+    assert (arrived, arrived.budget, arrived.problem) == (together, 64, together.problem)
+    # A row of one turn is refused.
+    with pytest.raises(ConfigError, match="c has 15 tokens"):
+        pack_groups_under(TOKENS, 14, "abcde", in_parts=True)
+
+
 def test_conversations_that_have_tokens_in_common_only_by_pairs_are_cut_between_neighbours():
     ring = RowTokens.of_paths((((0, 5), (1, 5)), ((1, 5), (2, 5)), ((2, 5), (3, 5)), ((0, 5), (3, 5))), (0,) * 4)
     found = pack_groups_under(ring, 15, "abcd")

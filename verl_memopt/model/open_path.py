@@ -1,0 +1,219 @@
+"""Compute rows that are longer than a token budget.
+
+Some nodes of their forest stay open: their keys and values are kept while everything below them is computed, a part in each pass.
+Then their own forward runs again and its backward, from the gradients that all passes gave to these keys and values. So the
+budget bounds the tokens of a pass, whatever the length of a row. The open nodes are always one path from a root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_memopt.model.forest import Forest
+from verl_memopt.model.packing import Pack, pack_forest, pack_path
+from verl_memopt.model.prefix_layout import on_host, ranges
+
+
+@dataclass(frozen=True)
+class Open:
+    """Compute nodes that follow each other on a path, and keep their keys and values."""
+
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Compute whole subtrees, whose parents are open or none."""
+
+    roots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Close:
+    """Run the backward of the nodes that were opened last."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Close:
+        return self
+
+
+Step: TypeAlias = Open | Run | Close
+
+
+def schedule(need: Sequence[int], parent: Sequence[int], budget: int) -> list[Step]:
+    """Return the steps in which a forest is computed, each with at most ``budget`` tokens.
+
+    A node whose subtree has more tokens than the budget must be opened. So the number of open tokens is at most that of the
+    longest path to the end of such a node, whatever the order. The roots of all other subtrees can wait for a pass with room as
+    long as their parent is open.
+
+    Args:
+        need: Number of computed tokens of each node, at most ``budget``.
+        parent: Number of each node's parent, which is below its own. -1 = a root.
+        budget: Most tokens of a step.
+    """
+    assert max(need, default=0) <= budget, (max(need), budget)
+    total = list(need)
+    children: list[list[int]] = [[] for _ in range(len(need) + 1)]  # the last list has the roots
+    for node in range(len(need) - 1, -1, -1):
+        children[parent[node]].append(node)
+        if parent[node] >= 0:
+            total[parent[node]] += total[node]
+
+    def large(node: int) -> list[int]:
+        return sorted((child for child in children[node] if total[child] > budget), key=lambda child: (-total[child], child))
+
+    def units(node: int) -> list[int]:
+        return sorted((child for child in children[node] if total[child] <= budget), key=lambda child: (-total[child], child))
+
+    def run(own: list[int], below: Sequence[int], waiting: list[list[int]]) -> Iterator[Step]:
+        for first in below:
+            trunk, following, tokens = [first], large(first), need[first]
+            while len(following) == 1 and tokens + need[following[0]] <= budget:
+                tokens += need[following[0]]
+                trunk.append(following[0])
+                following = large(trunk[-1])
+            yield Open(tuple(trunk))
+            yield from run([unit for node in trunk for unit in units(node)], following, [*waiting, own])
+            yield Close()
+        while own:
+            roots, room = list[int](), budget
+            for some in (own, *waiting[::-1]):
+                for unit in list(some):
+                    if total[unit] <= room:
+                        roots.append(unit)
+                        some.remove(unit)
+                        room -= total[unit]
+            yield Run(tuple(roots))
+
+    return list(run(units(-1), large(-1), []))
+
+
+def in_pieces(forest: Forest, budget: int) -> Forest:
+    """Return the same forest, in which longer nodes are chains of nodes with at most ``budget`` tokens."""
+    sizes, parent = forest.sizes.numpy(), forest.parent.numpy()
+    pieces = -(-sizes // budget)
+    last = np.cumsum(pieces) - 1
+    cut = np.full(pieces.sum(), budget)
+    cut[last] = sizes - (pieces - 1) * budget
+    above = np.arange(len(cut)) - 1
+    # The first piece hangs on the last one of the parent.
+    above[last - pieces + 1] = np.where(parent >= 0, last[parent], -1)
+    return Forest(
+        tokens=forest.tokens, sizes=torch.from_numpy(cut), parent=torch.from_numpy(above), place=forest.place, batch_size=[]
+    )
+
+
+def computed_tokens(forest: Forest) -> list[int]:
+    """Return the number of computed tokens of each node of a selected forest. The last sampled token predicts nothing."""
+    is_leaf = np.ones(len(forest.sizes), dtype=bool)
+    is_leaf[forest.parent[forest.parent >= 0].numpy()] = False
+    return (forest.sizes.numpy() - is_leaf).tolist()
+
+
+# The packs of the steps.
+
+
+@dataclass(frozen=True)
+class OpenPack:
+    """A pack of ``pack_path``, whose prefix KV is kept for the following packs."""
+
+    pack: Pack
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> OpenPack:
+        return OpenPack(self.pack.map(change))
+
+
+@dataclass(frozen=True)
+class RunPack:
+    """A pack behind the open nodes. ``entries``, int64, are the sampled tokens that it learns, in the order of its targets."""
+
+    pack: Pack
+    entries: Tensor
+    entries_on_host: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> RunPack:
+        return replace(self, pack=self.pack.map(change), entries=change(self.entries))
+
+
+PackStep: TypeAlias = OpenPack | RunPack | Close
+
+
+def path_packs(forest: Forest, budget: int) -> list[PackStep]:
+    """Return the packs of the steps of :func:`schedule`. Each sampled token of a selected forest is learned in one of them."""
+    forest = in_pieces(forest, budget)
+    steps, packs = schedule(computed_tokens(forest), forest.parent.tolist(), budget), _Packs(forest)
+    return [
+        packs.opened(step) if isinstance(step, Open) else packs.run(step) if isinstance(step, Run) else packs.close(step)
+        for step in steps
+    ]
+
+
+class _Packs:
+    """Makes the packs of one step after the other, and knows which nodes are open."""
+
+    def __init__(self, forest: Forest) -> None:
+        self.tokens, self.place = forest.tokens, forest.place.numpy()
+        self.sizes, self.parent = forest.sizes.numpy(), forest.parent.numpy()
+        self.start = np.cumsum(self.sizes) - self.sizes
+        self.before = np.zeros_like(self.sizes)  # number of tokens on the path above each node
+        self.children: list[list[int]] = [[] for _ in self.sizes]
+        for node, above in enumerate(self.parent.tolist()):
+            if above >= 0:
+                self.before[node] = self.before[above] + self.sizes[above]
+                self.children[above].append(node)
+        self.node = np.searchsorted(self.start, self.place, "right") - 1
+        self.order = np.argsort(self.node, kind="stable")
+        self.borders = np.searchsorted(self.node[self.order], np.arange(len(self.sizes) + 1))
+        self.trunks: list[tuple[int, ...]] = []
+        self.states: list[np.ndarray] = []  # for each trunk the tokens of the path whose states are kept
+        # Tokens that were sampled in open nodes. The next pass learns them, because it gets the states that predict them.
+        self.waiting = np.zeros(0, dtype=np.int64)
+
+    def opened(self, step: Open) -> OpenPack:
+        nodes, entries = list(step.nodes), self._entries(step.nodes)
+        node = self.node[entries]
+        offset = self.place[entries] - self.start[node]
+        # The last token of a node predicts the first tokens of its children.
+        predicting = self.before[nodes] + self.sizes[nodes] - 1, (self.before[node] + offset - 1)[offset > 0]
+        states, before = np.unique(np.concatenate(predicting)), int(self.before[nodes[0]])
+        self.trunks.append(step.nodes)
+        self.states.append(states)
+        self.waiting = np.concatenate([self.waiting, entries])
+        return OpenPack(pack_path(self._tokens(np.array(nodes)), before, states - before))
+
+    def run(self, step: Run) -> RunPack:
+        opened = [node for trunk in self.trunks for node in trunk]
+        own = sorted(node for root in step.roots for node in self._subtree(root))
+        entries = np.concatenate([self.waiting, self._entries(own)])
+        self.waiting = self.waiting[:0]
+        chosen, number, begin = np.array([*opened, *own]), np.full(len(self.sizes) + 1, -1), np.zeros_like(self.sizes)
+        number[chosen] = np.arange(len(chosen))
+        begin[chosen] = np.cumsum(self.sizes[chosen]) - self.sizes[chosen]
+        place = begin[self.node[entries]] + self.place[entries] - self.start[self.node[entries]]
+        sizes, parent, at = map(on_host, (self.sizes[chosen], number[self.parent[chosen]], place))
+        states = np.concatenate(self.states) if opened else None
+        pack = pack_forest(self._tokens(chosen), sizes, parent, at, [len(entries)], len(opened), states)
+        return RunPack(pack, on_host(entries), on_host(entries))
+
+    def close(self, step: Close) -> Close:
+        self.trunks.pop()
+        self.states.pop()
+        return step
+
+    def _tokens(self, nodes: np.ndarray) -> Tensor:
+        return self.tokens[on_host(ranges(self.start[nodes], self.sizes[nodes]))]
+
+    def _entries(self, nodes: Sequence[int]) -> np.ndarray:
+        return np.concatenate([self.order[self.borders[node] : self.borders[node + 1]] for node in nodes])
+
+    def _subtree(self, node: int) -> Iterator[int]:
+        left = [node]
+        while left:
+            yield (node := left.pop())
+            left += self.children[node]
