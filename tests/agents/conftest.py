@@ -130,6 +130,11 @@ class Game:
         while True:
             print("." * 1000)
 
+    def burn(self) -> str:
+        """Compute without end."""
+        while True:
+            pass
+
     def take_memory(self) -> str:
         """Take more memory than there is."""
         self.held = bytearray(2**40)
@@ -159,7 +164,7 @@ class Talk:
     def __init__(self, pool):
         self.pool, self.events, self.live = pool, defaultdict(list), set()
 
-    def next(self, conversation, seconds=30):
+    def next(self, conversation, seconds=100):
         deadline = time.monotonic() + seconds
         while not self.events[conversation]:
             assert time.monotonic() < deadline, f"nothing comes for {conversation}"
@@ -169,8 +174,8 @@ class Talk:
         (self.live.discard if isinstance(event, Failed | Finished | Restart) else self.live.add)(conversation)
         return event
 
-    def begin(self, conversation, environment=None, seed=None, **row):
-        self.pool.begin(conversation, environment, row, seed)
+    def begin(self, conversation, name=None, seed=None, **row):
+        self.pool.begin(conversation, name, row, seed)
         return self.next(conversation)
 
     def call(self, conversation, name, **arguments):
@@ -197,12 +202,13 @@ class Talk:
 def talk(tmp_path):
     pools = []
 
-    def make(text=GAME, name="Game", num_workers=1, memory_gb=4.0, tools=(), **program):
+    def make(text=GAME, name="Game", num_workers=1, memory_gb=4.0, cpu_seconds=60.0, tools=(), **program):
         (tmp_path / "game.py").write_text(text)
         path = str(tmp_path / "game.py")
-        environments = {None: Source(path, name, "environment.path")} if name else {}
+        names = {None: name} if isinstance(name, str) else name
+        environments = {key: Source(path, value, "environment.path") for key, value in names.items()}
         given = Program(environments, [Source(path, tool, "tools.path") for tool in tools], "environment", **program)
-        pools.append(EnvironmentPool(given, Limits(memory_gb, 60.0, 4096, "environment"), num_workers, tmp_path / "logs"))
+        pools.append(EnvironmentPool(given, Limits(memory_gb, cpu_seconds, 4096, "environment"), num_workers, tmp_path / "logs"))
         return Talk(pools[-1])
 
     yield make

@@ -66,6 +66,21 @@ def test_an_environment_is_made_once_and_its_plain_code_has_one_thread(talk):
     assert len(set(snapshot.threads)) == 1
 
 
+def test_a_row_chooses_its_environment_by_name(talk):
+    other = "class Other:\n    def reset(self, **row):\n        return f'other {sorted(row)}'\n"
+    talk = talk(GAME + other, {"game": "Game", "other": "Other"})
+    kinds = talk.pool.wait_until_loaded()
+    assert {name: (kind.class_name, len(kind.schemas) > 0) for name, kind in kinds.items()} == {
+        "game": ("Game", True),
+        "other": ("Other", False),
+    }
+    assert talk.begin(0, "game", environment="game", prompt="p") == Ready(0, "ready p")
+    assert talk.begin(1, "other", environment="other", prompt="p") == Ready(1, "other ['prompt']")
+    assert talk.call(1, "add", number=1).answers == [(str({"error": "Tool add not found."}), True)]
+    assert talk.begin(2, "third").reason == "environment='third' is none of the environments ('game', 'other')"
+    assert isinstance(talk.begin(3), Failed)
+
+
 def test_what_cannot_leave_the_process_says_so_when_it_is_read(talk):
     body = "self.lock, self.large = threading.Lock(), bytes(2**21)\n        self.total, "
     talk = talk(GAME.replace("self.total, ", body))
@@ -110,7 +125,7 @@ def test_the_calls_of_one_turn_run_together_and_plain_methods_in_order(talk):
 
 
 def test_functions_run_together_and_need_no_environment(talk):
-    talk = talk(TOOLS, name=None, tools=["meet", "search", "show"])
+    talk = talk(TOOLS, name={}, tools=["meet", "search", "show"])
     assert [schema["function"]["name"] for schema in talk.pool.wait_until_loaded()[None].schemas] == ["meet", "search", "show"]
     assert talk.begin(0) == Ready(0, None)
     talk.pool.call(0, [("meet", {"name": "a"}), ("search", {"name": "b"}), ("meet", {"name": "c"})])
@@ -147,6 +162,7 @@ ENDINGS = {
     "crash_async": "crash_async ended its process, which exited with code 3",
     "take_memory": r"take_memory needed more memory than environment\.memory_gb=0\.5",
     "grow": r"grow ended its process, which held more memory.* than environment\.memory_gb=0\.5",
+    "burn": r"burn ended its process, which took more processor time than environment\.cpu_seconds=1",
     "close_all": "close_all ended its process",
 }
 """Tool -> why its conversation fails."""
@@ -155,7 +171,8 @@ ENDINGS = {
 @pytest.mark.parametrize("tool", ENDINGS)
 def test_a_call_that_goes_wrong_fails_its_conversation_and_no_other(talk, tmp_path, monkeypatch, tool):
     monkeypatch.setattr(environments, "GRACE_SECONDS", 0.5)
-    talk = talk(timeout_seconds=1.0 if tool not in ("grow", "close_all") else 30.0, memory_gb=0.5)
+    soon = tool not in ("grow", "burn", "close_all")
+    talk = talk(timeout_seconds=1.0 if soon else 90.0, memory_gb=0.5, cpu_seconds=1.0 if tool == "burn" else 60.0)
     assert [talk.begin(number) for number in range(2)] == [Ready(0, None), Ready(1, None)]
     failed = talk.call(0, tool)
     assert isinstance(failed, Failed)

@@ -298,7 +298,7 @@ class EnvironmentPool:
         try:
             for _, message in process.reader.feed(data):
                 self._take(process, *message)
-        except (InvalidMessageError, TypeError, ValueError, KeyError) as problem:
+        except (InvalidMessageError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
             text = f"sent what is no answer ({problem}); an environment must not use file descriptors that it did not open"
             self._lose(process, text)
 

@@ -152,7 +152,7 @@ class Serving:
     ) -> None:
         self._pipe, self._program, self._factories, self._functions = pipe, program, factories, functions
         self._runs: dict[int, Run] = {}
-        self._idle: dict[str | None, list[Environment]] = {name: [] for name in [*factories, None]}
+        self._idle: dict[str | None, list[Environment]] = {name: [] for name in factories or [None]}
         """Environments that a later conversation uses again."""
         self._operations: set[asyncio.Task[None]] = set()
 
@@ -162,7 +162,7 @@ class Serving:
         self._calls = Calls(progress, limits, self._program.key, self._program.timeout_seconds, self._retire)
         described, problem = [], None
         try:
-            described = [await self._describe(name) for name in self._factories or [None]] if describes else []
+            described = [await self._describe(name) for name in self._idle] if describes else []
         except AgentError as error:
             problem = str(error)
         _send(self._pipe, ("loaded", problem, described))
@@ -248,6 +248,8 @@ class Serving:
     # What a conversation asks for.
 
     async def _begin(self, run: Run, name: str | None, row: Mapping[str, Any], seed: int | None) -> tuple[Any, ...]:
+        if name not in self._idle:
+            raise FailedError(f"environment={name!r} is none of the environments ({', '.join(map(repr, self._idle))})")
         run.environment = self._idle[name].pop() if self._idle[name] else await self._make(run)
         reset = getattr(run.environment.instance, "reset", None)
         if reset is None:
