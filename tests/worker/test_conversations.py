@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from tests.critics import critic_for, with_value_head
+from tests.memory.activation_cases import ELEMENTWISE, FULL, LORA, SELECTIVE, TILED, build
+from tests.model.architectures import tiny_folder
 from tests.tensors import whole_of
 from tests.worker.test_log_probs import SQUARES
 from tests.worker.test_policy import ACTOR, CPU, policy_for
@@ -235,10 +237,33 @@ def test_two_ranks_add_up_to_the_gradient_of_one(policy, talks):
     assert_same(gradients_of(policy.model), expected)
 
 
-@pytest.mark.parametrize("options", [{"recompute": True}, {"prune": False}, {"attention": "eager"}])
-def test_passes_over_parts_of_a_row_give_the_same_gradients_with_other_options(untied_folder, one_rank, talks, options):
+OPTIONS = {
+    "recomputed": ELEMENTWISE,
+    "offloaded": {**ELEMENTWISE, "offload": (0, 2)},
+    "checkpointed and offloaded": {**ELEMENTWISE, **FULL, "offload": (0, 2)},
+    "selective": {**ELEMENTWISE, **SELECTIVE},
+    "adapters": {**ELEMENTWISE, **LORA},
+    "tiled MLP": {**ELEMENTWISE, **TILED},
+    "eager": {**ELEMENTWISE, "attn_implementation": "eager"},
+}
+
+
+@pytest.mark.parametrize("on_policy", [False, True])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_rows_in_parts_have_the_gradients_of_one_forward_with_every_option(untied_folder, one_rank, talks, options, on_policy):
+    _, batch = talks
+    batch = dataclasses.replace(batch, old_log_probs=None) if on_policy else batch
+    policy = build(untied_folder, one_rank, **OPTIONS[options])
+    policy.actor, found = ACTOR, []
+    for budget in (10_000, 9):
+        policy.trained.forward_backward(cut(batch, budget), policy.loss_at(HEAT))
+        found.append(gradients_of(policy.model))
+    assert_same(*found)
+
+
+def test_sliding_windows_go_on_from_open_nodes(tmp_path, one_rank, talks):
     rows, batch = talks
-    policy = policy_for(untied_folder, one_rank, 1, **options)
+    policy = policy_for(tiny_folder(tmp_path / "mistral", "mistral", sliding_window=4), one_rank, 1)
     expected, _ = naive_gradients(policy, rows, batch)
     policy.trained.forward_backward(cut(batch, 9), policy.loss_at(HEAT))
     assert_same(gradients_of(policy.model), expected)

@@ -117,7 +117,7 @@ class MicroBatch:
         """
         if self.parts is None:
             return compute(self.pack, prefix_kv, token_gradient)
-        return self.parts.outputs(model, compute)
+        return self.parts.outputs(model, compute, token_gradient)
 
 
 Compute = Callable[[Pack, PrefixKV | None, TokenGradient | None], tuple[Tensor | None, ...]]
@@ -128,38 +128,58 @@ Compute = Callable[[Pack, PrefixKV | None, TokenGradient | None], tuple[Tensor |
 class Parts:
     """Rows that are computed in several passes, because they have more tokens than a pass may have.
 
-    A loss may need all values of a row at once. So they are computed first, without a graph. Once their gradients are known, all
-    passes run again, each with its backward.
+    If the gradient of a token depends on other tokens of its row, all values are first computed without a graph. Once the
+    gradients are known, all passes run again, each with its backward. Otherwise each pass runs once, with its backward.
+
+    Attributes:
+        steps: The packs, on the host or on the device.
+        context: Makes the context of each forward that is followed by its backward.
     """
 
     steps: list[PackStep]
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Parts:
         return Parts([step.map(change) for step in self.steps])
 
-    def outputs(self, model: PackedModel, compute: Compute) -> tuple[Tensor | None, ...]:
-        with torch.no_grad():
-            found = [(part.entries, compute(part.pack, prefix_kv, None)) for part, prefix_kv in self.passes(model)]
+    def outputs(self, model: PackedModel, compute: Compute, token_gradient: TokenGradient | None) -> tuple[Tensor | None, ...]:
+        """Return the values of all sampled tokens, as leaves of a new graph."""
+        self._compute, self._learned = compute, token_gradient is not None
+        if token_gradient is None:
+            with torch.no_grad():
+                found = [(part.entries, compute(part.pack, prefix_kv, None)) for part, prefix_kv in self.passes(model)]
+        else:
+            found = [
+                (part.entries, self._learn(model, part, prefix_kv, _of_entries(token_gradient, part.entries)))
+                for part, prefix_kv in self.passes(model)
+            ]
         places = torch.cat([entries for entries, _ in found])
-        self._compute, self._leaves = (
-            compute,
-            [_joined(values, places) for values in zip(*(some for _, some in found), strict=True)],
-        )
+        self._leaves = [_joined(values, places) for values in zip(*(values for _, values in found), strict=True)]
         return tuple(self._leaves)
 
-    def backward(self, model: PackedModel, context: Callable[[], AbstractContextManager[None]]) -> None:
-        """Run the backward of all passes, from the gradients of the values. Each forward runs in a ``context``."""
-        for part, prefix_kv in self.passes(model, context):
+    def backward(self, model: PackedModel) -> None:
+        """Run the backward of all passes from the gradients of the values, if it has not run yet."""
+        if self._learned:
+            return
+        for part, prefix_kv in self.passes(model):
             gradients = [None if leaf is None or leaf.grad is None else leaf.grad[part.entries] for leaf in self._leaves]
-            with context():
-                values = self._compute(part.pack, prefix_kv, _known(*gradients))
-            pairs = [(value, own) for value, own in zip(values, gradients, strict=True) if value is not None and own is not None]
-            torch.autograd.backward([value for value, _ in pairs], [own for _, own in pairs])
-            model.end_backward()
+            self._learn(model, part, prefix_kv, _known(*gradients))
 
-    def passes(
-        self, model: PackedModel, context: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> Iterator[tuple[RunPack, PrefixKV | None]]:
+    def _learn(
+        self, model: PackedModel, part: RunPack, prefix_kv: PrefixKV | None, gradient: TokenGradient
+    ) -> tuple[Tensor | None, ...]:
+        with self.context():
+            values = self._compute(part.pack, prefix_kv, gradient)
+        found = tuple(None if value is None else value.detach() for value in values)
+        log_probs, entropy = (*found, None)[:2]
+        assert log_probs is not None
+        pairs = zip(values, gradient(slice(None), log_probs, entropy), strict=False)
+        used = [(value, own) for value, own in pairs if value is not None and own is not None]
+        torch.autograd.backward([value for value, _ in used], [own for _, own in used])
+        model.end_backward()
+        return found
+
+    def passes(self, model: PackedModel) -> Iterator[tuple[RunPack, PrefixKV | None]]:
         """Yield each pass and the prefix KV that it reads. Backward of the prefix KV runs if the caller's gradients are on."""
         opened: list[tuple[Pack, PrefixKV]] = []
         for step in self.steps:
@@ -169,7 +189,7 @@ class Parts:
             elif isinstance(step, RunPack):
                 yield step, above
             elif torch.is_grad_enabled():
-                model.close_prefix(*opened.pop(), context())
+                model.close_prefix(*opened.pop(), self.context())
                 model.end_backward()
             else:
                 opened.pop()
@@ -181,6 +201,10 @@ def _joined(values: Sequence[Tensor | None], places: Tensor) -> Tensor | None:
         return None
     joined = torch.cat(present)
     return torch.empty_like(joined).index_copy_(0, places, joined).requires_grad_()
+
+
+def _of_entries(token_gradient: TokenGradient, entries: Tensor) -> TokenGradient:
+    return lambda rows, log_probs, entropy: token_gradient(entries[rows], log_probs, entropy)
 
 
 def _known(log_probs: Tensor | None, entropy: Tensor | None = None) -> TokenGradient:
@@ -445,7 +469,9 @@ class TrainedModel:
                 if micro.prompt is not None and prefix_kv is None:
                     with self._offloaded_activations():
                         prefix_kv = self.model.compute_prefix(micro.prompt)
-                with self._offloaded_activations():
+                if micro.parts is not None:
+                    micro.parts.context = self._offloaded_activations
+                with self._offloaded_activations() if micro.parts is None else nullcontext():
                     loss, metrics = loss_of(micro, counts, prefix_kv if micro.reads else None)
                 # FSDP averages gradients over ranks, but the loss is this rank's share of a global mean, so it is scaled up
                 # again. The head may have computed its gradients in its forward above, with the same factor (see
@@ -453,7 +479,7 @@ class TrainedModel:
                 (loss * self.world_size).backward()
                 self.model.end_backward()
                 if micro.parts is not None:
-                    micro.parts.backward(self.model, self._offloaded_activations)
+                    micro.parts.backward(self.model)
                 del loss
                 for name, value in metrics.items():
                     total[name] = total[name] + value if name in total else value
