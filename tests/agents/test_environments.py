@@ -228,6 +228,25 @@ def test_a_conversation_whose_process_dies_again_and_again_fails(talk):
     assert "exited with code 3" in event.reason
 
 
+SLOW_TO_DESCRIBE = """
+def slow():
+    time.sleep(2)
+    return int
+"""
+
+
+def test_what_a_lost_conversation_said_before_is_not_told(talk):
+    """Otherwise a caller would go on with it, although it has to begin again."""
+    dies = "if row: threading.Timer(0.05, os._exit, [3]).start()\n        self.total, "
+    talk = talk(
+        GAME.replace("self.total, ", dies, 1).replace("number: int", 'number: "slow()"') + SLOW_TO_DESCRIBE, num_workers=2
+    )
+    talk.pool.begin(0, None, {})
+    talk.pool.begin(1, None, {"dies": True})
+    talk.pool.wait_until_loaded()  # takes so long that the other process has died
+    assert [event for event in talk.pool.poll(0) if event.conversation == 1] == [Restart(1)]
+
+
 @pytest.mark.parametrize("tool", ["fork", "fork_async"])
 def test_a_forked_child_that_returns_from_a_tool_ends_and_says_nothing(talk, tool):
     talk = talk()

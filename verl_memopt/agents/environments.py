@@ -144,7 +144,7 @@ class EnvironmentPool:
             AgentError: An environment or a tool does not load, or cannot be described to the model.
         """
         while self._kinds is None:
-            self._events += self.poll(CHECK_SECONDS)
+            self._step(CHECK_SECONDS)
         return self._kinds
 
     def begin(self, conversation: int, environment: str | None, row: Mapping[str, Any], seed: int | None = None) -> None:
@@ -184,19 +184,11 @@ class EnvironmentPool:
             AgentError: The environments do not load.
         """
         deadline = time.monotonic() + seconds
-        while True:
-            now = time.monotonic()
-            if now - self._polled > AWAY_SECONDS:
-                for process in self._processes:
-                    process.heard = now
-            self._polled = now
-            left = max(0.0, deadline - now) if not self._events else 0.0
-            self._exchange(min(left, CHECK_SECONDS))
-            if time.monotonic() - self._checked > CHECK_SECONDS:
-                self._check()
-            if self._events or time.monotonic() >= deadline:
-                events, self._events = self._events, []
-                return events
+        self._step(0.0)
+        while not self._events and (left := deadline - time.monotonic()) > 0:
+            self._step(min(left, CHECK_SECONDS))
+        events, self._events = self._events, []
+        return events
 
     def fds(self) -> list[int]:
         """Return file descriptors that are readable if there is news. Only ``poll`` keeps the limits, so call it regularly."""
@@ -270,6 +262,16 @@ class EnvironmentPool:
         self._ending.append(process.program)
 
     # What processes send.
+
+    def _step(self, seconds: float) -> None:
+        now = time.monotonic()
+        if now - self._polled > AWAY_SECONDS:
+            for process in self._processes:
+                process.heard = now
+        self._polled = now
+        self._exchange(seconds)
+        if time.monotonic() - self._checked > CHECK_SECONDS:
+            self._check()
 
     def _exchange(self, seconds: float) -> None:
         poller = select.poll()
@@ -356,6 +358,9 @@ class EnvironmentPool:
         lost = list(process.runs.values())
         process.runs = {}
         self._end(process)
+        # What is not handed over yet is void, and a caller that went on with it would find the conversation gone.
+        numbers = {found.number for found in lost}
+        self._events = [event for event in self._events if event.conversation not in numbers]
         where = f"; its output is in {process.log}" if process.log is not None and process.log.is_file() else ""
         for found in lost:
             if found in blamed:
