@@ -92,6 +92,21 @@ def test_a_limit_is_learned_from_the_passes_of_rows_in_parts():
     assert budget.learned.cap < 20
 
 
+def test_conversations_that_did_not_fit_whole_are_in_parts_from_then_on():
+    tokens, budget = conversations((5,)), dataclasses.replace(BY_TOKENS, max_tokens=200).learning(True)
+    (bins,) = cut_ranks([tokens], ["a"], budget)
+    budget.learn([(tokens, bins)], PassFigures(cap_after_error=100))
+    assert cut_ranks([tokens], ["a"], budget) == [[[0]]]
+    budget.learn([(tokens, bins)], PassFigures(cap_after_error=32))
+    restored = budget.learning(True)
+    restored.learned.load_state_dict(budget.learned.state_dict())
+    for known in (budget, restored):
+        ((rows,),) = cut_ranks([tokens], ["a"], known)
+        assert (rows, rows.budget) == ([0], 32)
+    # Several ranks compute them whole.
+    assert cut_ranks([tokens, tokens], ["a", "a"], budget) == [[[0]], [[0]]]
+
+
 def test_a_rank_gets_conversations_of_the_rows_that_it_is_asked_for():
     tokens = conversations((5, 5), (5, 5), (5, 5))
     assert sorted(rows_per_rank(tokens, [2, 3, 4, 5], 2, True)) == [[2, 3], [4, 5]]

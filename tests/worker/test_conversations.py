@@ -8,6 +8,7 @@ import torch
 
 from tests.critics import critic_for, with_value_head
 from tests.memory.activation_cases import ELEMENTWISE, FULL, LORA, SELECTIVE, TILED, build
+from tests.memory.limits.test_recutting import out_of_memory
 from tests.model.architectures import tiny_folder
 from tests.tensors import whole_of
 from tests.worker.test_log_probs import SQUARES
@@ -20,6 +21,7 @@ from verl_memopt.config.schema import PolicyLoss
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.logit_tiles import TokenStatistics
+from verl_memopt.memory.token_budget_torch import oom_retry
 from verl_memopt.memory.token_packing import InParts
 from verl_memopt.model.forest import Turn, build_forest
 from verl_memopt.model.packing import pack_rows
@@ -306,3 +308,35 @@ def test_an_update_in_backward_refuses_a_row_in_parts(untied_folder, one_rank, t
     (mini,) = [dataclasses.replace(cut(batch, 10_000), micro_batches=[InParts(range(batch.num_rows), 20, "too long")])]
     with pytest.raises(ConfigError, match="in_backward=true"):
         policy.update([mini], HEAT)
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_a_conversation_that_is_too_large_for_the_device_is_computed_in_parts(untied_folder, one_rank, talks, number):
+    _, batch = talks
+    clean, policy = (policy_for(untied_folder, one_rank, 1) for _ in range(2))
+    everything = [list(range(batch.num_rows))]
+    log_probs = clean.compute_log_probs(batch, everything, HEAT, False).log_probs
+    longest = max(batch.row_tokens().row_lengths())
+    mini = cut(batch, longest)
+    with oom_retry(CPU, True) as record, out_of_memory(policy.model, number):
+        found = policy.compute_log_probs(batch, mini.micro_batches, HEAT, False)
+    assert (record.retries, record.cap < longest) == (1, True)
+    torch.testing.assert_close(found.log_probs, log_probs, rtol=0, atol=5e-6)
+    expected = clean.update([cut(batch, 10_000)], HEAT)
+    with oom_retry(CPU, True) as record, out_of_memory(policy.model, number, in_backward=True):
+        again = policy.update([mini], HEAT)
+    assert record.retries == 1
+    assert any(isinstance(own, InParts) for own in mini.micro_batches)
+    assert again == {name: pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in expected.items()}
+
+
+def test_a_row_in_parts_is_cut_into_smaller_parts_until_they_would_be_tiny(untied_folder, one_rank, talks):
+    _, batch = talks
+    policy, mini = policy_for(untied_folder, one_rank, 1), cut(batch, 22)
+    assert all(isinstance(own, InParts) for own in mini.micro_batches)
+    with oom_retry(CPU, True) as record, out_of_memory(policy.model, 0):
+        policy.trained.forward_backward(mini, policy.loss_at(HEAT))
+    assert (record.cap, {own.budget for own in mini.micro_batches if isinstance(own, InParts)}) == (16, {16})
+    error = pytest.raises(torch.OutOfMemoryError)
+    with oom_retry(CPU, True), out_of_memory(policy.model, 0), error:
+        policy.trained.forward_backward(mini, policy.loss_at(HEAT))

@@ -275,6 +275,8 @@ class LearnedBudget:
     too_high: tuple[int, int] | None = None
     """(tokens of the fullest micro-batch, peak) of the pass after which the cap was last lowered. None = the last peak was within
     the budget."""
+    cuts_rows: bool = False
+    """Conversations longer than the cap are computed in parts. An error showed that they do not fit whole."""
 
     def __post_init__(self) -> None:
         self.cap = self.cap or self.maximum
@@ -282,8 +284,8 @@ class LearnedBudget:
     def tokens(self, longest: int) -> int:
         return min(max(self.cap, longest), self.maximum)
 
-    def learn(self, fullest: int, figures: PassFigures) -> None:
-        """Choose the cap of the next pass. ``fullest`` counts the tokens of the fullest micro-batch.
+    def learn(self, fullest: int, figures: PassFigures, longest: int = 0) -> None:
+        """Choose the cap of the next pass. ``fullest`` counts the tokens of the fullest micro-batch, ``longest`` of a row.
 
         A pass that did not fill its micro-batches says little about larger ones. So a cap never grows beyond what the fullest
         micro-batch supports, and a peak over the budget lowers the cap from the fullest micro-batch. If smaller micro-batches do
@@ -293,6 +295,7 @@ class LearnedBudget:
         if figures.cap_after_error is not None:
             # The ranks have already continued with this cap. The peak of a pass that failed says nothing about a fitting one.
             self.cap = min(self.cap, figures.cap_after_error)
+            self.cuts_rows |= figures.cap_after_error < longest
             return
         if not figures.peak_bytes or figures.budget_bytes is None or not fullest:
             return
@@ -306,10 +309,11 @@ class LearnedBudget:
             self.cap = min(self.cap, target)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"cap": self.cap, "too_high": self.too_high}
+        return {"cap": self.cap, "too_high": self.too_high, "cuts_rows": self.cuts_rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.cap, self.too_high = min(state["cap"], self.maximum), state["too_high"]
+        self.cuts_rows = state.get("cuts_rows", False)
 
 
 def budget_metrics(budgets: Mapping[str, LearnedBudget]) -> dict[str, float]:

@@ -29,7 +29,7 @@ from torch._guards import active_fake_mode
 from verl_memopt.distributed.device import empty_cache
 from verl_memopt.memory.out_of_memory import is_out_of_memory, release_frames
 from verl_memopt.memory.resharding_torch import abandon_pass, can_abandon
-from verl_memopt.memory.token_packing import Cut, InParts, RowTokens, alike, pack_groups_under
+from verl_memopt.memory.token_packing import Cut, InParts, RowTokens, alike, largest_pass, pack_groups_under
 from verl_memopt.observe.byte_tracker import HOST, scope
 
 logger = logging.getLogger(__name__)
@@ -103,8 +103,9 @@ def attempts(
 
     The first attempt has the given micro-batches. After an out-of-memory error the next attempt has smaller micro-batches of the
     remaining rows, equally many on each rank. Their cap is half the tokens of the micro-batch that failed (without ``kept``, of
-    the fullest one), on the rank where that is most, but at least the longest row of any rank. The memory of the failed attempt
-    is freed, and unused blocks of the allocator go back to the device. On several ranks, a rank that failed first gets an attempt
+    the fullest one), on the rank where that is most, but at least the longest row of any rank. On a single rank, longer
+    conversations are computed in parts instead (:class:`InParts`), if the model can do so. The memory of the failed attempt is
+    freed, and unused blocks of the allocator go back to the device. On several ranks, a rank that failed first gets an attempt
     with empty micro-batches, which only takes part in the collectives.
 
     All ranks call this function in step, with equally many micro-batches. Outside of :func:`oom_retry` there is only one attempt.
@@ -121,8 +122,7 @@ def attempts(
         RuntimeError: The out-of-memory error itself, if the micro-batches cannot be smaller.
         OtherRankError: The same case, on ranks that had no error.
     """
-    # A micro-batch in parts cannot be cut further: its rows are single ones already.
-    if not (allowed and _active and can_abandon(model)) or any(isinstance(rows, InParts) for rows in micro_batches):
+    if not (allowed and _active and can_abandon(model)):
         yield nullcontext(micro_batches)
         return
     record, ranks, tokens = _active[-1], dist.get_world_size() if dist.is_initialized() else 1, tokens_of()
@@ -147,9 +147,10 @@ def attempts(
             return
         failed = None
         if error is not None:
-            failed = max(map(tokens.cost, left)) if kept is None else tokens.cost(left[0])
+            failed = max(largest_pass(tokens, rows) for rows in (left if kept is None else left[:1]))
         # All ranks exchange their remaining rows, so that each computes the same cut for all ranks.
-        again = _cut_again(failed, tokens, [row for rows in left for row in rows], record)
+        in_parts = ranks == 1 and tokens.paths is not None and bool(getattr(model, "supports_prefix_kv", False))
+        again = _cut_again(failed, tokens, [row for rows in left for row in rows], record, in_parts)
         if again is None:
             assert error is not None
             raise error
@@ -172,17 +173,24 @@ def _free(error: RuntimeError, model: nn.Module, device: torch.device) -> None:
     empty_cache(device)
 
 
-def _cut_again(failed: int | None, tokens: RowTokens, rows: Sequence[int], record: OomRetry) -> list[list[int]] | None:
+SMALLEST_PASS = 16
+"""Rows are not computed in parts of fewer tokens. Other memory than that of tokens is then too much."""
+
+
+def _cut_again(
+    failed: int | None, tokens: RowTokens, rows: Sequence[int], record: OomRetry, in_parts: bool
+) -> list[list[int]] | None:
     """Return smaller micro-batches of these rows. None = the micro-batch of this rank that failed cannot be smaller.
 
-    ``failed``: tokens of this rank's failed micro-batch; None = none failed.
+    ``failed``: tokens of this rank's failed micro-batch; None = none failed. ``in_parts``: longer rows may be cut into parts.
     """
     per_rank = _gathered((failed, tokens.select(rows)))
     own = dist.get_rank() if len(per_rank) > 1 else 0
     # The rank with the largest failed micro-batch is named in the error.
     cost, worst = max((cost, rank) for rank, (cost, _) in enumerate(per_rank) if cost is not None)
-    # Half the tokens, but at least those of the longest row, which cannot be cut.
-    cap = max([cost // 2, *(length for _, share in per_rank for length in share.row_lengths())])
+    longest = max((length for _, share in per_rank for length in share.row_lengths()), default=0)
+    # Half the tokens, but at least those of the longest row if it cannot be cut.
+    cap = max(cost // 2, min(longest, SMALLEST_PASS) if in_parts else longest)
     if cap >= cost:
         if failed is None:
             raise OtherRankError(
@@ -190,12 +198,14 @@ def _cut_again(failed: int | None, tokens: RowTokens, rows: Sequence[int], recor
                 "longest row. Its own error says what to set."
             )
         return None
-    cuts = [pack_groups_under(share, cap, [f"row {row}" for row in range(len(share))]) for _, share in per_rank]
+    cuts = [
+        pack_groups_under(share, cap, [f"row {row}" for row in range(len(share))], in_parts=in_parts) for _, share in per_rank
+    ]
     cut = alike(cuts, [share for _, share in per_rank])[own]
     record.cap, record.retries = min(cap, record.cap or cap), record.retries + (failed is not None)
     where = "" if len(per_rank) == 1 else f" on worker {worst}"
     logger.warning("out of device memory at %d tokens in a micro-batch%s: going on with at most %d", cost, where, cap)
-    chosen = [[rows[place] for place in places] for places in cut]
+    chosen = [places.of(rows) if isinstance(places, InParts) else [rows[place] for place in places] for places in cut]
     return Cut(chosen, cut.spans) if isinstance(cut, Cut) else chosen
 
 

@@ -444,6 +444,14 @@ class InParts(list[int]):
         super().__init__(rows)
         self.budget, self.problem = budget, problem
 
+    def of(self, rows: Sequence[int]) -> InParts:
+        # The same micro-batch, whose numbers were places in ``rows``.
+        return InParts([rows[place] for place in self], self.budget, self.problem)
+
+
+def largest_pass(tokens: RowTokens, rows: Sequence[int]) -> int:
+    return rows.budget if isinstance(rows, InParts) else tokens.cost(rows)
+
 
 def pack_groups_under(
     tokens: RowTokens, budget: int, names: Sequence[str], key: str = BUDGET_KEY, in_parts: bool = False

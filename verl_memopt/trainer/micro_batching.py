@@ -18,7 +18,7 @@ from verl_memopt.data.batch import RolloutBatch, token_index
 from verl_memopt.errors import ConfigError, TrainingError
 from verl_memopt.memory.knob import reference_ranks
 from verl_memopt.memory.token_budget import LearnedBudget, PassFigures
-from verl_memopt.memory.token_packing import InParts, RowTokens, alike, balance, pack_fixed, pack_groups_under
+from verl_memopt.memory.token_packing import RowTokens, alike, balance, largest_pass, pack_fixed, pack_groups_under
 from verl_memopt.run.checkpoints import CheckpointStore
 from verl_memopt.trainer.update_guard import recovery_advice
 from verl_memopt.worker.trained_model import ACTOR, MiniBatch, Role
@@ -72,6 +72,8 @@ class Budget:
                     f"{self.ranks} devices that share a micro-batch may hold. Raise it to at least "
                     f"{-(-longest // self.ranks)}, or lower data.max_prompt_length or data.max_response_length."
                 )
+            if in_parts and self.learned is not None and self.learned.cuts_rows and tokens.paths is not None:
+                longest = 1
             limit = self.limit if self.learned is None else self.learned.tokens(longest)
             return pack_groups_under(tokens, limit, names, self.key, in_parts)
         assert self.rows is not None
@@ -83,9 +85,10 @@ class Budget:
         ``cut`` has one pair (tokens of the rows, micro-batches) per rank.
         """
         if self.learned is not None:
-            bins = [(tokens, rows) for tokens, bins in cut for rows in bins]
-            fullest = max((rows.budget if isinstance(rows, InParts) else tokens.cost(rows) for tokens, rows in bins), default=0)
-            self.learned.learn(fullest, figures)
+            cut = list(cut)
+            fullest = max((largest_pass(tokens, rows) for tokens, bins in cut for rows in bins), default=0)
+            longest = max((length for tokens, _ in cut for length in tokens.row_lengths()), default=0)
+            self.learned.learn(fullest, figures, longest)
 
 
 def budgets(roles: ActorRolloutRef) -> tuple[Budget, Budget, Budget]:
