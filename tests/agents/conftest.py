@@ -139,16 +139,6 @@ class Game:
         """Take more memory than there is."""
         self.held = bytearray(2**40)
 
-    def grow(self) -> str:
-        """Take more memory with other processes."""
-        for _ in range(4):
-            if not os.fork():
-                held = bytearray(2**28)
-                for number in range(600):
-                    held[::4096] = bytes([number % 256]) * 2**16
-                    time.sleep(0.1)
-        time.sleep(1000)
-
     def close_all(self) -> str:
         """Close the files of the process."""
         os.closerange(3, 1000)

@@ -161,7 +161,6 @@ ENDINGS = {
     "crash": "crash ended its process, which exited with code 3",
     "crash_async": "crash_async ended its process, which exited with code 3",
     "take_memory": r"take_memory needed more memory than environment\.memory_gb=0\.5",
-    "grow": r"grow ended its process, which held more memory.* than environment\.memory_gb=0\.5",
     "burn": r"burn ended its process, which took more processor time than environment\.cpu_seconds=1",
     "close_all": "close_all ended its process",
 }
@@ -171,7 +170,7 @@ ENDINGS = {
 @pytest.mark.parametrize("tool", ENDINGS)
 def test_a_call_that_goes_wrong_fails_its_conversation_and_no_other(talk, tmp_path, monkeypatch, tool):
     monkeypatch.setattr(environments, "GRACE_SECONDS", 0.5)
-    soon = tool not in ("grow", "burn", "close_all")
+    soon = tool not in ("burn", "close_all")
     talk = talk(timeout_seconds=1.0 if soon else 90.0, memory_gb=0.5, cpu_seconds=1.0 if tool == "burn" else 60.0)
     assert [talk.begin(number) for number in range(2)] == [Ready(0, None), Ready(1, None)]
     failed = talk.call(0, tool)
