@@ -68,6 +68,8 @@ def train(
     resume: bool | str | Path = False,
     tokenizer: Any = None,
     on_step: Listener | None = None,
+    tools: Any = None,
+    environment_factory: Any = None,
     **settings: Any,
 ) -> Run:
     """Train a model and return the run.
@@ -96,6 +98,11 @@ def train(
         tokenizer: A tokenizer, or its folder. None = the tokenizer in the model's folder.
         on_step: Called after each step with a :class:`verl_memopt.Progress`. It can read ``progress.metrics``, and set
             ``progress.stop`` or ``progress.save``. An example is :class:`verl_memopt.EarlyStopping`.
+        tools: Functions that the model may call, with type hints and Google docstrings. Each prompt is then answered by a
+            conversation, in which the model reads what its calls return. ``"file.py:function"`` names a function in a file.
+        environment_factory: A class with a method ``reset``, whose other public methods are tools; or a dict of name -> class,
+            of which the column ``environment`` chooses one for each row. ``get_reward``, if there is one, gives a reward that is
+            added to ``rewards``. ``"file.py:Class"`` names a class in a file.
         settings: Any other setting: verl's key (``**{"actor_rollout_ref.actor.optim.lr": 1e-6}``), the last part of a key if
             it is unique (``lora_rank=16``), TRL's name (``learning_rate=1e-6``), or a section as a dict.
 
@@ -105,7 +112,20 @@ def train(
     """
     return train_call(
         Call(
-            model, dataset, settings, algorithm, memory, run_dir, tokenizer, rewards, reward_weights, eval_dataset, steps, resume
+            model,
+            dataset,
+            settings,
+            algorithm,
+            memory,
+            run_dir,
+            tokenizer,
+            rewards,
+            reward_weights,
+            eval_dataset,
+            steps,
+            resume,
+            tools=tools,
+            environment_factory=environment_factory,
         ),
         None if on_step is None else at_steps(on_step),
     )
@@ -325,6 +345,8 @@ class Call:
     """TRL's names and TRL's defaults, which apply to settings that the call does not give."""
     reward_tokenizers: Sequence[Any] | None = None
     """Tokenizer of each reward model. None = the tokenizer in the reward model's folder."""
+    tools: Any = None
+    environment_factory: Any = None
 
     def load(self) -> tuple[Path, Settings, Inputs]:
         """Return the run's folder, its settings, and the inputs from Python, which :meth:`Inputs.written` moves into the folder.
@@ -432,6 +454,7 @@ class Call:
         return given
 
     def _values(self, inputs: Path) -> dict[str, Any]:
+        from verl_memopt.agents.tools import agent_settings
         from verl_memopt.data.python_rows import held_out_files
         from verl_memopt.model.given import write_model
         from verl_memopt.rewards.python_functions import reward_settings
@@ -451,6 +474,7 @@ class Call:
             values["algorithm.adv_estimator"] = self.algorithm
         if self.steps is not None:
             values["trainer.total_training_steps"] = self.steps
+        values |= agent_settings(self.tools, self.environment_factory, inputs)
         return values | self._apart() | reward_settings(self.rewards, self.reward_weights, self.reward_tokenizers, inputs)
 
     def _apart(self) -> dict[str, Any]:

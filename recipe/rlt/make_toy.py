@@ -19,31 +19,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
-
 from verl_memopt.data.encoder import tokenize
 from verl_memopt.data.sources import write_parquet
 from verl_memopt.data.toy import SHAPE, Descent, Problem, ToyRecipe, identity_of, made_whole, question, split_problems
-from verl_memopt.data.warm_up import descend, load_model
+from verl_memopt.data.warm_up import Lesson, warm_up_on_lessons
 from verl_memopt.errors import UserError
 from verl_memopt.model.tiny import make_tiny_model
 from verl_memopt.observe.log_setup import setup_logging
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts, RltRecord
 
 logger = logging.getLogger("verl_memopt.recipes.rlt")  # a name for which setup_logging shows progress messages
-
-
-@dataclass(frozen=True)
-class Lesson:
-    """One worked example. Only the tokens of ``answer`` are learned."""
-
-    prompt: list[int]
-    """Token ids that the model reads."""
-    answer: list[int]
-    """Token ids that the model learns to write after the prompt."""
 
 
 def teacher_lesson(prompts: RltPrompts, record: RltRecord, ends: bool = True) -> Lesson:
@@ -76,36 +61,6 @@ def _trace(prompts: RltPrompts, record: RltRecord) -> str:
     """Return the reasoning trace, or else the solution, without the padding, because both prompts end with the padding."""
     trace = record.solution if record.reasoning_trace is None else record.reasoning_trace
     return trace.removeprefix(prompts.rlt_format.padding)
-
-
-IGNORED = -100
-"""Label of a token that is not learned, as in torch's cross entropy."""
-
-
-def warm_up_on_lessons(folder: Path, lessons: Sequence[Lesson], recipe: Descent, seed: int) -> float:
-    """Train the model in ``folder`` on random ``lessons``, save it in place, and return the last loss in nats per answer token.
-
-    The same seed gives the same weights.
-    """
-    model, _ = load_model(folder)
-
-    def loss_of(draw: torch.Generator) -> Tensor:
-        drawn = torch.randint(len(lessons), (recipe.batch_size,), generator=draw)
-        return lesson_loss(model, [lessons[place] for place in drawn])
-
-    loss = descend(model, loss_of, recipe, seed)
-    model.save_pretrained(folder)
-    return loss
-
-
-def lesson_loss(model: Any, lessons: Sequence[Lesson]) -> Tensor:
-    """Return the mean cross entropy over the answer tokens of some lessons, a scalar."""
-    ids = [torch.tensor(lesson.prompt + lesson.answer) for lesson in lessons]
-    labels = [torch.tensor([IGNORED] * len(lesson.prompt) + lesson.answer) for lesson in lessons]
-    # In a causal model, padding on the right has no influence on the tokens before it, so no mask is needed.
-    padded, targets = pad_sequence(ids, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=IGNORED)
-    logits = model(padded[:, :-1]).logits  # [B, T - 1, V]
-    return cross_entropy(logits.flatten(0, 1).float(), targets[:, 1:].flatten(), ignore_index=IGNORED)
 
 
 TRAIN, VALIDATION, TEACHER, STUDENT, RECORD = "train.parquet", "val.parquet", "teacher", "student", "rlt_toy.json"

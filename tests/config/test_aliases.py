@@ -196,10 +196,10 @@ def test_a_value_that_asks_for_what_is_not_here_is_refused(complaint, given, rea
 
 
 def test_the_section_of_a_refused_key_is_one_complaint(complaint, caplog):
-    turns = f"{AR}.rollout.multi_turn"
-    message = complaint({f"{turns}.enable": True, f"{turns}.max_turns": 3, f"{turns}.format": "hermes"})
-    assert message.startswith(f"{turns}.enable=true: ")
-    assert not any(turns in text for text in caplog.messages)
+    mtp = f"{AR}.model.mtp"
+    message = complaint({f"{mtp}.enable": True, f"{mtp}.speculative_algorithm": "EAGLE", f"{mtp}.speculative_num_steps": 3})
+    assert message.startswith(f"{mtp}.enable=true: ")
+    assert not any(mtp in text for text in caplog.messages)
     megatron = f"{AR}.actor.megatron"
     message = complaint({f"{megatron}.tensor_model_parallel_size": 2, f"{megatron}.param_offload": True})
     assert message.startswith(f"{megatron}.tensor_model_parallel_size=2, {megatron}.param_offload=true: ")

@@ -57,6 +57,8 @@ EDGES = {
     f"{AR}.actor.entropy_ctrl.target": ([STEP], [0, -STEP]),
     f"{AR}.rollout.kv_cache_memory_gb": ([STEP, "auto"], [0, -STEP]),
     f"{AR}.rollout.max_logprob_diff": ([STEP, "auto"], [0.0, -STEP]),
+    f"{AR}.rollout.agent.environment.name": (["Game", {"a": "Game"}], [["Game"], 1]),
+    f"{AR}.rollout.agent.tools.name": (["add", ["add", "subtract"]], [{"add": "add"}, [1], 1]),
     f"{AR}.rollout.sleep_level": ([1, 2], [0, 3]),
     f"{AR}.rollout.share_weights": ([False, "auto"], ["always", "true"]),
     f"{AR}.actor.use_prefix_grouper": ([False, True, "auto"], ["always", "true"]),

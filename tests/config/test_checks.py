@@ -39,7 +39,7 @@ def test_a_rule_of_the_critic_does_not_read_a_key_of_the_critic_that_is_wrong_by
 def test_every_number_has_a_range():
     numbers = {key for key, kind in leaf_types().items() if kind in (int, float, int | None, float | None)}
     bounds = {f"{AR}.actor.policy_loss.{key}" for key in ("clip_cov_lb", "clip_cov_ub")}  # a covariance may be any number
-    assert numbers - set(ranges()) == {"custom_reward_function.fallback_score"} | bounds
+    assert numbers - set(ranges()) == {"custom_reward_function.fallback_score", f"{AR}.rollout.agent.failed_reward"} | bounds
 
 
 @pytest.mark.parametrize("key", choices())

@@ -49,7 +49,7 @@ OF_GRPO = {
     "vespo_lambda_neg": 1.5, "use_bias_correction_kl": False, "off_policy_mask_threshold": 0.5, "top_entropy_quantile": 0.5,
     "multi_objective_aggregation": "sum_then_normalize", "vllm_importance_sampling_mode": "token_mask",
     "vllm_importance_sampling_correction": True, "vllm_importance_sampling_clip_max": 2.0,
-    "vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_cap": 4.0,
+    "vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_cap": 4.0, "max_tool_calling_iterations": 2,
 }  # fmt: skip
 OF_RLOO = {"normalize_advantages": True, "reward_clip_range": [-1.0, 1.0]}
 ENTROPY = {

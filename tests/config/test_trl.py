@@ -33,6 +33,7 @@ trainer: {{total_training_steps: 100}}
 LOSS, IS = f"{ACTOR}.policy_loss.loss_mode", "algorithm.rollout_correction.rollout_is"
 VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 MEANINGS = {
+    "max_tool_calling_iterations": (3, {f"{AR}.rollout.multi_turn.max_assistant_turns": 4}),
     "num_generations": (8, {N: 8}),
     "rloo_k": (8, {N: 8}),
     "num_generations_eval": (3, {f"{ROLLOUT}.val_kwargs.n": 3}),

@@ -103,12 +103,15 @@ def test_parts_of_text_are_one_text_and_empty_columns_are_no_media(jsonl, tokeni
         ({"tools": [TOOL]}, r"the row has tools, but the chat template does not read any\. Set data\.tools_key=null"),
         ({"tools": ["add"]}, r"the column 'tools' must be a list of tools, each a JSON schema, .*data\.tools_key=null"),
         ({"chat_template_kwargs": "thinking"}, r"the column 'chat_template_kwargs' must be an object"),
-        ({"agent_name": "tool_agent"}, r"agent_name='tool_agent': .* in one turn.*set it to single_turn_agent"),
+        ({"agent_name": "tool_agent"}, r"agent_name='tool_agent': .* no tools.*set the column to single_turn_agent"),
         (
             {"extra_info": {"need_tools_kwargs": True}},
-            r"extra_info\.need_tools_kwargs: .* in one turn\. Remove need_tools_kwargs",
+            r"extra_info\.need_tools_kwargs: .*multi_turn\.enable=true.* remove need_tools_kwargs",
         ),
-        ({"extra_info": {"interaction_kwargs": {"name": "gsm8k"}}}, r"extra_info\.interaction_kwargs: .* in one turn"),
+        (
+            {"extra_info": {"interaction_kwargs": {"name": "gsm8k"}}},
+            r"extra_info\.interaction_kwargs: .*multi_turn\.enable=true",
+        ),
     ],
 )
 def test_what_a_row_asks_for_and_cannot_have_is_refused_by_its_name(jsonl, tokenizer, columns, message):

@@ -18,7 +18,7 @@ from tests.rollout.tools import (
     sampling,
     weights_of,
 )
-from verl_memopt.errors import ConfigError, RolloutError
+from verl_memopt.errors import ConfigError, RolloutError, Stopped
 from verl_memopt.rollout import hf_engine
 from verl_memopt.rollout.engine import FinishedRows, build_engine, check_rows
 
@@ -53,6 +53,37 @@ def test_rows_that_are_complete_are_told_while_others_are_generated(engine, tmp_
     assert 0 < len(early) < 40
     assert early | written.read() == dict(enumerate(answer.response_ids))
     assert answer == engine.generate(rows, seeds, settings)
+
+
+def test_requests_that_arrive_one_by_one_get_the_responses_of_one_call(engine):
+    rows, seeds, settings = prompts(20), list(range(20)), sampling(ignore_eos=False, temperature=2.0, max_tokens=40)
+    together, answers, waiting = engine.generate(rows, seeds, settings), {}, list(range(20))
+    with engine.serving() as requests:
+        while waiting or requests.under_way:
+            for _ in range(min(3, len(waiting))):
+                number = waiting.pop()
+                requests.add(number, rows[number], seeds[number], settings)
+            answers |= requests.step()
+    assert [answers[number].response_ids for number in range(20)] == together.response_ids
+    assert [answers[number].finish_reason for number in range(20)] == together.finish_reasons
+    assert largest_difference([answers[number].log_probs for number in range(20)], together.log_probs) <= 1e-5
+
+
+def test_abandoned_requests_leave_nothing_to_the_next_call(engine):
+    with engine.serving() as requests:
+        requests.add(0, [5, 6, 7], 0, sampling(max_tokens=40))
+        requests.step()
+    assert engine.generate([[5, 6]], [1], sampling()) == engine.generate([[5, 6]], [1], sampling())
+
+
+def test_requests_stop_when_the_caller_wants(engine):
+    stop = []
+    with engine.serving(lambda: bool(stop)) as requests:
+        requests.add(0, [5, 6, 7], 0, sampling(max_tokens=40))
+        requests.step()
+        stop.append(1)
+        with pytest.raises(Stopped):
+            requests.step()
 
 
 def test_rows_with_equal_prompts_and_different_seeds_differ(engine):

@@ -29,10 +29,25 @@ def answer_of_rank(rank, folder, world_size, tensor_parallel_size):
     rows = prompts(6)[: 6 - rank // tensor_parallel_size]
     answer = engine.generate(rows, list(range(len(rows))), sampling(max_tokens=6))
     difference = difference_from_naive(model, rows, answer)
+    with engine.serving() as requests:
+        if requests.leads:
+            check_served(requests, rows, answer.response_ids)
+        else:
+            requests.follow()
     engine.shutdown()
     total = torch.ones(1)
     dist.all_reduce(total)
     return answer.response_ids, difference, total.item()
+
+
+def check_served(requests, rows, response_ids):
+    served, waiting = {}, list(range(len(rows)))
+    while waiting or requests.under_way:
+        if waiting:
+            number = waiting.pop()
+            requests.add(number, rows[number], number, sampling(max_tokens=6))
+        served |= requests.step()
+    assert [served[number].response_ids for number in range(len(rows))] == response_ids
 
 
 def trained_beside(folder, world_size):

@@ -53,6 +53,21 @@ def test_greedy_vllm_and_greedy_transformers_agree_token_for_token(vllm_engine, 
     assert largest_difference(left.log_probs, right.log_probs) <= 1e-5
 
 
+def test_prompts_that_do_not_fit_into_one_batch_are_answered_as_alone(vllm_engine):
+    long, short = [[3 + place % 200 for place in range(150)]] * 6, [[5, 6, 7]] * 3
+    rows, seeds = [*short, *[[number, *row] for number, row in enumerate(long, 3)], *short], list(range(12))
+    with vllm_engine.serving() as requests:
+        for number, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
+            requests.add(number, row, seed, sampling(max_tokens=8))
+        answers = {}
+        while requests.under_way:
+            answers |= requests.step()
+    alone = [
+        vllm_engine.generate([row], [seed], sampling(max_tokens=8)).response_ids[0] for row, seed in zip(rows, seeds, strict=True)
+    ]
+    assert [answers[number].response_ids for number in range(12)] == alone
+
+
 def test_a_cached_prefix_of_the_old_weights_is_never_used_with_the_new(vllm_engine, other_folder):
     long_prompt = [3 + place % 200 for place in range(150)]
     greedy = sampling(do_sample=False, max_tokens=8)

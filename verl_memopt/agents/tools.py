@@ -149,3 +149,62 @@ def address_of(tool: Tool) -> str:
     place = f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
     owner = f"{type(tool.__self__).__name__}." if inspect.ismethod(tool) else ""
     return f"{place}{owner}{getattr(tool, '__name__', tool)}"
+
+
+PICKLED = {"environment": "environments.pkl", "tools": "tools.pkl"}
+"""Section of ``rollout.agent`` -> file in a run's folder ``inputs/`` with the objects of Python."""
+
+
+def agent_settings(tools: Any, environment_factory: Any, inputs: Path) -> dict[str, Any]:
+    """Return the settings of tools and environments that a call from Python gives, by key, and write objects into ``inputs``.
+
+    Args:
+        tools: Functions, or names of functions in files (``"file.py:function"``). None = there are none.
+        environment_factory: A class or a function that makes an environment, or its name in a file, or a dict of these.
+        inputs: Folder of a run for inputs from Python.
+
+    Raises:
+        AgentError: An entry is neither a function nor a class, or cannot be sent to another process.
+    """
+    functions = _with_names(tools)
+    environments = environment_factory
+    if environments is not None and not isinstance(environments, Mapping):
+        environments = {None: environments}
+    return {
+        **_section("tools", "tools", functions, inputs),
+        **_section("environment", "environment_factory", environments or {}, inputs),
+    }
+
+
+def _with_names(tools: Any) -> dict[Any, Any]:
+    if tools is None:
+        return {}
+    listed = list(tools) if isinstance(tools, list | tuple) else [tools]
+    return {tool if isinstance(tool, str) else getattr(tool, "__name__", str(tool)): tool for tool in listed}
+
+
+def _section(section: str, argument: str, given: Mapping[Any, Any], inputs: Path) -> dict[str, Any]:
+    if not given:
+        return {}
+    key = f"actor_rollout_ref.rollout.agent.{section}"
+    files = {name: str(entry).partition(".py:") for name, entry in given.items() if isinstance(entry, str | Path)}
+    if files:
+        paths = {f"{file}.py" for file, _, _ in files.values()}
+        if len(files) < len(given) or len(paths) > 1 or not all(own for _, _, own in files.values()):
+            raise AgentError(f"{argument}: name everything in one file as file.py:name, or give objects of Python.")
+        names: dict[Any, str] = {name: own for name, (_, _, own) in files.items()}
+        (path,) = paths
+    else:
+        for name, entry in given.items():
+            if not callable(entry):
+                raise AgentError(f"{argument}: {name or entry!r} is neither a class nor a function. Give one of these.")
+        names = {name: ONLY if name is None else str(name) for name in given}
+        path = str(inputs / PICKLED[section])
+        save_objects({names[name]: entry for name, entry in given.items()}, Path(path), argument)
+    if section == "tools":
+        return {f"{key}.path": path, f"{key}.name": list(names.values())}
+    return {f"{key}.path": path, f"{key}.name": names.get(None, names)}
+
+
+ONLY = "environment"
+"""Name of the only environment in its file."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from verl_memopt.algorithms.records import PolicyLoss
+from verl_memopt.config.agent_settings import SINGLE_TURN, Agent, MultiTurn
 from verl_memopt.memory.activation_checkpointing import ActivationCheckpointing
 from verl_memopt.memory.activation_offload import ActivationOffloadSettings
 from verl_memopt.memory.bucketed_adamw import BucketedAdamWSettings
@@ -550,6 +551,18 @@ class Rollout(LogProbBudget, RolloutMemory, SharedWeights, WeightBuckets):
     """Further arguments of the engine."""
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
     """Sampling in validation."""
+    multi_turn: MultiTurn = field(default_factory=MultiTurn)
+    """Conversations of several turns."""
+    agent: Agent = field(default_factory=Agent)
+    """Tools, environments and agent loops."""
+
+    @property
+    def converses(self) -> bool:
+        """Prompts are answered by conversations of several turns."""
+        agent, multi_turn = self.agent, self.multi_turn
+        files = (multi_turn.tool_config_path, multi_turn.function_tool_path, agent.environment.path, agent.tools.path)
+        given = any(path is not None for path in files) or self.agent.default_agent_loop != SINGLE_TURN
+        return given if self.multi_turn.enable is None else self.multi_turn.enable
 
     @property
     def scoring_temperature(self) -> float:

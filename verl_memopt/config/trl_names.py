@@ -324,6 +324,13 @@ def scheduled(name: str, key: str) -> Spelling:
     return Spelling((name,), keys, lambda name, trl, values: {key: trl[name], SCHEDULE_STEPS: "updates"}, _SCHEDULE)
 
 
+_TURNS = f"{_ROLLOUT}.multi_turn.max_assistant_turns"
+
+
+def turns(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    return {_TURNS: None if trl[name] is None else _count(name, trl) + 1}
+
+
 _NORMALIZE = "algorithm.normalize_advantages"
 _GROUPS = "all responses to a prompt are in the same optimizer step"
 SAVE, TEST = "trainer.save_freq", "trainer.test_freq"
@@ -359,6 +366,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     ),
     same("logging_steps", "trainer.table_every_steps", note="every step is logged; this is the interval of the console's table"),
     same("max_completion_length", "data.max_response_length"),
+    Spelling(("max_tool_calling_iterations",), (_TURNS,), turns, "TRL counts the turns whose calls are run"),
     same(
         "response_length", "data.max_response_length",
         note=f"the older trainer generated on after the end of a response; set {_ROLLOUT}.ignore_eos=true for that",

@@ -50,7 +50,6 @@ _COMPILED = "actor_rollout_ref.actor.use_torch_compile decides whether models ar
 _CHUNKED = "actor_rollout_ref.model.logprob_chunk_tokens limits the memory of logits"
 _TWO_ENGINES = "the engines are vllm and hf. Use actor_rollout_ref.rollout.engine_kwargs.vllm"
 _NOT_HERE = "this feature of verl does not exist here. Remove the key"
-_ONE_TURN = "a response is a single turn, and no tools are run."
 _PACKED = "rows are always packed, so no pad token is computed"
 _USE_TENSOR_PARALLEL = "Use actor_rollout_ref.rollout.tensor_model_parallel_size"
 _TENSOR_PARALLEL = f"an engine is split only by tensor parallelism. {_USE_TENSOR_PARALLEL}"
@@ -124,6 +123,18 @@ _CRITIC_KEYS = {
 
 _PROFILER = {"profiler.*": NoEffect(ANY, _PHASE_TABLE)}
 
+_MULTI_TURN = {
+    "multi_turn.interaction_config_path": NoEffect((), "write the user's side as an environment. Remove the key"),
+    "multi_turn.use_inference_chat_template": NoEffect(
+        EITHER, "the model always reads what the chat template writes, and learns the tokens that it sampled. Remove the key"
+    ),
+    "multi_turn.tokenization_sanity_check_mode": NoEffect(
+        ("disable", "strict", "ignore_strippable"), "sampled tokens are never encoded again. Remove the key"
+    ),
+    "multi_turn.num_repeat_rollouts": NoEffect((), "rollout.n is the number of conversations of a prompt. Remove the key"),
+    "multi_turn.completion_callback": NoEffect((), "it has no effect in verl either. Remove the key"),
+}
+
 _ROLLOUT_KEYS = {
     "data_parallel_size": NoEffect((1,), f"each tensor-parallel group is a separate engine already. {_USE_TENSOR_PARALLEL}"),
     "enable_sleep_mode": NoEffect(
@@ -131,7 +142,7 @@ _ROLLOUT_KEYS = {
     ),
     "layered_summon": NoEffect(EITHER, "weights are always sent to the engine tensor by tensor, also with LoRA"),
     "checkpoint_engine.backend": NoEffect(("naive",), "trainer and engine share a process. Remove the key"),
-    **_absent("multi_turn.enable"),
+    **_MULTI_TURN,
     **_absent("prometheus.enable"),
     "trace.backend": NoEffect((), _NOT_HERE),
     "trace.*": NoEffect(ANY, _NOT_HERE),
@@ -144,12 +155,10 @@ _ROLLOUT_KEYS = {
     "enable_rollout_routing_replay": NoEffect((False,), _NOT_HERE),
     "multi_stage_wake_up": NoEffect(ANY, "the engine always wakes up its weights before its KV cache. Remove the key"),
     "skip_tokenizer_init": NoEffect(ANY, "the engine always gets token ids. Remove the key"),
-    "agent.default_agent_loop": NoEffect(("single_turn_agent",), f"{_ONE_TURN} Set it to single_turn_agent"),
     **dict.fromkeys(
-        ("agent.agent_loop_config_path", "agent.custom_async_server.path", "agent.custom_async_server.name"),
-        NoEffect((), f"{_ONE_TURN} Remove the key"),
+        ("agent.custom_async_server.path", "agent.custom_async_server.name"),
+        NoEffect((), "the engine runs in the worker's process, so there is no server. Remove the key"),
     ),
-    "agent.*": NoEffect(ANY, "one call to the engine has all prompts, so there are no agent workers that send requests"),
     **dict.fromkeys(("engine_kwargs.sglang.*", "engine_kwargs.trtllm.*"), NoEffect(({},), _TWO_ENGINES)),
 }
 
@@ -160,8 +169,11 @@ _DATA = {
     "video_key": NoEffect(("videos",), _TEXT_ONLY),
     "image_patch_size": NoEffect((14,), _TEXT_ONLY),
     "return_multi_modal_inputs": NoEffect(EITHER, _TEXT_ONLY),
-    **dict.fromkeys(("tool_config_path", "function_tool_path"), NoEffect((), f"{_ONE_TURN} Remove the key")),
-    "need_tools_kwargs": NoEffect((False,), f"{_ONE_TURN} Remove the key"),
+    **{
+        name: NoEffect((), f"tools belong to the rollout. Use {_AR}.rollout.multi_turn.{name}")
+        for name in ("tool_config_path", "function_tool_path")
+    },
+    "need_tools_kwargs": NoEffect(EITHER, "rows without tools_kwargs are never refused. Remove the key"),
     "enable_thinking_default": NoEffect(
         ("none",), "for rows without the column, the chat template's own default applies. Set data.apply_chat_template_kwargs"
     ),
@@ -478,7 +490,6 @@ _ROWS: tuple[tuple[str, tuple[Any, ...] | None, str], ...] = (
     ("log_completions_hub_repo", (), "nothing is sent to the hub. Remove the key"),
     ("use_liger_kernel", EITHER, "this package computes head and loss with its own code"),
     ("torch_empty_cache_steps", ANY, "freed memory is given back to the device between phases that need it"),
-    ("max_tool_calling_iterations", (), "there are no tool calls in rollouts. Remove the key"),
     ("fp16 fp16_full_eval", (False,),
      f"float16 needs loss scaling, which is not available. Use {_ACTOR}.fsdp_config.dtype=bfloat16"),
     ("bf16_full_eval tf32", EITHER, f"validation generates with {_ROLLOUT}.dtype, and fp32 matrices are multiplied in fp32"),

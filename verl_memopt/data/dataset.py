@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from typing import Any, Protocol, TypeVar
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from verl_memopt.config import schema
 from verl_memopt.data.encoder import RENDER_ERRORS, Spans, decode, overlong, special_tokens_of, tokenize
-from verl_memopt.data.messages import Messages, read_messages, refuse_media_and_agents, render, template_arguments
+from verl_memopt.data.messages import Messages, read_messages, refuse_agents, refuse_media, render, template_arguments
 from verl_memopt.data.plugin import load_from_file, refuse_verls_arguments, users_code
 from verl_memopt.data.sources import RawRow, read_source, still_reading
 from verl_memopt.errors import DataError
@@ -27,6 +27,8 @@ VERL_COLUMNS = ("reward_model", "extra_info")
 """Columns of verl's schema whose contents reach a reward function by themselves: the ground truth, and the extra info."""
 VALIDATION_SET = "validation_set"
 """Entry of a held-out row's ``extra_info`` that names its set. Validation metrics are grouped by set, else by data source."""
+ENVIRONMENT_COLUMN = "environment"
+"""Column with the name of a row's environment, as in TRL."""
 MANY_COLUMNS = 8
 MOST_ROWS = 10_000_000
 """Most rows of a user's dataset class whose rows are all read at the start."""
@@ -58,6 +60,11 @@ class PromptRow:
     messages: Messages | None = None
     """The messages from :func:`read_messages`, if the prompt is a conversation. A reward model renders them with its own
     template."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template for this row, such as the schemas of its tools, if rows become conversations of
+    several turns."""
+    environment: str | None = None
+    """Name of the environment of a conversation. None = the only one."""
     ids: tuple[int, ...] | None = None
     """The prompt's token ids, if the file has ids instead of text. They are used unchanged."""
     response: tuple[int, ...] = ()
@@ -83,6 +90,7 @@ class PromptReader:
         by_rules: Built-in rules score the answers, so each row needs a data source and a ground truth. Otherwise both may be
             missing, and all columns of the row reach the reward function in ``extra_info``.
         streams: Each call reads a few rows of a stream. Each kind of log message then appears only once.
+        converses: Prompts are answered by conversations with tools. All columns of a row then reach its environment.
     """
 
     def __init__(
@@ -93,9 +101,10 @@ class PromptReader:
         prepare: Prepare | None = None,
         by_rules: bool = True,
         streams: bool = False,
+        converses: bool = False,
     ) -> None:
         self._data, self._tokenizer, self._split, self._prepare = data, tokenizer, split, prepare
-        self._by_rules, self._streams = by_rules, streams
+        self._by_rules, self._streams, self._converses = by_rules, streams, converses
         self._special = special_tokens_of(tokenizer)
         self._special_counts: list[tuple[str, int]] = []
         self._said = set[str]()
@@ -120,12 +129,17 @@ class PromptReader:
             self._said.add(kind)
 
     def _row(self, address: str, columns: dict[str, Any]) -> PromptRow:
-        refuse_media_and_agents(address, columns)
+        refuse_media(address, columns)
+        if not self._converses:
+            refuse_agents(address, columns)
         source = self._optional(address, columns, self._data.reward_fn_key, "Set data.reward_fn_key, or add it", DEFAULT_SOURCE)
         if not isinstance(source, str):
             raise DataError(f"{address}: {self._data.reward_fn_key} must be a string, but it is {source!r}. Correct the row.")
         prompt = _column(address, columns, self._data.prompt_key, "Set data.prompt_key, or add it")
         ids = _token_ids(address, prompt)
+        if self._converses and isinstance(prompt, str):
+            # A conversation needs messages, as in TRL.
+            prompt = [{"role": "user", "content": prompt}]
         is_text, messages = isinstance(prompt, str), None
         plain: Spans = ()
         if ids:
@@ -142,9 +156,10 @@ class PromptReader:
             raise DataError(f"{address}: extra_info must be an object, but it is {extra!r:.200}. Correct the row.")
         others = (
             {}
-            if self._by_rules
+            if self._by_rules and not self._converses
             else {name: columns[name] for name in columns if name not in (self._data.prompt_key, *VERL_COLUMNS)}
         )
+        template = template_arguments(address, columns, self._data, self._tokenizer) if self._converses and messages else {}
         return PromptRow(
             index=-1,
             text=text,
@@ -156,6 +171,8 @@ class PromptReader:
             is_text=is_text,
             messages=messages,
             ids=ids,
+            template=template,
+            environment=others.get(ENVIRONMENT_COLUMN),
         )
 
     def _optional(self, address: str, columns: dict[str, Any], name: str, remedy: str, default: Any) -> Any:
@@ -228,7 +245,7 @@ class PromptDataset(list[PromptRow]):
     Args:
         files: As in :func:`verl_memopt.data.sources.read_source`.
         data: The ``data`` section of the settings.
-        tokenizer: As in :class:`PromptReader`. So are ``prepare`` and ``by_rules``.
+        tokenizer: As in :class:`PromptReader`. So are ``prepare``, ``by_rules`` and ``converses``.
         split: ``train`` or ``val``. It selects ``{split}_max_samples`` and the keys that errors name.
 
     Raises:
@@ -236,16 +253,25 @@ class PromptDataset(list[PromptRow]):
     """
 
     def __init__(
-        self, files: Any, data: schema.Data, tokenizer: Any, split: str, prepare: Prepare | None = None, by_rules: bool = True
+        self,
+        files: Any,
+        data: schema.Data,
+        tokenizer: Any,
+        split: str,
+        prepare: Prepare | None = None,
+        by_rules: bool = True,
+        converses: bool = False,
     ) -> None:
         self._split = split
         chosen = chosen_rows(read_source(files, split, f"data.{split}_files"), data, split)
-        rows = PromptReader(data, tokenizer, split, prepare, by_rules).read(chosen)
+        rows = PromptReader(data, tokenizer, split, prepare, by_rules, converses=converses).read(chosen)
         # Number the rows after long prompts were dropped. The number seeds the samples, and must be the position in this list.
         super().__init__(replace(row, index=index) for index, row in enumerate(rows))
 
 
-def build_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str, by_rules: bool = True) -> PromptDataset | CustomRows:
+def build_dataset(
+    files: Any, data: schema.Data, tokenizer: Any, split: str, by_rules: bool = True, converses: bool = False
+) -> PromptDataset | CustomRows:
     """Build the dataset of a split: a :class:`PromptDataset`, or the class that ``data.custom_cls`` names.
 
     Arguments are those of :class:`PromptDataset`.
@@ -254,7 +280,7 @@ def build_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str, by_
         DataError: The user's class cannot be loaded or is not a dataset, or its rows are wrong (see :class:`CustomRows`).
     """
     if data.custom_cls.path is None:
-        return PromptDataset(files, data, tokenizer, split, by_rules=by_rules)
+        return PromptDataset(files, data, tokenizer, split, by_rules=by_rules, converses=converses)
     dataset, address = custom_dataset(files, data, tokenizer, split)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         instead = "set data.val_files=null" if split == "val" else "set data.streaming=true for a class with __iter__"

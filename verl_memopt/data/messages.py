@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl_memopt.config import schema
+from verl_memopt.config.agent_settings import SINGLE_TURN
 from verl_memopt.data.encoder import RENDER_ERRORS, Spans, SpecialTokens
 from verl_memopt.errors import DataError
 
@@ -17,8 +18,7 @@ MEDIA_COLUMNS = ("images", "image", "videos", "audios")
 MEDIA_PARTS = ("image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
 KWARGS_COLUMN = "chat_template_kwargs"
 """Column with further arguments of the chat template for a row, as in TRL."""
-SINGLE_TURN = "single_turn_agent"
-"""verl's name for what this project does: one prompt, one answer."""
+_ENABLE = "actor_rollout_ref.rollout.multi_turn.enable=true"
 
 _READS_NULL = re.compile(r"content['\"\]]*\s*(==|!=|is not|is)\s+none")
 """Finds chat templates that distinguish a message without content from one with empty content."""
@@ -122,15 +122,18 @@ def _parsed(value: Any) -> Any:
         return value
 
 
-def refuse_media_and_agents(address: str, columns: Mapping[str, Any]) -> None:
+def refuse_media(address: str, columns: Mapping[str, Any]) -> None:
     for name in MEDIA_COLUMNS:
         if _holds_something(columns.get(name)):
             raise DataError(f"{address}: the column {name!r} contains media, but only text is supported. Remove the column.")
+
+
+def refuse_agents(address: str, columns: Mapping[str, Any]) -> None:
     agent = columns.get("agent_name")
     if agent not in (None, "", SINGLE_TURN):
         raise DataError(
-            f"{address}: agent_name={agent!r:.100}: a prompt is answered in one turn, and no tool is run. Remove the column, or "
-            f"set it to {SINGLE_TURN}, if one answer to the prompt is the task."
+            f"{address}: agent_name={agent!r:.100}: the run has no tools. Set {_ENABLE} and name the tools, or set the column to "
+            f"{SINGLE_TURN}, if one answer to the prompt is the task."
         )
     extra = columns.get("extra_info")
     places = (("", columns), ("extra_info.", extra if isinstance(extra, Mapping) else {}))
@@ -138,8 +141,8 @@ def refuse_media_and_agents(address: str, columns: Mapping[str, Any]) -> None:
         for name in ("need_tools_kwargs", "interaction_kwargs"):
             if _holds_something(values.get(name)):
                 raise DataError(
-                    f"{address}: {where}{name}: the row asks for tools or further turns, but a prompt is answered in one turn. "
-                    f"Remove {name}, if one answer to the prompt is the task."
+                    f"{address}: {where}{name}: the row asks for tools or further turns, but the run has none. Set {_ENABLE} and "
+                    f"name the tools, or remove {name}, if one answer to the prompt is the task."
                 )
 
 

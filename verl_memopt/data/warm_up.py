@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 
 from verl_memopt.data.encoder import tokenize
 
@@ -82,6 +85,54 @@ def greedy_accuracy(folder: Path, problems: Sequence[tuple[str, str]]) -> float:
             chosen = model(sequences, logits_to_keep=1).logits[:, -1].argmax(dim=-1, keepdim=True)
             sequences = torch.cat([sequences, chosen], dim=1)
     return (sequences[:, prompts.shape[1] :] == answers).all(dim=1).double().mean().item()
+
+
+# Lessons of unequal length, for tasks whose answers have several parts.
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One worked example."""
+
+    prompt: list[int]
+    """Token ids that the model reads."""
+    answer: list[int]
+    """Token ids that the model learns to write after the prompt."""
+    read: tuple[tuple[int, int], ...] = ()
+    """Parts of the answer, each as (first, after the last), that the model reads and does not learn, such as a tool's result."""
+
+
+IGNORED = -100
+"""Label of a token that is not learned, as in torch's cross entropy."""
+
+
+def warm_up_on_lessons(folder: Path, lessons: Sequence[Lesson], recipe: Descent, seed: int) -> float:
+    """Train the model in ``folder`` on random ``lessons``, save it in place, and return the last loss in nats per answer token.
+
+    The same seed gives the same weights.
+    """
+    model, _ = load_model(folder)
+
+    def loss_of(draw: torch.Generator) -> Tensor:
+        drawn = torch.randint(len(lessons), (recipe.batch_size,), generator=draw)
+        return lesson_loss(model, [lessons[place] for place in drawn])
+
+    loss = descend(model, loss_of, recipe, seed)
+    model.save_pretrained(folder)
+    return loss
+
+
+def lesson_loss(model: Any, lessons: Sequence[Lesson]) -> Tensor:
+    """Return the mean cross entropy over the answer tokens of some lessons, a scalar."""
+    ids = [torch.tensor(lesson.prompt + lesson.answer) for lesson in lessons]
+    labels = [torch.tensor([IGNORED] * len(lesson.prompt) + lesson.answer) for lesson in lessons]
+    for label, lesson in zip(labels, lessons, strict=True):
+        for first, end in lesson.read:
+            label[len(lesson.prompt) + first : len(lesson.prompt) + end] = IGNORED
+    # In a causal model, padding on the right has no influence on the tokens before it, so no mask is needed.
+    padded, targets = pad_sequence(ids, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=IGNORED)
+    logits = model(padded[:, :-1]).logits  # [B, T - 1, V]
+    return cross_entropy(logits.flatten(0, 1).float(), targets[:, 1:].flatten(), ignore_index=IGNORED)
 
 
 def load_model(folder: Path) -> tuple[Any, Any]:

@@ -132,8 +132,10 @@ what is the result, think and then answer, the user asks and the assistant answe
 """
 
 
-def build_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
-    """Build a fast tokenizer of at most ``vocab_size`` tokens: 3 special tokens, 256 bytes and merges of short English words.
+def build_tokenizer(
+    vocab_size: int = 320, merge_text: str = _MERGE_TEXT, chat_template: str = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
+    """Build a fast tokenizer of at most ``vocab_size`` tokens: 3 special tokens, 256 bytes and merges of frequent strings.
 
     Decoding the encoding of a text gives the same text. Each digit is a separate token. The eos token ends a turn, and the pad
     token is the end of text. The text has merges for only a few hundred tokens, so there may be fewer than ``vocab_size``.
@@ -156,7 +158,7 @@ def build_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([_MERGE_TEXT], trainer)
+    tokenizer.train_from_iterator([merge_text], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=TURN_END,
@@ -166,5 +168,5 @@ def build_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
     )

@@ -15,7 +15,7 @@ from typing import Any
 from verl_memopt.errors import ConfigError, DataError
 from verl_memopt.observe.files import json_line, read_rows, replace_text
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of a dump row. A reader refuses an unknown version."""
 
 
@@ -47,6 +47,13 @@ class Sample:
     """The reward function failed, and ``score`` is the fallback score."""
     messages: list[dict[str, str]] | None = None
     """The prompt as messages, which a reward model renders with its own chat template. None = the prompt is plain text."""
+    turns: Sequence[Mapping[str, Any]] | None = None
+    """The turns of a conversation: the model reads the first ``kept`` tokens of what the turn before had, then ``new_ids``, and
+    samples ``sampled`` tokens, which ``response_ids`` has one turn after another. None = the response is a single turn."""
+    conversation: list[dict[str, Any]] | None = None
+    """All messages of a conversation. None = a single turn."""
+    ended: str | None = None
+    """Why a conversation ended, with the reason if its environment failed. None = a single turn."""
     address: str = field(default="", compare=False)
     """File and row, counted from 1, from which the sample was read."""
 

@@ -125,8 +125,14 @@ def _trl_arguments(rows: Sequence[Row]) -> dict[str, Any]:
     # As in TRL, a completion is a list of messages if its prompt is a list of messages.
     extras = [extra for *_, extra in rows]
     answers = [answer for _, answer, _, _ in rows]
-    chats = [[{"role": "assistant", "content": text}] for text in answers]
+    # A conversation of several turns has its own messages.
+    chats = [
+        extra.get("completion") or [{"role": "assistant", "content": text}] for text, extra in zip(answers, extras, strict=True)
+    ]
     columns = {name: [extra.get(name) for extra in extras] for name in dict.fromkeys(name for extra in extras for name in extra)}
+    for name in ("completion", "messages", "num_turns"):
+        if "completion" in extras[0]:
+            columns.pop(name, None)
     prompts = columns.pop("prompt")
     states: list[Any] = columns.pop("trainer_state")
     completions = [text if isinstance(prompt, str) else chat for prompt, text, chat in zip(prompts, answers, chats, strict=True)]

@@ -9,7 +9,7 @@ import pkgutil
 import random
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -39,6 +39,51 @@ class Generation:
     """stop = an end-of-sequence token, stop token or stop text ended the row; length = ``max_tokens`` was reached."""
     cached_tokens: int = 0
     """Prompt tokens that were not computed, because their keys and values were in the prefix cache."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """The response to one request."""
+
+    response_ids: list[int]
+    """Token ids, at most ``max_tokens``, including the end-of-sequence token if it was generated."""
+    log_probs: list[float] | None
+    """fp32 log-probs of those tokens. None = not requested."""
+    finish_reason: str
+    """As in :class:`Generation`."""
+    cached_tokens: int = 0
+    """Prompt tokens whose keys and values were in the prefix cache."""
+
+
+class Requests(Protocol):
+    """Requests that an engine serves while others are added, for conversations of several turns."""
+
+    def add(self, number: int, prompt_ids: list[int], seed: int, sampling: SamplingSettings) -> None:
+        """Begin a request. ``number`` is the caller's; no request under way has it.
+
+        Raises:
+            RolloutError: The prompt is empty, or leaves no room for ``max_tokens``.
+        """
+
+    def step(self) -> dict[int, Output]:
+        """Generate further tokens for the requests under way, and return the requests that are complete.
+
+        An engine that cannot serve requests one by one completes all requests under way.
+
+        Raises:
+            Stopped: ``stopped`` of :meth:`RolloutEngine.serving` returned True.
+        """
+
+    @property
+    def under_way(self) -> int:
+        """Number of requests that are not complete."""
+
+    @property
+    def leads(self) -> bool:
+        """True on the rank that adds requests. Other ranks of the same engine call :meth:`follow` instead."""
+
+    def follow(self) -> None:
+        """Make the steps of the leading rank until its context ends."""
 
 
 Finished = Callable[[int, list[int]], None]
@@ -88,6 +133,15 @@ class RolloutEngine(Protocol):
         Raises:
             RolloutError: The engine is asleep, or its weights are incomplete.
             Stopped: ``stopped`` returned True.
+        """
+
+    def serving(self, stopped: Callable[[], bool] = never) -> AbstractContextManager[Requests]:
+        """Serve requests that arrive one by one. At the end of the context, requests under way are abandoned.
+
+        A response depends only on the prompt, seed and sampling settings of its request, and on the weights.
+
+        Raises:
+            RolloutError: The engine is asleep, or its weights are incomplete.
         """
 
     def load_weights(self, weights: Weights) -> None:

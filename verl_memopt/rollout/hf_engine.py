@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +29,8 @@ from verl_memopt.rollout.engine import (
     EngineState,
     Finished,
     Generation,
+    Output,
+    Requests,
     SamplingSettings,
     WeightComparison,
     check_rows,
@@ -57,7 +60,7 @@ class HfEngine:
         _check_settings(rollout, place)
         self._place = place
         self._chunk = rollout.max_num_seqs
-        self._longest = max_model_len(rollout)
+        self.longest = max_model_len(rollout)
         self._processed = rollout.logprobs_mode == "processed_logprobs"
         self._dtype = dtype_of(rollout.dtype, f"{KEY}.dtype")
         with random_state_kept(place.device):
@@ -78,7 +81,7 @@ class HfEngine:
         finished: Finished = ignore_row,
     ) -> Generation:
         self._state.check_ready()
-        check_rows(prompt_ids, seeds, sampling.max_tokens, self._longest)
+        check_rows(prompt_ids, seeds, sampling.max_tokens, self.longest)
         ids: list[list[int]] = []
         log_probs: list[list[float]] = []
         reasons: list[str] = []
@@ -92,6 +95,11 @@ class HfEngine:
             log_probs += chunk_log_probs
             reasons += ["stop" if has_stopped else "length" for has_stopped in ended]
         return Generation(ids, log_probs if sampling.log_probs else None, reasons)
+
+    @contextmanager
+    def serving(self, stopped: Callable[[], bool] = never) -> Iterator[Requests]:
+        self._state.check_ready()
+        yield _HfRequests(self, stopped)
 
     def load_weights(self, weights: Weights) -> None:
         with self._state.loading(), torch.no_grad():
@@ -225,6 +233,45 @@ class HfEngine:
 
         folder, remote = self._place.tokenizer_folder, self._place.trust_remote_code
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
+
+
+class _HfRequests:
+    """Requests of :meth:`HfEngine.serving`. A step completes all requests that have arrived, together."""
+
+    def __init__(self, engine: HfEngine, stopped: Callable[[], bool]) -> None:
+        self._engine, self._stopped = engine, stopped
+        self._waiting: dict[int, tuple[list[int], int, SamplingSettings]] = {}
+
+    def add(self, number: int, prompt_ids: list[int], seed: int, sampling: SamplingSettings) -> None:
+        check_rows([prompt_ids], [seed], sampling.max_tokens, self._engine.longest)
+        self._waiting[number] = prompt_ids, seed, sampling
+
+    def step(self) -> dict[int, Output]:
+        if self._stopped():
+            raise Stopped
+        complete: dict[int, Output] = {}
+        # Requests with equal settings are generated in one call. The largest number of tokens may differ from turn to turn.
+        for sampling in dict.fromkeys(sampling for _, _, sampling in self._waiting.values()):
+            rows = {number: row for number, row in self._waiting.items() if row[2] == sampling}
+            made = self._engine.generate(
+                [row[0] for row in rows.values()], [row[1] for row in rows.values()], sampling, self._stopped
+            )
+            for place, number in enumerate(rows):
+                log_probs = None if made.log_probs is None else made.log_probs[place]
+                complete[number] = Output(made.response_ids[place], log_probs, made.finish_reasons[place])
+        self._waiting.clear()
+        return complete
+
+    @property
+    def under_way(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def leads(self) -> bool:
+        return True
+
+    def follow(self) -> None:
+        raise AssertionError("this engine has one rank")
 
 
 class StopTexts:

@@ -35,6 +35,8 @@ from verl_memopt.rollout.engine import (
     EngineState,
     Finished,
     Generation,
+    Output,
+    Requests,
     SamplingSettings,
     WeightComparison,
     check_rows,
@@ -147,6 +149,21 @@ class VllmEngine:
             finish_reasons=[answer.finish_reason for answer in answers],
             cached_tokens=sum(output.num_cached_tokens or 0 for output in outputs),
         )
+
+    @contextmanager
+    def serving(self, stopped: Callable[[], bool] = never) -> Iterator[Requests]:
+        self._state.check_ready()
+        engine = self._llm.llm_engine
+        # vLLM seeds the generators of this process, and training must not depend on the length of a rollout.
+        with random_state_kept(self._place.device):
+            requests = _VllmRequests(self._place, self._llm, self._longest, self._parameters, self._adapter, stopped)
+            try:
+                yield requests
+            finally:
+                requests.end()
+                # Requests that are not aborted would continue in the next call.
+                engine.abort_request(list(engine.output_processor.request_states), internal=True)
+                self._finish_started_batches()
 
     @contextmanager
     def _watched(self, stopped: Callable[[], bool], finished: Finished) -> Iterator[None]:
@@ -399,6 +416,87 @@ class VllmEngine:
 
         arguments = sampling_arguments(sampling, seed, self._place.eos_token_ids)
         return SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+Added = list[tuple[int, list[int], int, SamplingSettings]]
+
+
+class _VllmRequests:
+    """Requests of :meth:`VllmEngine.serving`.
+
+    With tensor parallelism all ranks of an engine must schedule the same batches. So the first rank sends the others its new
+    requests before each step, and they make the same calls until it ends.
+    """
+
+    def __init__(
+        self,
+        place: EnginePlace,
+        llm: Any,
+        longest: int,
+        parameters: Callable[[SamplingSettings, int], Any],
+        adapter: Any,
+        stopped: Callable[[], bool],
+    ) -> None:
+        self._engine, self._longest, self._parameters, self._adapter = llm.llm_engine, longest, parameters, adapter
+        self._stopped, self._with_log_probs = stopped, dict[int, bool]()
+        self._new: Added = []
+        self._group: Any = None
+        if place.tensor_parallel_size > 1:
+            from vllm.distributed.parallel_state import get_tp_group
+
+            self._group = get_tp_group()
+
+    @property
+    def leads(self) -> bool:
+        return self._group is None or self._group.rank_in_group == 0
+
+    def add(self, number: int, prompt_ids: list[int], seed: int, sampling: SamplingSettings) -> None:
+        check_rows([prompt_ids], [seed], sampling.max_tokens, self._longest)
+        assert number not in self._with_log_probs, number
+        self._with_log_probs[number] = sampling.log_probs
+        self._new.append((number, prompt_ids, seed, sampling))
+
+    def step(self) -> dict[int, Output]:
+        if self._stopped():
+            raise Stopped
+        self._shared(self._new)
+        added, self._new = self._new, []
+        return self._stepped(added) if self._with_log_probs else {}
+
+    def follow(self) -> None:
+        while (added := self._shared(None)) is not None:
+            self._with_log_probs |= {number: sampling.log_probs for number, *_, sampling in added}
+            if self._with_log_probs:
+                self._stepped(added)
+
+    def end(self) -> None:
+        if self.leads:
+            self._shared(None)
+
+    @property
+    def under_way(self) -> int:
+        return len(self._with_log_probs)
+
+    def _shared(self, added: Added | None) -> Added | None:
+        # What the first rank passed. None = it has ended.
+        if self._group is None:
+            return added
+        sent: Added | None = self._group.broadcast_object(added, src=0)
+        return sent
+
+    def _stepped(self, added: Added) -> dict[int, Output]:
+        for number, prompt_ids, seed, sampling in added:
+            parameters = self._parameters(sampling, seed)
+            (prompt,) = self._engine.renderer.render_cmpl([{"prompt_token_ids": prompt_ids}])
+            self._engine.add_request(str(number), prompt, parameters, lora_request=self._adapter)
+        complete = {}
+        for output in self._engine.step():
+            if output.finished:
+                number, answer = int(output.request_id), output.outputs[0]
+                log_probs = _log_probs(answer) if self._with_log_probs.pop(number) else None
+                cached = output.num_cached_tokens or 0
+                complete[number] = Output(list(answer.token_ids), log_probs, answer.finish_reason, cached)
+        return complete
 
 
 @contextmanager

@@ -112,6 +112,9 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, A
             )
     if rollout.enable_prefix_caching and not is_gpu(place.device):
         arguments["block_size"] = CPU_BLOCK_TOKENS
+    if not is_gpu(place.device) and rollout.max_num_batched_tokens >= max_model_len(rollout):
+        # For a part of a prompt vLLM draws a token and takes the draw back, which the seeded generators of a CPU cannot do.
+        arguments["enable_chunked_prefill"] = False
     return arguments | further
 
 

@@ -11,13 +11,15 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from verl_memopt.agents.environments import EnvironmentKind
+from verl_memopt.agents.loop import AgentPlan, check_agents
 from verl_memopt.algorithms.custom import check_custom, statistics_of
 from verl_memopt.algorithms.kl import EntropyController, KlController
 from verl_memopt.algorithms.records import WITH_GREEDY_RESPONSES, WITHOUT_BASELINE
 from verl_memopt.algorithms.rollout_correction import reads_entropy, update_gives_old_log_probs
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import Critic, Data, Model, ResourcePool, Settings, Trainer
-from verl_memopt.data.dataset import PromptDataset, PromptRow, PromptRows, build_dataset
+from verl_memopt.data.dataset import ENVIRONMENT_COLUMN, PromptDataset, PromptRow, PromptRows, build_dataset
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.prompts import LOOKAHEAD, PromptPrefetcher, StepLoader, check_prompts, load_sampler
 from verl_memopt.data.python_rows import Item, PythonRows
@@ -86,6 +88,8 @@ from verl_memopt.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+AGENT_LOGS = "agents"
+"""Folder in the run folder for what tools and environments print."""
 STOP_FILE = ".stop"
 """File in the run folder that tells the workers when to abandon a rollout."""
 
@@ -105,6 +109,7 @@ class RunContext:
         conversations: Turns answers into the input of the reward model; None = there is no reward model.
         further_conversations: Name of each further reward model -> the same for that model.
         recipe: The recipe that scores the answers; None = a function or a reward model scores them.
+        environments: The environments of conversations by name (None = the only one).
     """
 
     settings: Settings
@@ -122,6 +127,7 @@ class RunContext:
     conversations: Conversations | None = None
     further_conversations: Mapping[str, Conversations] = field(default_factory=dict)
     recipe: PreparedRecipe | None = None
+    environments: Mapping[str | None, EnvironmentKind] = field(default_factory=dict)
 
     @property
     def continued_step(self) -> int | None:
@@ -169,7 +175,10 @@ def build_run(
         settings, store, checkpoint = _resumed(settings, environment, critic, unreadable, contents)
         check_own_files(settings, environment, folder, is_of(checkpoint, folder))
         data = settings.data
-        train, validation = _datasets(settings, environment) if mode.reads_data else (None, None)
+        agent, environments = _agents(settings, environment, folder)
+        by_rules = _by_rules(settings, environments)
+        train, validation = _datasets(settings, environment, by_rules) if mode.reads_data else (None, None)
+        _check_environments(environments, (train, validation))
         recipe = settings.reward_model.recipe if _scores_with_model(settings) else None
         prepared = None if recipe is None else recipe.hooks().prepare(settings, environment, (train, validation))
         scoring = _reward_models(settings, environment, (train, validation))
@@ -177,7 +186,7 @@ def build_run(
         if mode.reads_data:
             size, key = _batch_size(data)
             if train is None:
-                loader = _stream_loader(settings, environment, rows, [texts for _, texts in scoring.values()])
+                loader = _stream_loader(settings, environment, rows, [texts for _, texts in scoring.values()], by_rules)
             else:
                 loader = StepLoader(train, size, data.shuffle, _seed(data), load_sampler(data.sampler), key)
             if checkpoint is not None:
@@ -189,7 +198,7 @@ def build_run(
         role = None if prepared is None else prepared.role
         plan = _worker_plan(settings, environment, folder, total_steps, critic, reward_folder, role)
         folders = tuple(str(folder) for folder, _ in further.values()) or None
-        plan = replace(plan, beside_cache_bytes=beside_cache_bytes, further_reward_folders=folders)
+        plan = replace(plan, beside_cache_bytes=beside_cache_bytes, further_reward_folders=folders, agent=agent)
         released_on_error.pop_all()
     encoder = PromptEncoder(environment.tokenizer, data.max_prompt_length, data.truncation, environment.embedding_rows)
     return RunContext(
@@ -197,7 +206,7 @@ def build_run(
         encoder=encoder, store=store, checkpoint=checkpoint, total_steps=total_steps,
         worker_plan=plan, contents=contents,
         conversations=conversations, further_conversations={name: texts for name, (_, texts) in further.items()},
-        recipe=prepared,
+        recipe=prepared, environments=environments,
     )  # fmt: skip
 
 
@@ -286,13 +295,38 @@ def _worker_plan(
     )
 
 
-def _datasets(settings: Settings, environment: Environment) -> tuple[PromptRows | None, PromptRows | None]:
+def _agents(
+    settings: Settings, environment: Environment, folder: Path
+) -> tuple[AgentPlan | None, Mapping[str | None, EnvironmentKind]]:
+    """Return what workers need for conversations, and the environments, after a trial of both. None = no conversations."""
+    rollout, data = settings.actor_rollout_ref.rollout, settings.data
+    if not rollout.converses:
+        return None, {}
+    logs = str(folder / AGENT_LOGS)
+    plan = AgentPlan(data.apply_chat_template_kwargs, data.allow_special_tokens, data.trust_remote_code, logs)
+    if not mode_of(settings).has_engine:
+        return plan, {}
+    return plan, check_agents(rollout, plan, environment.tokenizer, environment.eos_token_ids)
+
+
+def _check_environments(kinds: Mapping[str | None, EnvironmentKind], datasets: Sequence[PromptRows | None]) -> None:
+    if not kinds or None in kinds:
+        return
+    for row in (rows[index] for rows in datasets if rows is not None for index in range(len(rows))):
+        if row.environment not in kinds:
+            raise DataError(
+                f"{row.address}: {ENVIRONMENT_COLUMN}={row.environment!r}: there is no such environment. Use one of "
+                f"{', '.join(map(str, kinds))}."
+            )
+
+
+def _datasets(settings: Settings, environment: Environment, by_rules: bool) -> tuple[PromptRows | None, PromptRows | None]:
     # Returns the training rows (None = they are a stream) and the held-out rows (None = there are none).
     data, rewards, mode = settings.data, settings.reward_model, mode_of(settings)
     if rewards.recipe is not None:
         return rewards.recipe.hooks().datasets(settings, environment.tokenizer)
-    by_rules = _by_rules(settings)
-    read = build_supervised_dataset if mode.supervised else partial(build_dataset, by_rules=by_rules)
+    converses = settings.actor_rollout_ref.rollout.converses
+    read = build_supervised_dataset if mode.supervised else partial(build_dataset, by_rules=by_rules, converses=converses)
     train = None if data.streaming else read(data.train_files, data, environment.tokenizer, "train")
     validation = None if data.val_files is None else read(data.val_files, data, environment.tokenizer, "val")
     for split in (train, validation):
@@ -303,8 +337,9 @@ def _datasets(settings: Settings, environment: Environment) -> tuple[PromptRows 
     return train, validation
 
 
-def _by_rules(settings: Settings) -> bool:
-    return mode_of(settings).scores and settings.custom_reward_function.path is None and not settings.reward_model.enable
+def _by_rules(settings: Settings, environments: Mapping[str | None, EnvironmentKind]) -> bool:
+    others = settings.custom_reward_function.path is not None or settings.reward_model.enable
+    return mode_of(settings).scores and not others and not any(kind.has_reward for kind in environments.values())
 
 
 def _check_rows(settings: Settings, rows: Iterable[PromptRow]) -> None:
@@ -358,10 +393,14 @@ def _batch_size(data: Data) -> tuple[int, str]:
 
 
 def _stream_loader(
-    settings: Settings, environment: Environment, rows: PythonRows | None, conversations: Sequence[Conversations]
+    settings: Settings,
+    environment: Environment,
+    rows: PythonRows | None,
+    conversations: Sequence[Conversations],
+    by_rules: bool,
 ) -> StreamLoader:
-    data, tokenizer = settings.data, environment.tokenizer
-    by_rules, reader = _by_rules(settings), stream_reader(data, tokenizer, mode_of(settings).supervised, _by_rules(settings))
+    data, tokenizer, converses = settings.data, environment.tokenizer, settings.actor_rollout_ref.rollout.converses
+    reader = stream_reader(data, tokenizer, mode_of(settings).supervised, by_rules, converses)
 
     def read(items: Sequence[Item]) -> list[PromptRow]:
         read = reader(items)
@@ -411,7 +450,11 @@ def scorer_of(context: RunContext, workers: TimedGroup, runner: RewardRunner | N
         first = workers.of("reward_model"), context.conversations, reward_budget(rewards), actor, balance
         model = ModelScores(*first, context.further_conversations)
     dapo = rewards.reward_kwargs if rewards.reward_manager == "dapo" else None
-    return Rewarder(runner, dapo, model, settings.custom_reward_function.path is None, workers.clock)
+    is_function, agent = settings.custom_reward_function.path is not None, settings.actor_rollout_ref.rollout.agent
+    alone = not is_function and model is None and any(kind.has_reward for kind in context.environments.values())
+    return Rewarder(
+        runner, dapo, model, not is_function, workers.clock, failed_reward=agent.failed_reward, environment_alone=alone
+    )
 
 
 def build_validator(context: RunContext, generator: Generator, scorer: Scorer) -> Validator | LossValidator | None:

@@ -128,7 +128,14 @@ def select(batch: StepBatch, prompts: Sequence[int], samples: int) -> Kept:
     chosen = [batch.prompts.prompts[index] for index in prompts]
     return Kept(
         StepPrompts(chosen, prompt_ids, batch.prompts.rows_truncated, batch.prompts.tokens_dropped),
-        RowAnswers([answers.rows[row] for row in rows], prompt_ids, kept, [answers.texts[row] for row in rows]),
+        RowAnswers(
+            [answers.rows[row] for row in rows],
+            prompt_ids,
+            kept,
+            [answers.texts[row] for row in rows],
+            conversations=None if answers.conversations is None else [answers.conversations[row] for row in rows],
+            metrics=answers.metrics,
+        ),
         [batch.results[row] for row in rows],
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from verl_memopt.agents.loop import Conversation
 from verl_memopt.algorithms.records import SFT
 from verl_memopt.config.debug_modes import MODES, DebugMode, mode_settings
 from verl_memopt.config.keys import replaced, shown, value_at
@@ -193,7 +194,13 @@ class Replay:
             log_probs=None if None in log_probs else [list(row or ()) for row in log_probs],
             finish_reasons=[sample.finish_reason for sample in samples],
         )
-        answers = RowAnswers(rows, prompt_ids, generation, [sample.output for sample in samples])
+        conversations = [_conversation(sample) for sample in samples if sample.turns is not None]
+        if conversations and len(conversations) < len(samples):
+            raise DataError(f"{self.folder}: step {step} has conversations and single turns. Write the dump again.")
+        texts = [sample.output for sample in samples]
+        if conversations:
+            prompt_ids = [list(sample.prompt_ids) for sample in samples]
+        answers = RowAnswers(rows, prompt_ids, generation, texts, conversations=conversations or None)
         results = [
             RewardResult(sample.score, dict(sample.extra), sample.failed) for sample in samples if sample.score is not None
         ]
@@ -263,6 +270,13 @@ def dump_folder(settings: Settings) -> Path:
 
 def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(tokenizer_digests(tokenizer), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _conversation(sample: Sample) -> Conversation:
+    log_probs = None if sample.rollout_log_probs is None else list(sample.rollout_log_probs)
+    return Conversation.recorded(
+        sample.turns or (), list(sample.response_ids), log_probs, sample.conversation or [], sample.address
+    )
 
 
 def _prompt_row(sample: Sample) -> PromptRow:

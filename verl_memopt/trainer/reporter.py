@@ -183,6 +183,7 @@ def samples_of(answers: RowAnswers, results: Sequence[RewardResult]) -> list[Sam
     generation, samples = answers.generation, []
     for place, row in enumerate(answers.rows):
         result = results[place] if results else None
+        turns = {} if answers.conversations is None else answers.conversations[place].record()
         sample = Sample(
             uid=str(row.index),
             data_source=row.data_source,
@@ -198,6 +199,7 @@ def samples_of(answers: RowAnswers, results: Sequence[RewardResult]) -> list[Sam
             extra_info=row.extra_info,
             failed=result is not None and result.failed,
             messages=row.messages,
+            **turns,
         )
         samples.append(sample)
     return samples

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from verl_memopt.agents.loop import TOKENS, Conversation, Task, loop_metrics
 from verl_memopt.algorithms.estimators import AdvantageInputs, check_rewards, estimate, group_counts, has_high_entropy
 from verl_memopt.algorithms.kl import KlController, kl_estimate, shaped_rewards, token_level_rewards
 from verl_memopt.algorithms.records import ESTIMATORS
@@ -21,6 +22,7 @@ from verl_memopt.data.batch import Ragged, RolloutBatch, prompt_rows, rollout_ba
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.prompts import StepPrompts
 from verl_memopt.errors import RewardError, Stopped
+from verl_memopt.model.forest import build_forest
 from verl_memopt.rewards.runner import Round
 from verl_memopt.rewards.score import RewardResult
 from verl_memopt.rollout.engine import Generation, SamplingSettings, row_seed, train_sampling, validation_sampling
@@ -44,6 +46,8 @@ class RowAnswers:
         texts: Responses, decoded without special tokens.
         begun: The scoring round in which some answers already have their scores; None = no answer is scored yet.
         model_scores: The scores that a reward model on its own devices is computing; None = it has not begun.
+        conversations: The conversation of each row; None = each row is a single turn.
+        metrics: Metrics of the rollout.
     """
 
     rows: list[PromptRow]
@@ -52,6 +56,8 @@ class RowAnswers:
     texts: list[str]
     begun: Round | None = None
     model_scores: Pending[list[float]] | None = None
+    conversations: list[Conversation] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def join_answers(parts: Sequence[RowAnswers]) -> RowAnswers:
@@ -61,7 +67,13 @@ def join_answers(parts: Sequence[RowAnswers]) -> RowAnswers:
         prompt_ids=[ids for part in parts for ids in part.prompt_ids],
         generation=_join_generations(generations, all(generation.log_probs is not None for generation in generations)),
         texts=[text for part in parts for text in part.texts],
+        conversations=_joined([part.conversations for part in parts]),
+        metrics=parts[-1].metrics,
     )
+
+
+def _joined(parts: Sequence[list[Conversation] | None]) -> list[Conversation] | None:
+    return None if None in parts else [conversation for part in parts for conversation in part or ()]
 
 
 def _join_generations(parts: Sequence[Generation], with_log_probs: bool) -> Generation:
@@ -153,6 +165,8 @@ class Generator:
         may_stop: bool = True,
     ) -> RowAnswers:
         assert self.rollout.seed is not None
+        if self.rollout.converses:
+            return self._conversations(phase, rows, samples, sampling, step, first_sample, may_stop)
         seeds = sampling_seeds(rows, samples, self.rollout.seed, step, first_sample)
         answered_rows, ranks = [row for row in rows for _ in range(samples)], self.rollout.tensor_model_parallel_size
         # Rounded bounds: the shares of the engines differ by at most one prompt, and no prompt is lost.
@@ -176,6 +190,54 @@ class Generator:
         generation = _join_generations(parts, sampling.log_probs)
         texts = self.tokenizer.batch_decode(generation.response_ids, skip_special_tokens=True)
         return RowAnswers(answered_rows, prompt_ids, generation, texts, begun)
+
+    def _conversations(
+        self,
+        phase: str,
+        rows: Sequence[PromptRow],
+        samples: int,
+        sampling: SamplingSettings,
+        step: int,
+        first_sample: int,
+        may_stop: bool,
+    ) -> RowAnswers:
+        assert self.rollout.seed is not None
+        seeds = sampling_seeds(rows, samples, self.rollout.seed, step, first_sample)
+        answered, ranks = [row for row in rows for _ in range(samples)], self.rollout.tensor_model_parallel_size
+        tasks = [task_of(row, seed) for row, seed in zip(answered, seeds, strict=True)]
+        engines = self.workers.world_size // ranks
+        bounds = [len(tasks) * index // engines for index in range(engines + 1)]
+        shares = [tasks[first:last] for first, last in itertools.pairwise(bounds) for _ in range(ranks)]
+        found = self.workers.each(phase, Worker.converse, [(share, sampling, may_stop) for share in shares])[::ranks]
+        parts = [part for part in found if part is not None]
+        if len(parts) < len(found):
+            raise Stopped
+        conversations = [conversation for part, _ in parts for conversation in part]
+        return conversation_answers(answered, conversations, sampling.log_probs, loop_metrics([times for _, times in parts]))
+
+
+def task_of(row: PromptRow, seed: int) -> Task:
+    assert row.messages is not None, "the dataset refuses rows without messages"
+    return Task(row.messages, row.template, row.environment, {**row.extra_info, "prompt": row.messages}, seed, row.address)
+
+
+def conversation_answers(
+    rows: list[PromptRow], conversations: list[Conversation], log_probs: bool, metrics: dict[str, float]
+) -> RowAnswers:
+    """Return conversations as answers: the response of a row is the sampled tokens of all its turns, one turn after another."""
+    outputs = [[token for turn in each.turns for token in turn.output_ids] for each in conversations]
+    generation = Generation(
+        response_ids=outputs,
+        log_probs=[[value for turn in each.turns for value in turn.log_probs or ()] for each in conversations]
+        if log_probs
+        else None,
+        finish_reasons=["length" if each.ended == TOKENS else "stop" for each in conversations],
+        cached_tokens=sum(each.cached_tokens for each in conversations),
+    )
+    prompts = [each.turns[0].prompt_ids if each.turns else [] for each in conversations]
+    return RowAnswers(
+        rows, prompts, generation, [each.text for each in conversations], conversations=conversations, metrics=metrics
+    )
 
 
 def dataset_answers(rows: Sequence[PromptRow], prompt_ids: list[list[int]], tokenizer: Any) -> RowAnswers:
@@ -393,6 +455,7 @@ def to_batch(answers: RowAnswers, samples: int, actor: Actor) -> RolloutBatch:
         group=torch.arange(len(answers.prompt_ids)) // samples,
         actor=actor,
         rollout_log_probs=None if log_probs is None else Ragged.from_rows(log_probs, torch.float32).flat,
+        forest=None if answers.conversations is None else build_forest([each.ids for each in answers.conversations]),
     )
 
 

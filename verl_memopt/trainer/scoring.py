@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
+from verl_memopt.agents.loop import FAILED, Conversation
 from verl_memopt.algorithms.kl import overlong_penalty
 from verl_memopt.config.schema import Actor, RewardKwargs, RewardModel, Settings
 from verl_memopt.data.batch import Ragged, RolloutBatch, rollout_batch
@@ -106,6 +107,27 @@ def shaped_by_dapo(settings: RewardKwargs, results: Sequence[RewardResult], leng
     return shaped
 
 
+def with_environment(
+    results: Sequence[RewardResult], conversations: Sequence[Conversation], failed_reward: float | None, alone: bool
+) -> list[RewardResult]:
+    """Add the reward that the environment gives to the score of each conversation, as in TRL.
+
+    ``failed_reward`` is the score if the environment failed, None = NaN. ``alone``: there is no other reward, so a conversation
+    whose environment gives none has no score.
+    """
+    scored = []
+    for result, each in zip(results, conversations, strict=True):
+        if each.ended == FAILED:
+            score = math.nan if failed_reward is None else failed_reward
+            scored.append(replace(result, score=score, failed=True))
+        elif each.reward is None:
+            scored.append(replace(result, score=math.nan) if alone else result)
+        else:
+            score = each.reward if alone or math.isnan(result.score) else result.score + each.reward
+            scored.append(replace(result, score=score, extra={**result.extra, "environment_reward": each.reward}))
+    return scored
+
+
 @dataclass(frozen=True)
 class Rewarder:
     """Scores answers in training and in validation.
@@ -117,6 +139,8 @@ class Rewarder:
         model_alone: The model's score is the reward. False = the reward function reads the score and returns the reward.
         clock: Times the reward functions in a training step; None = nothing is timed.
         reads: Empty, because only the text is read, see :class:`Scorer`.
+        failed_reward: Reward of a conversation whose environment failed. None = it has no reward.
+        environment_alone: The environments of conversations give the reward, and there is no reward function.
     """
 
     runner: RewardRunner | None
@@ -125,6 +149,8 @@ class Rewarder:
     model_alone: bool = False
     clock: PhaseClock | None = None
     reads: frozenset[str] = frozenset()
+    failed_reward: float | None = None
+    environment_alone: bool = False
 
     @property
     def learned_budget(self) -> LearnedBudget | None:
@@ -150,10 +176,14 @@ class Rewarder:
             if answers.begun is not None:
                 self.clock.add(REWARD_IN_ROLLOUT, answers.begun.busy_seconds)
         with timed:
-            if model_scores is not None and self.model_alone:
+            if self.environment_alone:
+                results = [RewardResult(0.0)] * len(answers.rows)
+            elif model_scores is not None and self.model_alone:
                 results = [RewardResult(score) for score in model_scores]
             else:
                 results = self._by_function(answers, model_scores, further)
+            if answers.conversations is not None:
+                results = with_environment(results, answers.conversations, self.failed_reward, self.environment_alone)
             if self.dapo is not None:
                 results = shaped_by_dapo(self.dapo, results, [len(ids) for ids in answers.generation.response_ids])
         return results, {}
@@ -168,16 +198,24 @@ class Rewarder:
             scores_of_rows = (dict(zip(further, row, strict=True)) for row in zip(*further.values(), strict=True))
             read = [{**row, RM_SCORES: named} for row, named in zip(read, scores_of_rows, strict=True)]
         assert self.runner is not None, "this debug mode scores nothing"
-        answered = zip(answers.rows, answers.texts, answers.generation.response_ids, read, strict=True)
+        conversations: Sequence[Conversation | None] = answers.conversations or [None] * len(answers.rows)
+        answered = zip(answers.rows, answers.texts, answers.generation.response_ids, read, conversations, strict=True)
         results = self.runner.score([reward_row(self.runner, *answer) for answer in answered], answers.begun)
         return [replace(result, extra={**score, **result.extra}) for result, score in zip(results, read, strict=True)]
 
 
 def reward_row(
-    runner: RewardRunner, row: PromptRow, text: str, response_ids: list[int], read: Mapping[str, Any] = MappingProxyType({})
+    runner: RewardRunner,
+    row: PromptRow,
+    text: str,
+    response_ids: list[int],
+    read: Mapping[str, Any] = MappingProxyType({}),
+    conversation: Conversation | None = None,
 ) -> RewardRow:
     # Convert an answer to the input of the reward function. ``read``: scores of reward models that the function reads.
     extra: dict[str, Any] = {**row.extra_info, **read}
+    if conversation is not None:
+        extra |= conversation.for_rewards()
     if runner.custom.pass_rollout:
         extra |= {"prompt": row.messages or row.text, "completion_ids": response_ids, "trainer_state": runner.trainer_state}
     return RewardRow(row.data_source, text, row.ground_truth, extra, row.address)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from verl_memopt.agents.loop import conversation_metrics, prompt_tokens
 from verl_memopt.algorithms.kl import KlController, kl_estimate
 from verl_memopt.algorithms.losses import explained_variance
 from verl_memopt.algorithms.rollout_correction import corrects_before_update
@@ -488,7 +489,10 @@ class StepMetrics:
 
     def lengths(self, batch: StepBatch) -> dict[str, float]:
         lengths = batch.rows.prompts.lengths, batch.rows.responses.lengths
-        return length_metrics(*lengths, self.max_prompt_length, self.max_response_length)
+        metrics = length_metrics(*lengths, self.max_prompt_length, self.max_response_length)
+        if batch.answers.conversations is not None:
+            metrics |= conversation_metrics(batch.answers.conversations) | batch.answers.metrics
+        return metrics
 
     def _rewards(self, batch: StepBatch, kl_coefficient: float) -> dict[str, float]:
         advantages = batch.advantages
@@ -508,8 +512,9 @@ class StepMetrics:
             metrics["actor/entropy"] = summary_of("entropy", batch.entropy)["entropy/mean"]
         if advantages.kl_mean is not None:
             metrics |= {"actor/reward_kl_penalty": advantages.kl_mean, "actor/reward_kl_penalty_coeff": kl_coefficient}
-        cached = batch.answers.generation.cached_tokens
-        metrics["rollout/prefix_cache_hit_rate"] = cached / int(batch.rows.prompts.lengths.sum())
+        cached, conversations = batch.answers.generation.cached_tokens, batch.answers.conversations
+        prompts = int(batch.rows.prompts.lengths.sum()) if conversations is None else prompt_tokens(conversations)
+        metrics["rollout/prefix_cache_hit_rate"] = cached / max(prompts, 1)
         return metrics
 
 

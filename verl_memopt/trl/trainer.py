@@ -39,10 +39,8 @@ logger = logging.getLogger(__name__)
 
 REFUSED = {
     "compute_metrics": "a validation reports rewards only. For other metrics return a dict of numbers from the reward function",
-    "environment_factory": "there are no environments with several turns. Leave it out",
     "optimizers": "the optimizer is set by actor_rollout_ref.actor.optim. Leave it out",
     "rollout_func": "the engine is chosen by actor_rollout_ref.rollout.name. Leave it out",
-    "tools": "there are no tool calls in rollouts. Leave it out",
 }
 """Arguments of TRL's trainers without a counterpart here: why, and the way out."""
 
@@ -74,6 +72,8 @@ class TrlTrainer:
         optimizers: Any = None,
         peft_config: Any = None,
         quantization_config: Any = None,
+        tools: Any = None,
+        environment_factory: Any = None,
         **others: Any,
     ) -> None:
         """Check the arguments. No process starts before :meth:`train`.
@@ -93,19 +93,21 @@ class TrlTrainer:
             peft_config: A LoraConfig of peft, or a dict of its fields.
             quantization_config: A BitsAndBytesConfig of transformers, or a dict of its fields, for the base model under the
                 adapters.
+            tools: Functions that the model may call, with type hints and Google docstrings.
+            environment_factory: A class with ``reset`` whose other public methods are tools, or a dict of name -> class.
             others: Other arguments of TRL. They are refused, except that those in ``REFUSED`` may be None.
 
         Raises:
             ConfigError: An argument is wrong or has no equal here.
         """
-        self._refuse({"optimizers": optimizers, **others}, train_dataset, reward_funcs)
+        self._refuse({"optimizers": optimizers, **others}, train_dataset, reward_funcs, environment_factory)
         self.args = as_attributes(args, self.config)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self.reward_funcs = list(with_names(reward_funcs).values())
+        self.reward_funcs = [] if reward_funcs is None else list(with_names(reward_funcs).values())
         self.reward_processing_classes = self._reward_tokenizers(reward_processing_classes)
         self.run: api.Run | None = None
         self._given, self._tokenizer, self._peft = model, processing_class, peft_config
-        self._quantization = quantization_config
+        self._quantization, self._tools, self._environments = quantization_config, tools, environment_factory
         self._loaded = None if isinstance(model, str | Path) else model
         self._reference: Any = None
         self._settings()  # raise its errors now, not in train()
@@ -115,7 +117,7 @@ class TrlTrainer:
 
     # From the arguments to a run.
 
-    def _refuse(self, others: Mapping[str, Any], train_dataset: Any, reward_funcs: Any) -> None:
+    def _refuse(self, others: Mapping[str, Any], train_dataset: Any, reward_funcs: Any, environments: Any) -> None:
         # One error reports all faults. It keeps TRL's own words, because a script may match them.
         found = [
             f"{name}: {REFUSED.get(name, f'{type(self).__name__} has no such argument. Remove it')}."
@@ -124,7 +126,7 @@ class TrlTrainer:
         ]
         if train_dataset is None:
             found.append("train_dataset: `train_dataset` is required, and there is none. Give the rows to train on.")
-        if reward_funcs is None or reward_funcs == []:
+        if (reward_funcs is None or reward_funcs == []) and environments is None:
             found.append("reward_funcs: No reward source provided. Give a function, a list of functions, or a reward model.")
         if found:
             raise ArgumentError("\n".join(found))
@@ -181,11 +183,13 @@ class TrlTrainer:
         arguments = {
             "model": self._given,
             "dataset": self.train_dataset,
-            "rewards": self.reward_funcs,
+            "rewards": self.reward_funcs or None,
             "eval_dataset": self.eval_dataset,
             "tokenizer": self._tokenizer,
             "reward_tokenizers": self.reward_processing_classes,
             "reward_weights": getattr(self.args, "reward_weights", None),
+            "tools": self._tools,
+            "environment_factory": self._environments,
             "run_dir": settings.pop("output_dir", None),
             "resume": resume,
             "settings": settings,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from verl_memopt.agents.loop import AgentPlan
 from verl_memopt.config import schema
 from verl_memopt.config.schema import (
     ActorRolloutRef,
@@ -138,6 +139,8 @@ class WorkerPlan:
     settings give the size of the cache."""
     adaptive_phases: tuple[str, ...] = ()
     """Phases whose micro-batches are cut smaller after an out-of-memory error, if no ranks share a micro-batch."""
+    agent: AgentPlan | None = None
+    """What conversations of several turns need. None = each prompt is answered in one turn."""
     has_policy: bool = True
     """False = the worker has only one other role, and its own device."""
 

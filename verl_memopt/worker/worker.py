@@ -9,11 +9,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from verl_memopt.agents.loop import AgentLoop, Conversation, LoopTimes, Task, build_loop
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import ActorRolloutRef
 from verl_memopt.data.batch import RolloutBatch
@@ -32,6 +34,7 @@ from verl_memopt.memory.rollout_memory import CACHE
 from verl_memopt.memory.shared_weights import KEY as SHARE_WEIGHTS
 from verl_memopt.memory.shared_weights import bytes_a_parameter, why_not
 from verl_memopt.memory.token_budget_torch import oom_retry
+from verl_memopt.model.folder import load_tokenizer
 from verl_memopt.model.packed_model import PolicyModel, dtype_of
 from verl_memopt.model.value_model import ValueModel
 from verl_memopt.model.weights import named_weights
@@ -186,6 +189,36 @@ class Worker:
         except Stopped:
             return None
 
+    def converse(
+        self, tasks: Sequence[Task], sampling: SamplingSettings, may_stop: bool = False
+    ) -> tuple[list[Conversation], LoopTimes] | None:
+        """Return the conversation that each task begins, or None if the rollout was abandoned.
+
+        All ranks of an engine get the same tasks, and the first of them runs the tools. The others return nothing.
+        """
+        engine = _built(self.engine)
+        self.wake_engine()
+        if self.sync_check is not None:
+            self.sync_check.check_cache(engine)
+        stoppable = may_stop and self.plan.stop_file is not None
+        stopped = StopFile(Path(str(self.plan.stop_file))).passed if stoppable else never
+        try:
+            with engine.serving(stopped) as requests:
+                if not requests.leads:
+                    requests.follow()
+                    return [], LoopTimes(0.0, 0.0, 0)
+                return self.agent_loop.run(tasks, requests, sampling)
+        except Stopped:
+            return None
+
+    @cached_property
+    def agent_loop(self) -> AgentLoop:
+        """The agent loop, with the processes of its tools, which stay until the worker closes."""
+        plan, model = self.plan, self.settings.model
+        assert plan.agent is not None, "the plan of this worker has no conversations"
+        tokenizer = load_tokenizer(Path(plan.tokenizer_folder), model, plan.agent.trust_remote_code)
+        return build_loop(self.settings.rollout, plan.agent, tokenizer, plan.eos_token_ids, f"rank {self.placement.rank}")
+
     def wake_engine(self) -> None:
         if self.plan.free_engine:
             # Only an engine that sleeps between rollouts has freed its cache.
@@ -322,6 +355,8 @@ class Worker:
             _built(self.moving_reference).load(Path(folder))
 
     def close(self) -> None:
+        if "agent_loop" in vars(self):
+            self.agent_loop.close()
         # Free the models first: the engine must wake up before its shutdown, and needs their memory.
         self._free_models()
         engine, self.engine = self.engine, None

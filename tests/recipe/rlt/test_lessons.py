@@ -12,16 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from recipe.rlt.make_toy import (
-    Lesson,
     RltToyRecipe,
     explanation,
-    lesson_loss,
     make_rlt_toy,
     solution,
     student_lesson,
     teacher_lesson,
     teacher_lessons,
-    warm_up_on_lessons,
 )
 from tests.end_to_end.runs import lines_of
 from tests.recipe.rlt import naive
@@ -31,6 +28,7 @@ from verl_memopt.config.loader import load_settings, settings_from_mapping
 from verl_memopt.data.batch import Ragged
 from verl_memopt.data.encoder import tokenize
 from verl_memopt.data.toy import Descent, ToyRecipe, split_problems
+from verl_memopt.data.warm_up import Lesson, lesson_loss, warm_up_on_lessons
 from verl_memopt.errors import DataError
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.recipes.rlt.dataset import FORMATS, NO_TRACE, STRATOS, RltDataset, RltPrompts, RltRecord, teacher_rows
