@@ -8,6 +8,7 @@ import torch
 
 from tests.gpu import machine
 from tests.model.attention_cases import norm_error, random_inputs, rotary_of, with_gradients, with_rotary_gradients
+from tests.model.forests import agent
 from verl_memopt.distributed.device import supports_flash
 from verl_memopt.model.attention import KERNELS, REGISTERED, AttentionArgs
 from verl_memopt.model.prefix_layout import PrefixLayout
@@ -24,13 +25,17 @@ PATHS = ("sdpa", "eager", "varlen", "flash_attention_2")
 
 
 def layout_of(sizes, skipped=None, times=1):
-    """Gives layout of sizes that suit the machine."""
+    """Gives layout of sizes that suit the machine. For a forest ``skipped`` says whether only predictors are queries."""
+    if sizes is BRANCHES:
+        pack = agent(turns=8, answers=3, context=37 * times, answer=5 * times).pack()
+        return pack.last_block.layout if skipped else pack.layout
     grown = tuple((prefix * times, tuple(length * times for length in suffixes)) for prefix, suffixes in sizes)
     return PrefixLayout.of(grown, None if skipped is None else tuple(count * times for count in skipped))
 
 
 ROWS = ((37, ()), (5, ()), (5, ()), (1, ()))
 SHARED = ((37, (20, 20, 3)), (64, ()), (5, (13, 1)))
+BRANCHES = "8 turns of 3 answers, of which one goes on"
 
 CASES = {
     # name: (layout, heads, key heads, size of heads, window)
@@ -46,8 +51,14 @@ CASES = {
     "a shared prompt, an odd size": (SHARED, None, 4, 2, 20, None),
     "a skipped prefix": (((1, (20, 20, 3)), (64, ()), (1, (13, 1))), (36, 0, 4), 4, 2, 64, None),
     "a prefix kv": (((0, (20, 20, 3)),), (37,), 4, 2, 64, None),
+    "a forest": (BRANCHES, False, 4, 2, 64, None),
+    "a forest, an odd size": (BRANCHES, False, 2, 2, 20, None),
+    "predictors of a forest": (BRANCHES, True, 4, 2, 64, None),
+    "a forest under a window": (BRANCHES, False, 4, 2, 64, 9),
+    "predictors of a forest under a window": (BRANCHES, True, 4, 4, 64, 30),
 }
-QUICK = {("a shared prompt, groups of heads", "bf16"), ("an odd size", "fp32"), ("a window", "fp32"), ("a prefix kv", "fp16")}
+QUICK = {("a shared prompt, groups of heads", "bf16"), ("an odd size", "fp32"), ("a window", "fp32"), ("a prefix kv", "fp16"),
+         ("a forest", "bf16"), ("predictors of a forest under a window", "fp16")}  # fmt: skip
 
 
 def needs(path, dtype, device):

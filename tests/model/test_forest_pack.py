@@ -81,6 +81,17 @@ def test_many_turns_take_few_rounds(turns, rounds, calls):
     assert_exact(layout)
 
 
+def test_no_round_copies_many_times_the_keys_of_the_pack():
+    # A chain of 1000 tokens with four forks near its end, whose other children see nearly all of it.
+    sizes, parents = (1000, 2, 2, 2, 2, 2, 2, 2, 2), (-1, 0, 0, 1, 1, 3, 3, 5, 5)
+    ends = [sum(sizes[: node + 1]) - 1 for node in (2, 4, 6, 7, 8)]
+    layout = Forest(sizes, parents, (tuple(ends),)).pack().layout
+    copied = [len(some.index_k) for some in layout.rounds]
+    assert sum(copied) > 3.9 * len(layout.stops)
+    assert max(copied) <= 2 * len(layout.stops)
+    assert_exact(layout)
+
+
 def test_queries_of_a_last_block_are_predictors_and_what_is_in_short_gaps_between_them():
     # A prompt of 100, an answer of 10, 30 tokens of a tool, an answer of 5, 3 tokens of a tool, an answer of 5.
     learned = (*range(100, 110), *range(140, 145), *range(148, 153))

@@ -144,7 +144,7 @@ class PrefixLayout:
     ) -> PrefixLayout:
         """Build a layout on the CPU. Arguments are as in the class. ``spans`` may have queries in common, and any order."""
         # Build all tensors on the host, so that the whole pack is sent to the device at once.
-        rounds = tuple(Round.of(some) for some in _rounds(spans))
+        rounds = tuple(Round.of(some) for some in _rounds(spans, len(stops)))
         index = None if len(queries) == len(stops) else on_host(queries)
         return cls(tuple(segments), rounds, tuple(trees), stops, queries, _cumulative(segments), index)
 
@@ -224,11 +224,7 @@ class PrefixLayout:
         return None if self.query_index is None else Rows(self.query_index, self.query_places)
 
 
-LONG_SPAN = 16384
-"""A span of so many keys is a round of its own if there are several rounds. Kernels then need no copy of its keys."""
-
-
-def _rounds(spans: Sequence[PrefixSpan]) -> Iterator[list[PrefixSpan]]:
+def _rounds(spans: Sequence[PrefixSpan], tokens: int) -> Iterator[list[PrefixSpan]]:
     # The queries of two spans are apart, or those of one contain those of the other. So the number of spans around a span says
     # in which round it can be.
     rounds: list[list[PrefixSpan]] = []
@@ -240,14 +236,11 @@ def _rounds(spans: Sequence[PrefixSpan]) -> Iterator[list[PrefixSpan]]:
             rounds.append([])
         rounds[len(around)].append(span)
         around.append(span.queries.places.stop)
-    if len(rounds) == 1:
-        yield from rounds
-        return
+    # A call copies the keys of a round, so cut rounds that have more than twice the keys of the pack.
     for some in rounds:
-        yield from [[span] for span in some if span.keys.length >= LONG_SPAN]
-        others = [span for span in some if span.keys.length < LONG_SPAN]
-        if others:
-            yield others
+        ends = np.cumsum([span.keys.length for span in some])
+        part = np.maximum(ends - 1, 0) // max(2 * tokens, 1)
+        yield from ([some[place] for place in places] for _, places in groupby(range(len(some)), key=part.__getitem__))
 
 
 def span_of(query: int, last_query: int, key: int, last_key: int) -> list[PrefixSpan]:
