@@ -11,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.end_to_end.covering import REF, settings_of
 from tests.virtual_gpu.device import VirtualGpu
+from tests.worker.test_conversations import batch_of, conversations
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Critic, CriticModel
 from verl_memopt.data.batch import Ragged, rollout_batch
@@ -61,7 +62,7 @@ def first_worker(plan, world_size):
             worker.close()
 
 
-def live(row, folder, world_size=1, attention=None, whole=True, critic=False, more=None):
+def live(row, folder, world_size=1, attention=None, whole=True, critic=False, more=None, talks=False):
     """Run a worker's life under a row of knobs, and return what was recorded. Errors of the worker are raised.
 
     Args:
@@ -70,6 +71,7 @@ def live(row, folder, world_size=1, attention=None, whole=True, critic=False, mo
         whole: Include generation, an update with its own log-probs, and a checkpoint.
         critic: Add a critic with the policy's knobs.
         more: Settings on top of the row's.
+        talks: Rows are conversations of several turns.
     """
     plan, settings = _plan(row, folder, world_size, attention, more)
     if critic:
@@ -78,7 +80,7 @@ def live(row, folder, world_size=1, attention=None, whole=True, critic=False, mo
             plan, critic=twin_of(ours.actor, ours.model), critic_folder=str(folder), critic_schedule_steps=2
         )
     with first_worker(plan, world_size) as (worker, gpu):
-        seen = _Witness(worker, gpu, settings, world_size)
+        seen = _Witness(worker, gpu, settings, world_size, _talks if talks else _batch)
         seen.whole_life() if whole else seen.step(seed=0)
     seen.life.ops = set(gpu.ops)
     return seen.life
@@ -151,11 +153,21 @@ def _batch(seed, actor):
     return dataclasses.replace(batch, **fields)
 
 
+def _talks(seed, actor):
+    """Return conversations, some of which went back and sampled again."""
+    rows, group = conversations(groups=2, seed=seed)
+    batch = batch_of(rows, group, seed)
+    made = rollout_batch(batch.prompts, batch.responses, group, actor, forest=batch.forest)
+    names = ("old_log_probs", "ref_log_probs", "advantages", "old_values", "returns")
+    return dataclasses.replace(made, **{name: getattr(batch, name) for name in names})
+
+
 class _Witness:
     """Calls the worker phase by phase, and looks at the device after each."""
 
-    def __init__(self, worker, gpu, settings, world_size):
+    def __init__(self, worker, gpu, settings, world_size, make_batch):
         self.worker, self.gpu, self.settings, self.world_size = worker, gpu, settings, world_size
+        self.make_batch = make_batch
         self.life = Life()
         self._look("init")
         for trained in worker._trained():
@@ -230,7 +242,7 @@ class _Witness:
         return reply.value
 
     def _batch(self, seed):
-        whole = _batch(seed, self.settings.actor_rollout_ref.actor)
+        whole = self.make_batch(seed, self.settings.actor_rollout_ref.actor)
         shares = rows_per_rank(whole.row_tokens(), range(whole.num_rows), self.world_size, even_out=False)
 
         def cut(budget):

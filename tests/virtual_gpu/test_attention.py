@@ -36,3 +36,22 @@ def test_an_attention_path_runs_its_own_kernels_in_every_pass(attention, dtype, 
     assert set(PATHS[attention, dtype]) <= life.ops
     others = {op for path in PATHS.values() for op in path if "attention" in op} - set(PATHS[attention, dtype])
     assert not others & life.ops
+
+
+@pytest.mark.parametrize(
+    ("attention", "dtype", "recomputed"),
+    [
+        ("auto", "bf16", "on"),
+        pytest.param("sdpa", "fp32", "on", marks=pytest.mark.slow),
+        pytest.param("eager", "bf16", "off", marks=pytest.mark.slow),
+    ],
+)
+def test_conversations_run_the_kernels_of_their_path_and_never_wait_for_the_device(
+    attention, dtype, recomputed, on_virtual_gpu, folder
+):
+    knobs = {"actor dtype": dtype, "ref dtype": dtype, "shared prompt": "on", "last block": "pruned", "batching": "tokens"}
+    row = all_off() | knobs | {"recomputed values": recomputed}
+    more = {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 400}
+    life = on_virtual_gpu(live, row, folder, attention=attention, whole=False, critic=True, talks=True, more=more)
+    assert misplaced(row, life) == []
+    assert set(PATHS[attention, dtype]) <= life.ops
