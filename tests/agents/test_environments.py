@@ -66,6 +66,13 @@ def test_an_environment_is_made_once_and_its_plain_code_has_one_thread(talk):
     assert len(set(snapshot.threads)) == 1
 
 
+def test_an_attribute_of_a_class_of_the_users_file_can_be_read_in_another_process(talk):
+    body = "self.point = Point(3)\n        self.total, "
+    talk = talk(GAME.replace("self.total, ", body) + "\nclass Point:\n    def __init__(self, x):\n        self.x = x\n")
+    talk.begin(0)
+    assert talk.finish(0).snapshot.point.x == 3
+
+
 def test_a_row_chooses_its_environment_by_name(talk):
     other = "class Other:\n    def reset(self, **row):\n        return f'other {sorted(row)}'\n"
     talk = talk(GAME + other, {"game": "Game", "other": "Other"})
@@ -82,11 +89,17 @@ def test_a_row_chooses_its_environment_by_name(talk):
 
 
 def test_what_cannot_leave_the_process_says_so_when_it_is_read(talk):
-    body = "self.lock, self.large = threading.Lock(), bytes(2**21)\n        self.total, "
-    talk = talk(GAME.replace("self.total, ", body))
+    body = "self.lock, self.large, self.odd = threading.Lock(), bytes(2**21), Odd()\n        self.total, "
+    odd = "\nclass Odd:\n    def __reduce__(self):\n        return int, ('x',)\n"
+    talk = talk(GAME.replace("self.total, ", body) + odd)
     talk.begin(0)
     snapshot = talk.finish(0).snapshot
-    for name, said in [("lock", "cannot leave"), ("large", "bytes can leave"), ("other", "no such attribute")]:
+    for name, said in [
+        ("lock", "cannot leave"),
+        ("large", "bytes can leave"),
+        ("odd", "restored"),
+        ("other", "no such attribute"),
+    ]:
         with pytest.raises(AttributeError, match=rf"Game\.{name} cannot be read by a reward function: .*{said}"):
             getattr(snapshot, name)
 

@@ -33,10 +33,13 @@ class Snapshot:
 
     def __getattr__(self, name: str) -> Any:
         state = self.__dict__
-        if "_pickles" in state and name in state["_pickles"]:
-            value = state[name] = pickle.loads(state["_pickles"][name])
-            return value
         why = state.get("_missing", {}).get(name, "the environment has no such attribute, or it is a method")
+        if name in state.get("_pickles", {}):
+            try:
+                value = state[name] = pickle.loads(state["_pickles"][name])
+                return value
+            except Exception as problem:  # noqa: BLE001 - code of the user
+                why = f"its value cannot be restored here ({type(problem).__name__}: {problem})"
         raise AttributeError(
             f"{state.get('_owner')}.{name} cannot be read by a reward function: {why}. A reward function gets the values that "
             "the environment's attributes had when the conversation ended."
