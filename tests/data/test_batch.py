@@ -16,6 +16,7 @@ from verl_memopt.data.batch import (
     shares_prompts,
     token_index,
 )
+from verl_memopt.memory.token_packing import RowTokens, pack_groups_under
 from verl_memopt.model.forest import Turn, build_forest
 
 
@@ -56,6 +57,53 @@ def test_selected_conversations_keep_the_tokens_of_their_turns():
     assert made.select([1]).forest.tokens.tolist() == [1, 2, 9]
     arrived = pickle.loads(pickle.dumps(made))
     assert torch.equal(arrived.forest.parent, made.forest.parent)
+
+
+def answered(system, own=20, answer=30, groups=4, samples=3):
+    """Groups of answers whose prompts begin with the same ``system`` tokens."""
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(length):
+        return torch.randint(1000, (length,), generator=generator).tolist()
+
+    begin = ids(system)
+    prompts = [row for _ in range(groups) for row in [begin + ids(own)] * samples]
+    responses = Ragged.from_rows([ids(answer) for _ in prompts], torch.int64)
+    return prompt_rows(prompts), responses, torch.arange(len(prompts)) // samples
+
+
+@pytest.mark.parametrize("system", [0, 63, 64, 500])
+@pytest.mark.parametrize("shared", [True, False])
+def test_prompts_that_begin_alike_are_a_forest_if_that_saves_enough(system, shared):
+    batch = rollout_batch(*answered(system), Actor(use_prefix_grouper=shared))
+    assert (batch.forest is not None) == (shared and system >= 64)
+    tokens = batch.row_tokens()
+    assert tokens.row_lengths() == [system + 20 + 29] * 12
+    prompts = system + 4 * 20 if batch.forest is not None else (4 if shared else 12) * (system + 20)
+    assert tokens.cost(range(12)) == prompts + 12 * 29
+
+
+def test_a_beginning_that_saves_less_than_a_tenth_is_not_shared():
+    # 3 x 70 tokens of 4 x 90 + 12 x (answer - 1).
+    for answer, saves in ((145, True), (147, False)):
+        batch = rollout_batch(*answered(70, answer=answer), Actor(use_prefix_grouper=True))
+        assert (batch.forest is not None) == saves
+
+
+def test_answers_to_a_prompt_over_the_budget_still_reuse_its_keys_and_values():
+    batch = rollout_batch(*answered(100, own=100, answer=51, samples=4), Actor(use_prefix_grouper=True))
+    tokens, names = batch.row_tokens(), [str(row) for row in range(16)]
+    assert batch.forest is not None
+    plain = RowTokens(tokens.prompts, tokens.answers, tokens.groups)
+    assert pack_groups_under(tokens, 300, names) == pack_groups_under(plain, 300, names)
+    # Under a larger budget two groups share their beginning.
+    assert [tokens.cost(rows) for rows in pack_groups_under(tokens, 700, names)] == [700, 700]
+    assert len(pack_groups_under(plain, 700, names)) == 4
+
+
+def test_rows_without_tokens_share_nothing():
+    none = Ragged.from_rows([], torch.int64)
+    assert rollout_batch(none, none, torch.zeros(0, dtype=torch.int64), Actor(use_prefix_grouper=True)).forest is None
 
 
 def test_scattered_tokens_come_back_in_batch_order():

@@ -18,11 +18,11 @@ from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.aliases import PRESETS
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import PolicyLoss
-from verl_memopt.data.batch import Ragged, RolloutBatch
+from verl_memopt.data.batch import Ragged, RolloutBatch, prompt_rows, rollout_batch
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.logit_tiles import TokenStatistics
 from verl_memopt.memory.token_budget_torch import oom_retry
-from verl_memopt.memory.token_packing import InParts
+from verl_memopt.memory.token_packing import InParts, spans
 from verl_memopt.model.forest import Turn, build_forest
 from verl_memopt.model.packing import pack_rows
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
@@ -340,3 +340,25 @@ def test_a_row_in_parts_is_cut_into_smaller_parts_until_they_would_be_tiny(untie
     error = pytest.raises(torch.OutOfMemoryError)
     with oom_retry(CPU, True), out_of_memory(policy.model, 0), error:
         policy.trained.forward_backward(mini, policy.loss_at(HEAT))
+
+
+def test_prompts_that_begin_alike_have_the_gradients_of_prompts_alone(policy):
+    draw = random.Random(3)
+    system, policy.actor = ids(draw, 70, 70), ACTOR
+    prompts = [prompt for prompt in [system + ids(draw, 2, 9) for _ in range(3)] for _ in range(3)]
+    outputs = [ids(draw, 1, 6) for _ in prompts]
+    parts = prompt_rows(prompts), Ragged.from_rows(outputs, torch.int64), torch.arange(9) // 3
+    shared, alone = (rollout_batch(*parts, replaced(ACTOR, {"use_prefix_grouper": on})) for on in (True, False))
+    assert (shared.forest is None, alone.forest) == (False, None)
+    found = []
+    longest = max(shared.row_tokens().row_lengths())
+    # Under the least budget a group is cut, and its parts reuse the keys and values of its prompt.
+    assert any(reading for _, reading in spans(cut(shared, longest).micro_batches, shared.row_tokens()))
+    for batch, budget in ((alone, 100), (shared, longest), (shared, 100), (shared, 10_000)):
+        count, generator = batch.responses.flat.numel(), torch.Generator().manual_seed(0)
+        for name in ("advantages", "old_log_probs", "ref_log_probs"):
+            setattr(batch, name, torch.randn(count, generator=generator) * 0.3 - (0 if name == "advantages" else 5.7))
+        policy.trained.forward_backward(cut(batch, budget), policy.loss_at(HEAT))
+        found.append(gradients_of(policy.model))
+    for gradients in found[1:]:
+        assert_same(gradients, found[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from verl_memopt.config.schema import Actor
 from verl_memopt.memory.shared_prompt import prompt_groups
 from verl_memopt.memory.token_packing import RowTokens
-from verl_memopt.model.forest import Forest
+from verl_memopt.model.forest import Forest, Turn, build_forest, common_length
 from verl_memopt.model.prefix_layout import ranges
 
 TOKEN_FIELDS = (
@@ -71,13 +71,23 @@ class RolloutBatch(TensorClass):
     def row_tokens(self) -> RowTokens:
         """Return the number of tokens that a pass computes for each row. A row without a response computes no prompt."""
         if self.forest is not None:
-            return RowTokens.of_paths(self.forest.paths(self.responses.sizes()), self.prompt_groups())
+            return self._node_tokens(self.forest)
         pairs = list(zip(self.prompts.sizes(), self.responses.sizes(), strict=True))
         return RowTokens(
             prompts=tuple(prompt if response else 0 for prompt, response in pairs),
             answers=tuple(max(response - 1, 0) for _, response in pairs),
             groups=tuple(self.prompt_groups()),
         )
+
+    def _node_tokens(self, forest: Forest) -> RowTokens:
+        sizes = self.responses.sizes()
+        paths = forest.paths(sizes)
+        # A row with a single turn computes its prompt, and its response without the last token.
+        pairs = zip(paths, self.prompts.sizes(), sizes, strict=True)
+        prompts = [
+            prompt if path and sum(tokens for _, tokens in path) == prompt + size - 1 else 0 for path, prompt, size in pairs
+        ]
+        return RowTokens.of_paths(paths, self.prompt_groups(), prompts)
 
     def response_row(self) -> Tensor:
         # int64 [R]: the row of each response token.
@@ -124,6 +134,8 @@ def rollout_batch(
         rollout_log_probs: The engine's log-probs, fp32 [R].
         forest: The turns of conversations. None = each row has one turn.
     """
+    if forest is None and shares_prompts(actor):
+        forest = common_beginnings(prompts, responses, group)
     return RolloutBatch(
         prompts=prompts,
         responses=responses,
@@ -133,6 +145,34 @@ def rollout_batch(
         forest=forest,
         batch_size=[],
     )
+
+
+SHORTEST_BEGINNING = 64
+"""So many tokens must be common to two prompts for both to compute them once."""
+
+SAVED_SHARE = 0.1
+"""Least share of a step's tokens for which prompts that begin alike are worth a forest."""
+
+
+def common_beginnings(prompts: Ragged | SharedRows, responses: Ragged, group: Tensor) -> Forest | None:
+    """Return a forest in which different prompts share the tokens with which they begin, such as a long system prompt.
+
+    Returns None if that would save too few tokens. The arguments are as in :func:`rollout_batch`.
+    """
+    firsts = {number: row for row, number in reversed(list(enumerate(group.tolist())))}
+    different = prompts.select(list(firsts.values()))
+    by_group = {number: ids.numpy() for number, ids in zip(firsts, different.flat.split(different.sizes()), strict=True)}
+    # Sorted prompts share the most with their neighbours, and what they share is what a forest of all of them saves.
+    ordered = sorted(by_group.values(), key=lambda ids: ids.astype(">i8").tobytes())
+    shared = [common_length(*pair) for pair in pairwise(ordered)]
+    computed = sum(different.sizes()) + int((responses.lengths - 1).clamp(min=0).sum())
+    least = SAVED_SHARE * computed
+    if not shared or sum(tokens for tokens in shared if tokens >= SHORTEST_BEGINNING) < least:
+        return None
+    pairs = zip(group.tolist(), responses.rows(), strict=True)
+    forest = build_forest([[Turn(by_group[number], output.numpy())] for number, output in pairs])
+    rows = RowTokens.of_paths(forest.paths(responses.sizes()), group.tolist())
+    return forest if computed - rows.cost(range(len(rows))) >= least else None
 
 
 def shares_prompts(actor: Actor) -> bool:

@@ -302,12 +302,16 @@ class RowTokens:
         return cls(tuple(tokens), (0,) * len(tokens), tuple(range(len(tokens))))
 
     @classmethod
-    def of_paths(cls, paths: tuple[Path, ...], groups: Sequence[int]) -> RowTokens:
-        """Return the tokens of conversations. A conversation has no prompt here, so no micro-batch carries prefix KV.
+    def of_paths(cls, paths: tuple[Path, ...], groups: Sequence[int], prompts: Sequence[int] | None = None) -> RowTokens:
+        """Return the tokens of conversations.
 
+        ``prompts`` are the prompts of rows with a single turn. A conversation of several turns has none here, so no micro-batch
+        carries prefix KV for it. None = all rows are conversations.
         Nodes are numbered depth first. So if rows are sorted by path, those that share many tokens are neighbours.
         """
-        return cls((0,) * len(paths), tuple(sum(tokens for _, tokens in path) for path in paths), tuple(groups), paths)
+        alone = [sum(tokens for _, tokens in path) for path in paths]
+        own = (0,) * len(paths) if prompts is None else tuple(prompts)
+        return cls(own, tuple(whole - prompt for whole, prompt in zip(alone, own, strict=True)), tuple(groups), paths)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -352,9 +356,27 @@ class RowTokens:
     def row_lengths(self) -> list[int]:
         return [prompt + answer for prompt, answer in zip(self.prompts, self.answers, strict=True)]
 
-    def families(self) -> list[list[int]]:
-        """Return the rows that have a group or a node in common, directly or through other rows."""
-        return _connected({row: {-1 - self.groups[row], *self._shared[row]} for row in range(len(self))})
+    def families(self, rows: Iterable[int] | None = None) -> list[list[int]]:
+        """Return the rows that have a group or a node in common, directly or through other rows. None = all rows."""
+        chosen = range(len(self)) if rows is None else rows
+        return _connected({row: {-1 - self.groups[row], *self._shared[row]} for row in chosen})
+
+    def groups_over(self, budget: int) -> list[list[int]]:
+        """Return the groups of answers that compute more than ``budget`` tokens, if rows may also share tokens with other groups.
+
+        Parts of such a group can reuse the keys and values of its prompt, which spares more than what it shares with others.
+        """
+        if self.paths is None:
+            return []
+        groups, alone = _connected({row: [self.groups[row]] for row in range(len(self))}), self.row_lengths()
+        return [
+            rows
+            for rows in groups
+            if self.are_answers(rows) and self.cost(rows) > budget and max(alone[row] for row in rows) <= budget
+        ]
+
+    def are_answers(self, rows: Iterable[int]) -> bool:
+        return all(self.prompts[row] or not self.answers[row] for row in rows)
 
     def split(self, bins: Sequence[Sequence[int]], count: int) -> list[list[int]]:
         """Split the largest bins until there are exactly ``count``, see :func:`split_to_count`."""
@@ -467,8 +489,9 @@ def pack_groups_under(
     """
     units: list[list[int]] = []
     chained: list[list[int]] = []
-    lengths = tokens.row_lengths()
-    for family in tokens.families():
+    lengths, alone = tokens.row_lengths(), tokens.groups_over(budget)
+    others = set(range(len(tokens))).difference(*alone)
+    for family in [*alone, *tokens.families(sorted(others))]:
         if tokens.cost(family) > budget:
             problem = _over_cap([lengths[row] for row in family], budget, [names[row] for row in family], key)
             if problem is not None and in_parts and tokens.paths is not None:
@@ -494,7 +517,7 @@ def chains(micro_batches: Sequence[Sequence[int]], tokens: RowTokens) -> list[li
     def prompt_of(rows: Sequence[int]) -> object:
         groups = {tokens.groups[row] for row in rows}
         answers = sum(tokens.answers[row] for row in rows)
-        reused = len(groups) == 1 and 0 < answers <= max(tokens.prompts[row] for row in rows)
+        reused = len(groups) == 1 and 0 < answers <= max(tokens.prompts[row] for row in rows) and tokens.are_answers(rows)
         return groups.pop() if reused else object()  # equal to no other key, so that these rows are a chain of their own
 
     return [list(chain) for _, chain in groupby(micro_batches, prompt_of)]

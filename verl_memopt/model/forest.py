@@ -19,9 +19,9 @@ from verl_memopt.model.prefix_layout import ranges
 
 
 class Turn(NamedTuple):
-    prompt_ids: Sequence[int]
+    prompt_ids: Sequence[int] | np.ndarray
     """All tokens that the model saw before it sampled: earlier turns too."""
-    output_ids: Sequence[int]
+    output_ids: Sequence[int] | np.ndarray
     """The sampled tokens."""
 
 
@@ -150,7 +150,7 @@ def _insert(root: _Node, ids: np.ndarray) -> _Node:
     # Return the node that has the last token. Later calls may split it, then its lower part keeps the object.
     node = root
     while True:
-        agreed = _agreed(node.ids, ids[node.depth :])
+        agreed = common_length(node.ids, ids[node.depth :])
         end = node.depth + agreed
         if agreed < len(node.ids) and end < len(ids):
             node = _split(node, agreed)
@@ -167,7 +167,7 @@ def _insert(root: _Node, ids: np.ndarray) -> _Node:
         node = following
 
 
-def _agreed(one: np.ndarray, other: np.ndarray) -> int:
+def common_length(one: np.ndarray, other: np.ndarray) -> int:
     # The number of first tokens in which both agree.
     length = min(len(one), len(other))
     different = one[:length] != other[:length]
