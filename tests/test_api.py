@@ -611,9 +611,9 @@ def test_an_argument_of_trl_without_an_equal_is_refused_by_name(trainer, argumen
 
 def test_all_that_is_wrong_with_the_arguments_of_a_trainer_is_one_error_with_the_words_of_trl():
     with pytest.raises(ValueError, match="`train_dataset` is required") as caught:
-        trl.GRPOTrainer("m", tols=[right], callback=[], environment_factory=right)
+        trl.GRPOTrainer("m", tols=[right], callback=[], rollout_func=right)
     names = [line.partition(":")[0] for line in str(caught.value).splitlines()]
-    assert names == ["tols", "callback", "environment_factory", "train_dataset", "reward_funcs"]
+    assert names == ["tols", "callback", "rollout_func", "train_dataset", "reward_funcs"]
     assert "No reward source provided" in str(caught.value)
 
 
@@ -657,6 +657,46 @@ def test_a_script_of_trl_trains(model, tmp_path):
     trainer.save_model(tmp_path / "model")
     assert (tmp_path / "model" / "model.safetensors").is_file()
     assert trainer.train(resume_from_checkpoint=True).global_step == 1
+
+
+def test_a_script_of_trl_with_an_environment_trains_on_what_its_tools_returned(model, tmp_path):
+    (tmp_path / "parser.py").write_text("def calls(text):\n    return [('look', {'place': text[:1]})]\n")
+    places = []  # a class that uses it is sent to other processes with its value
+
+    class Room:
+        """An environment that is defined inside a function."""
+
+        def reset(self, **row):
+            self.seen, self.level = [*places], row["level"]
+            return " Look."
+
+        def look(self, place: str) -> str:
+            """Look at a place.
+
+            Args:
+                place: Where to look.
+            """
+            self.seen.append(place)
+            return "dark"
+
+        def get_reward(self) -> float:
+            return 0.5 * len(self.seen)
+
+    def seen(environments, completions, **columns):
+        assert [environment.level for environment in environments] == columns["level"]
+        assert all([turn["role"] for turn in turns] == ["assistant", "tool", "assistant"] for turns in completions)
+        return [1.0 * len(environment.seen) for environment in environments]
+
+    args = {"max_steps": 1, "output_dir": str(tmp_path / "out"), "max_tool_calling_iterations": 1, **SMALL}
+    args |= {"trainer.rollout_data_dir": str(tmp_path / "rows"), "max_completion_length": 40, "max_prompt_length": 40}
+    args |= {"actor_rollout_ref.rollout.multi_turn.format": f"{tmp_path / 'parser.py'}:calls"}
+    args |= {"actor_rollout_ref.rollout.agent.num_workers": 1, "actor_rollout_ref.rollout.stop_token_ids": list(range(20, 120))}
+    trainer = trl.GRPOTrainer(model, seen, args, ROWS[:4], environment_factory=Room)
+    trainer.train()
+    trainer.end()
+    rows = [json.loads(line) for line in (tmp_path / "rows" / "1.jsonl").read_text().splitlines()]
+    assert {(row["ended"], row["score"], row["environment_reward"]) for row in rows} == {("max_assistant_turns", 1.5, 0.5)}
+    assert all(len(row["turns"]) == 2 and row["conversation"][0]["content"].endswith(" Look.") for row in rows)
 
 
 def test_the_reference_of_a_trainer_is_the_starting_model_and_after_training_what_it_moved_to(model, tmp_path):

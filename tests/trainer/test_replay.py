@@ -78,7 +78,7 @@ def put(number, **values):
 @pytest.mark.parametrize(
     ("change", "row", "says"),
     [
-        (put(2, schema=1), 3, "a dump of schema 1 cannot be replayed; this version reads schema 2"),
+        (put(2, schema=1), 3, "a dump of schema 1 cannot be replayed; this version reads schema 3"),
         (put(1, schema=None), 2, "schema None"),
         (put(1, tokenizer="other"), 2, "another tokenizer"),
         (drop(1), 2, "the file should have row 2 of 4 here, and has row 3 of 4"),

@@ -17,7 +17,7 @@ from typing import Any
 
 from verl_memopt.agents.conversation import Transcript, Turn
 from verl_memopt.agents.environments import Answers, EnvironmentKind, EnvironmentPool, Event, Failed, Finished, Ready, Restart
-from verl_memopt.agents.parsers import Parser, ToolCall, no_calls, parser_of
+from verl_memopt.agents.parsers import Parser, ToolCall, no_calls, parser_of, shows_tools
 from verl_memopt.agents.program import Program
 from verl_memopt.agents.tools import Loads, Source
 from verl_memopt.agents.verl_tools import VerlTools
@@ -598,6 +598,11 @@ def build_loop(rollout: Rollout, plan: AgentPlan, tokenizer: Any, eos_token_ids:
     pool = build_pool(rollout, None if plan.logs is None else Path(plan.logs) / name)
     has_tools = pool is not None and any(kind.schemas for kind in pool.wait_until_loaded().values())
     parser = parser_of(tokenizer, rollout.multi_turn.format, plan.template) if has_tools else no_calls
+    if has_tools and not shows_tools(tokenizer, plan.template):
+        logger.warning(
+            "the chat template does not tell the model which tools there are, so the prompts must. Otherwise use the template of "
+            "a model with tools (actor_rollout_ref.model.custom_chat_template)"
+        )
     assert rollout.prompt_length is not None
     assert rollout.response_length is not None
     limits = Limits(rollout.prompt_length, rollout.response_length)

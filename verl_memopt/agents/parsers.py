@@ -246,6 +246,16 @@ def parser_of(tokenizer: Any, name: str, template_arguments: Mapping[str, Any]) 
     )
 
 
+def shows_tools(tokenizer: Any, template_arguments: Mapping[str, Any]) -> bool:
+    """Return whether the chat template tells the model which tools there are."""
+    asked = [{"role": "user", "content": "?"}]
+    try:
+        text = render_bounded(tokenizer, asked, **{**template_arguments, "tools": [PROBE_TOOL]})
+    except RENDER_ERRORS:
+        return False
+    return PROBE_CALL.name in text
+
+
 def _reads(parser: Parser, written: Sequence[str]) -> bool:
     return any(parser(text, [PROBE_TOOL]).calls == (PROBE_CALL,) for text in written)
 

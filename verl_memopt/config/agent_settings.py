@@ -73,7 +73,7 @@ class AgentLimits:
     tool_timeout_seconds: PositiveFloat = 60.0
     """Longest time of a call of a tool or an environment. A conversation whose call takes longer ends."""
     cpu_seconds: Annotated[float | None, POSITIVE] = None
-    """Longest processor time of a process between two conversations that begin there; null = 32 x ``tool_timeout_seconds``."""
+    """Longest processor time that a process may use while one call is under way; null = 32 x ``tool_timeout_seconds``."""
     memory_gb: PositiveFloat = 4
     """Memory limit in GiB of each of these processes, with the processes that it starts."""
 

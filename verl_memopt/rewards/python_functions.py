@@ -64,7 +64,7 @@ class NamedFunction:
                 f"rewards: {name} has no signature ({problem}). Wrap it in a function of (answer, row)."
             ) from problem
         named = {parameter.name for parameter in parameters.values()}
-        if named & {"completions", "prompts"}:
+        if named & {"completions", "prompts", "environments"}:
             return cls(name, weight, TRL, function)
         if "solution_strs" in named:
             return cls(name, weight, VERL_BATCH, function)

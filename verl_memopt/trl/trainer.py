@@ -288,6 +288,9 @@ class TrlTrainer:
             ) from problem
         return str(place)
 
+    def end(self) -> None:
+        """Do nothing, because a run ends its loggers by itself. TRL's scripts call this at their end."""
+
     def add_callback(self, callback: Any) -> None:
         """Add a callback of transformers: an object or a class."""
         self._callbacks.add(callback)
