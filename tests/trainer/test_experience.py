@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from tests.trainer.conftest import Member, group_of
+from verl_memopt.agents.conversation import Turn
+from verl_memopt.agents.loop import Conversation
 from verl_memopt.algorithms.kl import KlController
 from verl_memopt.algorithms.records import ESTIMATORS
 from verl_memopt.config.aliases import VALUES
@@ -176,6 +178,15 @@ def test_every_expansion_gives_one_batch_whichever_rows_are_read(method, shares_
         one, other = micro_batch(batch, rows).pack, micro_batch(token, rows).pack
         assert torch.equal(one.input_ids, other.input_ids)
         assert torch.equal(one.position_ids, other.position_ids)
+
+
+@pytest.mark.parametrize(("shared", "tokens"), [(True, 3 + 4 + 4), (False, 7 + 7)])
+def test_turns_of_a_conversation_share_tokens_and_rows_do_if_the_settings_say_so(shared, tokens):
+    talks = [Conversation([Turn([1, 2, 3], [n], None), Turn([1, 2, 3, n, 4], [5, 6], None)]) for n in (7, 8)]
+    answers = RowAnswers([], [[1, 2, 3]] * 2, Generation([[7, 5, 6], [8, 5, 6]], None, []), [], conversations=talks)
+    batch = to_batch(answers, 2, Actor(use_prefix_grouper=shared))
+    assert batch.forest.tokens.numel() == tokens
+    assert torch.equal(batch.forest.tokens[batch.forest.place], batch.responses.flat)
 
 
 def test_the_kl_to_the_reference_is_taken_off_each_rows_reward():

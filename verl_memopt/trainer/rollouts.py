@@ -18,7 +18,7 @@ from verl_memopt.algorithms.kl import KlController, kl_estimate, shaped_rewards,
 from verl_memopt.algorithms.records import ESTIMATORS
 from verl_memopt.algorithms.rows import row_means
 from verl_memopt.config.schema import Actor, Algorithm, Rollout
-from verl_memopt.data.batch import Ragged, RolloutBatch, prompt_rows, rollout_batch, token_index
+from verl_memopt.data.batch import Ragged, RolloutBatch, prompt_rows, rollout_batch, shares_prompts, token_index
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.prompts import StepPrompts
 from verl_memopt.errors import RewardError, Stopped
@@ -446,7 +446,11 @@ class LogProbPass(ForwardPass[LogProbs]):
 
 
 def to_batch(answers: RowAnswers, samples: int, actor: Actor) -> RolloutBatch:
-    generation = answers.generation
+    generation, forest = answers.generation, None
+    if answers.conversations is not None:
+        turns = [each.ids for each in answers.conversations]
+        # The turns of a row always share tokens.
+        forest = build_forest(turns, None if shares_prompts(actor) else range(len(turns)))
     log_probs = generation.log_probs
     assert len(answers.prompt_ids) % samples == 0, f"{len(answers.prompt_ids)} rows are no groups of {samples}"
     return rollout_batch(
@@ -455,7 +459,7 @@ def to_batch(answers: RowAnswers, samples: int, actor: Actor) -> RolloutBatch:
         group=torch.arange(len(answers.prompt_ids)) // samples,
         actor=actor,
         rollout_log_probs=None if log_probs is None else Ragged.from_rows(log_probs, torch.float32).flat,
-        forest=None if answers.conversations is None else build_forest([each.ids for each in answers.conversations]),
+        forest=forest,
     )
 
 
