@@ -55,3 +55,12 @@ def test_conversations_run_the_kernels_of_their_path_and_never_wait_for_the_devi
     life = on_virtual_gpu(live, row, folder, attention=attention, whole=False, critic=True, talks=True, more=more)
     assert misplaced(row, life) == []
     assert set(PATHS[attention, dtype]) <= life.ops
+
+
+def test_passes_over_parts_of_a_conversation_never_wait_for_the_device(on_virtual_gpu, folder):
+    knobs = {"actor dtype": "bf16", "ref dtype": "bf16", "shared prompt": "on", "batching": "tokens", "recomputed values": "on"}
+    row = all_off() | knobs
+    more = {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 16}
+    life = on_virtual_gpu(live, row, folder, attention="auto", whole=False, critic=True, talks=True, more=more)
+    assert misplaced(row, life) == []
+    assert set(PATHS["auto", "bf16"]) <= life.ops

@@ -519,12 +519,30 @@ class TrainedCritic:
     def loss(
         self, micro: MicroBatch, counts: GlobalCounts, prefix_kv: PrefixKV | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        (predictions,) = micro.outputs(
+            self.model, lambda pack, kv, _: (self.model(pack, kv),), prefix_kv, self._token_gradient(micro, counts)
+        )
+        assert predictions is not None
+        loss, metrics = self._loss(micro, counts, predictions, EVERYTHING)
+        return loss, {f"{CRITIC.name}/{name}": value for name, value in metrics.items()}
+
+    def _loss(self, micro: MicroBatch, counts: GlobalCounts, predictions: Tensor, places: Any) -> LossAndMetrics:
+        # The loss of the tokens at some places.
+        settings = self.settings
         assert micro.old_values is not None
         assert micro.returns is not None
-        settings, pack = self.settings, micro.pack
         assert settings.loss_agg_mode is not None
-        (predictions,) = micro.outputs(self.model, lambda pack, kv, _: (self.model(pack, kv),), prefix_kv)
-        assert predictions is not None
-        tokens = ValueTokens(predictions, micro.old_values, micro.returns, pack.row, micro.lengths, counts, micro.kept)
-        loss, metrics = value_loss(tokens, settings.cliprange_value, settings.loss_agg_mode, settings.loss_scale_factor)
-        return loss, {f"{CRITIC.name}/{name}": value for name, value in metrics.items()}
+        kept = None if micro.kept is None else micro.kept[places]
+        values, returns, row = micro.old_values[places], micro.returns[places], micro.pack.row[places]
+        tokens = ValueTokens(predictions, values, returns, row, micro.lengths, counts, kept)
+        return value_loss(tokens, settings.cliprange_value, settings.loss_agg_mode, settings.loss_scale_factor)
+
+    def _token_gradient(self, micro: MicroBatch, counts: GlobalCounts) -> TokenGradient:
+        # The gradient of a token needs no other token. See :meth:`Objective.token_gradient`.
+        def gradient(places: Any, predictions: Tensor, entropy: Tensor | None) -> tuple[Tensor, None]:
+            with torch.enable_grad():
+                leaf = predictions.detach().requires_grad_()
+                loss, _ = self._loss(micro, counts, leaf, places)
+            return torch.autograd.grad(loss * self.trained.world_size, leaf)[0], None
+
+        return gradient
