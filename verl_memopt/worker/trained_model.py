@@ -29,11 +29,12 @@ from verl_memopt.memory.sequence_parallel_torch import largest_of_ranks
 from verl_memopt.memory.token_budget_torch import attempts
 from verl_memopt.memory.token_packing import Cut, InParts, spans
 from verl_memopt.model.decoder import PrefixKV
-from verl_memopt.model.open_path import OpenPack, PackStep, RunPack, path_packs
+from verl_memopt.model.open_path import path_packs
 from verl_memopt.model.packed_model import PackedModel, dtype_of
 from verl_memopt.model.packing import Pack, pack_forest, pack_groups, pack_prompt, pack_rows, pack_suffixes
 from verl_memopt.observe.device_ledger import gradient_kinds, optimizer_scope, state_tensors
 from verl_memopt.worker.optimizer import build_optimizer, build_schedule
+from verl_memopt.worker.parts import Compute, Parts
 
 # Micro-batches: the rows of one forward, packed into one sequence, with the fields that the loss reads.
 
@@ -118,99 +119,6 @@ class MicroBatch:
         if self.parts is None:
             return compute(self.pack, prefix_kv, token_gradient)
         return self.parts.outputs(model, compute, token_gradient)
-
-
-Compute = Callable[[Pack, PrefixKV | None, TokenGradient | None], tuple[Tensor | None, ...]]
-"""Runs a model on a pack, with the prefix KV that it reads and the gradient of each log-prob, if that is known before."""
-
-
-@dataclass(eq=False)
-class Parts:
-    """Rows that are computed in several passes, because they have more tokens than a pass may have.
-
-    If the gradient of a token depends on other tokens of its row, all values are first computed without a graph. Once the
-    gradients are known, all passes run again, each with its backward. Otherwise each pass runs once, with its backward.
-
-    Attributes:
-        steps: The packs, on the host or on the device.
-        context: Makes the context of each forward that is followed by its backward.
-    """
-
-    steps: list[PackStep]
-    context: Callable[[], AbstractContextManager[None]] = nullcontext
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Parts:
-        return Parts([step.map(change) for step in self.steps])
-
-    def outputs(self, model: PackedModel, compute: Compute, token_gradient: TokenGradient | None) -> tuple[Tensor | None, ...]:
-        """Return the values of all sampled tokens, as leaves of a new graph."""
-        self._compute, self._learned = compute, token_gradient is not None
-        if token_gradient is None:
-            with torch.no_grad():
-                found = [(part.entries, compute(part.pack, prefix_kv, None)) for part, prefix_kv in self.passes(model)]
-        else:
-            found = [
-                (part.entries, self._learn(model, part, prefix_kv, _of_entries(token_gradient, part.entries)))
-                for part, prefix_kv in self.passes(model)
-            ]
-        places = torch.cat([entries for entries, _ in found])
-        self._leaves = [_joined(values, places) for values in zip(*(values for _, values in found), strict=True)]
-        return tuple(self._leaves)
-
-    def backward(self, model: PackedModel) -> None:
-        """Run the backward of all passes from the gradients of the values, if it has not run yet."""
-        if self._learned:
-            return
-        for part, prefix_kv in self.passes(model):
-            gradients = [None if leaf is None or leaf.grad is None else leaf.grad[part.entries] for leaf in self._leaves]
-            self._learn(model, part, prefix_kv, _known(*gradients))
-
-    def _learn(
-        self, model: PackedModel, part: RunPack, prefix_kv: PrefixKV | None, gradient: TokenGradient
-    ) -> tuple[Tensor | None, ...]:
-        with self.context():
-            values = self._compute(part.pack, prefix_kv, gradient)
-        found = tuple(None if value is None else value.detach() for value in values)
-        log_probs, entropy = (*found, None)[:2]
-        assert log_probs is not None
-        pairs = zip(values, gradient(slice(None), log_probs, entropy), strict=False)
-        used = [(value, own) for value, own in pairs if value is not None and own is not None]
-        torch.autograd.backward([value for value, _ in used], [own for _, own in used])
-        model.end_backward()
-        return found
-
-    def passes(self, model: PackedModel) -> Iterator[tuple[RunPack, PrefixKV | None]]:
-        """Yield each pass and the prefix KV that it reads. Backward of the prefix KV runs if the caller's gradients are on."""
-        opened: list[tuple[Pack, PrefixKV]] = []
-        for step in self.steps:
-            above = opened[-1][1] if opened else None
-            if isinstance(step, OpenPack):
-                opened.append((step.pack, model.open_prefix(step.pack, above)))
-            elif isinstance(step, RunPack):
-                yield step, above
-            elif torch.is_grad_enabled():
-                model.close_prefix(*opened.pop(), self.context())
-                model.end_backward()
-            else:
-                opened.pop()
-
-
-def _joined(values: Sequence[Tensor | None], places: Tensor) -> Tensor | None:
-    present = [some for some in values if some is not None]
-    if not present:
-        return None
-    joined = torch.cat(present)
-    return torch.empty_like(joined).index_copy_(0, places, joined).requires_grad_()
-
-
-def _of_entries(token_gradient: TokenGradient, entries: Tensor) -> TokenGradient:
-    return lambda rows, log_probs, entropy: token_gradient(entries[rows], log_probs, entropy)
-
-
-def _known(log_probs: Tensor | None, entropy: Tensor | None = None) -> TokenGradient:
-    # The gradients of log-probs and entropies, as a function of tokens.
-    assert log_probs is not None
-    return lambda rows, *_: (log_probs[rows], None if entropy is None else entropy[rows])
 
 
 def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
