@@ -13,7 +13,8 @@ import queue
 import struct
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -43,6 +44,12 @@ class Caller:
     number: int
     tasks: set[asyncio.Future[Outcome]] = field(default_factory=set)
     """Its calls on the event loop."""
+    waits: int = 0
+    """Requests to the engine that are under way."""
+    stretch: int = 0
+    """Number of the stretch between two waits for the engine that runs now. 0 = none."""
+    since: float = 0.0
+    """When it began."""
 
 
 class Running:
@@ -196,6 +203,56 @@ class Calls:
                     outcome = await self._on_the_loop(caller, what, later, seconds)
         finally:
             self._note(call, None)
+        return self._checked(what, outcome)
+
+    async def driven(self, caller: Caller, what: str, function: Callable[[], Awaitable[Any]]) -> Outcome:
+        """Return the outcome of an async call that waits for the engine in between.
+
+        The time limit is that of each stretch between two waits.
+
+        Raises:
+            FailedError: As in :meth:`outcome`.
+        """
+        task = asyncio.ensure_future(_outcome_async(function(), caller.number, self._on_loop))
+        caller.tasks.add(task)
+        task.add_done_callback(caller.tasks.discard)
+        self._begin_stretch(caller)
+        try:
+            while not task.done():
+                seconds = self._timeout_seconds
+                left = seconds if caller.waits else caller.since + seconds - time.monotonic()
+                if left <= 0:
+                    self._cancel(task)
+                    raise self._too_long(f"{what}, between two requests,")
+                await asyncio.wait({task}, timeout=left)
+        finally:
+            self._end_stretch(caller)
+        return self._checked(what, (None, asyncio.CancelledError()) if task.cancelled() else task.result())
+
+    @contextmanager
+    def waiting(self, caller: Caller) -> Iterator[None]:
+        """Within this context the caller waits for the engine."""
+        caller.waits += 1
+        is_driven = caller.stretch > 0 or caller.waits > 1
+        self._end_stretch(caller)
+        try:
+            yield
+        finally:
+            caller.waits -= 1
+            if is_driven and not caller.waits and caller.tasks:
+                self._begin_stretch(caller)
+
+    def _begin_stretch(self, caller: Caller) -> None:
+        self._count += 1
+        caller.stretch, caller.since = self._count, time.monotonic()
+        self._note(caller.stretch, caller.since)
+
+    def _end_stretch(self, caller: Caller) -> None:
+        if caller.stretch:
+            self._note(caller.stretch, None)
+            caller.stretch = 0
+
+    def _checked(self, what: str, outcome: Outcome) -> Outcome:
         value, problem = outcome
         if isinstance(problem, MemoryError) or (problem is not None and "allocate memory" in words(problem)):
             raise FailedError(f"{what} needed more memory than {self._limits.key}.memory_gb={self._limits.memory_gb:g}")
@@ -221,9 +278,12 @@ class Calls:
         task.add_done_callback(caller.tasks.discard)
         if (await asyncio.wait({task}, timeout=seconds))[0]:
             return (None, asyncio.CancelledError()) if task.cancelled() else task.result()
+        self._cancel(task)
+        raise self._too_long(what)
+
+    def _cancel(self, task: asyncio.Future[Outcome]) -> None:
         task.cancel()
         self._loop.call_later(GRACE_SECONDS, self._retire_unless, task)
-        raise self._too_long(what)
 
     def _too_long(self, what: str) -> FailedError:
         return FailedError(f"{what} took longer than {self._key}.timeout_seconds={self._timeout_seconds:g}")

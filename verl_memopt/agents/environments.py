@@ -51,6 +51,8 @@ class EnvironmentKind:
     """The schemas of its tools, for the chat template."""
     has_reward: bool
     """It has the method ``get_reward``."""
+    drives: bool = False
+    """It is an agent loop, which drives the conversation itself."""
 
 
 # What comes of a conversation's requests. ``conversation`` is the number that ``begin`` got.
@@ -68,6 +70,27 @@ class Answers:
     conversation: int
     answers: Sequence[tuple[str, bool]]
     """The text of each call of the turn, and whether the call failed."""
+
+
+@dataclass(frozen=True)
+class Generate:
+    """An agent loop asks for tokens. ``answer_request`` follows."""
+
+    conversation: int
+    request: int
+    prompt_ids: list[int]
+    sampling: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Driven:
+    """An agent loop has ended."""
+
+    conversation: int
+    sequences: Sequence[tuple[list[int], list[int]]]
+    """Token ids, and for each 1 if the engine sampled it. The loop says so; it is not checked yet."""
+    num_turns: int
+    """0 = the loop does not count turns."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +116,7 @@ class Restart:
     conversation: int
 
 
-Event = Ready | Answers | Finished | Failed | Restart
+Event = Ready | Answers | Generate | Driven | Finished | Failed | Restart
 
 
 class EnvironmentPool:
@@ -162,6 +185,16 @@ class EnvironmentPool:
     def call(self, conversation: int, calls: Sequence[tuple[str, Any]]) -> None:
         """Run the tools of one turn, given as (name, arguments): Answers follows."""
         self._request(conversation, ", ".join(dict.fromkeys(name for name, _ in calls)), "call", list(calls))
+
+    def drive(self, conversation: int, sampling: Mapping[str, Any]) -> None:
+        """Let an agent loop run: any number of Generate follow, then Driven. ``sampling``: the parameters that it gets."""
+        self._request(conversation, "run", "drive", dict(sampling))
+
+    def answer_request(self, conversation: int, request: int, answer: tuple[list[int], list[float] | None, str] | str) -> None:
+        """Send what the engine sampled: tokens, log-probs, and why it stopped. A text = the request is refused, and why."""
+        found = self._conversations.get(conversation)
+        if found is not None and found.process is not None:
+            found.process.send(("generated", found.run, request, answer))
 
     def finish(self, conversation: int) -> None:
         """Ask for the reward and the snapshot: Finished follows."""
@@ -310,7 +343,9 @@ class EnvironmentPool:
                 raise AgentError(str(number))
             process.loaded, process.heard = True, time.monotonic()
             if values[0]:
-                self._kinds = {name: EnvironmentKind(owner, schemas, has) for name, owner, has, schemas in values[0]}
+                self._kinds = {
+                    name: EnvironmentKind(owner, schemas, has, drives) for name, owner, has, schemas, drives in values[0]
+                }
             return
         if kind == "retire":
             process.retired = True
@@ -321,7 +356,8 @@ class EnvironmentPool:
         if found is None or found.process is not process:  # it was abandoned
             return
         self._events.append(_event(found.number, kind, *values))
-        found.doing = ""
+        if kind != "generate":
+            found.doing = ""
         if kind in ("finished", "failed"):
             self._history.pop(found.number, None)
             self._forget(found)
@@ -380,6 +416,12 @@ def _event(number: int, kind: str, *values: Any) -> Event:
         return Ready(number, *values)
     if kind == "answers":
         return Answers(number, [(str(text), bool(failed)) for text, failed in values[0]])
+    if kind == "generate":
+        request, ids, sampling = values
+        return Generate(number, int(request), _whole_numbers(ids), dict(sampling))
+    if kind == "driven":
+        sequences = [(_whole_numbers(ids), _whole_numbers(sampled)) for ids, sampled in values[0]]
+        return Driven(number, sequences, int(values[1]))
     if kind == "finished":
         reward, owner, pickles, missing = values
         snapshot = Snapshot(owner, {name: base64.b64decode(data) for name, data in pickles.items()}, missing)
@@ -387,6 +429,12 @@ def _event(number: int, kind: str, *values: Any) -> Event:
     if kind == "failed":
         return Failed(number, printable(str(values[0])))
     raise ValueError(f"a message of kind {kind!r:.50}")
+
+
+def _whole_numbers(values: Any) -> list[int]:
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise ValueError("ids that are no whole numbers")
+    return values
 
 
 @dataclass

@@ -11,17 +11,30 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from verl_memopt.agents.agent_loops import VerlLoops
 from verl_memopt.agents.conversation import Transcript, Turn
-from verl_memopt.agents.environments import Answers, EnvironmentKind, EnvironmentPool, Event, Failed, Finished, Ready, Restart
+from verl_memopt.agents.driven import Request, UnknownTokensError, request_sampling, sampling_params, turns_of
+from verl_memopt.agents.environments import (
+    Answers,
+    Driven,
+    EnvironmentKind,
+    EnvironmentPool,
+    Event,
+    Failed,
+    Finished,
+    Generate,
+    Ready,
+    Restart,
+)
 from verl_memopt.agents.parsers import Parser, ToolCall, no_calls, parser_of, shows_tools
 from verl_memopt.agents.program import Program
 from verl_memopt.agents.tools import Loads, Source
 from verl_memopt.agents.verl_tools import VerlTools
-from verl_memopt.config.agent_settings import Agent, AgentEnvironment, AgentTools, MultiTurn
+from verl_memopt.config.agent_settings import SINGLE_TURN, TOOL_AGENT, Agent, AgentEnvironment, AgentTools, MultiTurn
 from verl_memopt.config.schema import Rollout
 from verl_memopt.data.encoder import decode
 from verl_memopt.data.messages import Messages
@@ -32,6 +45,8 @@ from verl_memopt.rollout.engine import Output, Requests, SamplingSettings, row_s
 
 logger = logging.getLogger(__name__)
 
+AGENT_COLUMN = "agent_name"
+"""Column with the name of a row's agent loop, as in verl."""
 KEY, TURNS_KEY = "actor_rollout_ref.rollout.agent", "actor_rollout_ref.rollout.multi_turn"
 OPEN_FILES = 4096
 """Largest number of files that a process of environments may have open."""
@@ -44,6 +59,9 @@ TOKENS = "tokens"
 """The conversation has no room for further tokens."""
 SECONDS = "seconds"
 """The conversation took longer than ``agent.timeout_seconds``."""
+
+MOST_REQUESTS = 4096
+"""Largest number of requests of one conversation that an agent loop drives."""
 
 WAIT_SECONDS = 0.05
 """Longest wait for tools while the engine has no request. The loop then looks at stop requests and time limits."""
@@ -87,6 +105,7 @@ class Conversation:
         text: Everything after the first prompt as text, without special tokens.
         cached_tokens: Prompt tokens that the engine found in its prefix cache.
         seconds: Time from the first call of the environment to the end.
+        counted_turns: The number of messages that an agent loop of the user's own counts. 0 = it counts none.
     """
 
     turns: list[Turn] = field(default_factory=list)
@@ -101,6 +120,7 @@ class Conversation:
     text: str = ""
     cached_tokens: int = 0
     seconds: float = 0.0
+    counted_turns: int = 0
 
     def for_rewards(self) -> dict[str, Any]:
         """Return what a reward function gets in ``extra_info``: all messages, verl's number of turns, and the environment."""
@@ -119,7 +139,7 @@ class Conversation:
     @property
     def num_turns(self) -> int:
         """The number of messages from the last one of the prompt on, as verl counts turns."""
-        return len(self.messages) - self.prompt_messages + 1
+        return self.counted_turns or len(self.messages) - self.prompt_messages + 1
 
     def record(self) -> dict[str, Any]:
         """Return the fields of a :class:`verl_memopt.observe.samples.Sample` that describe the turns."""
@@ -244,6 +264,10 @@ class _Live:
     calls: list[ToolCall] = field(default_factory=list)
     user_turns: int = 0
     has_environment: bool = False
+    drives: bool = False
+    """An agent loop of the user's own drives the conversation."""
+    requests: list[Request] = field(default_factory=list)
+    """The requests of an agent loop that drives the conversation itself."""
 
 
 @dataclass
@@ -289,8 +313,9 @@ class _Run:
     def __init__(self, loop: AgentLoop, tasks: list[Task], requests: Requests, sampling: SamplingSettings) -> None:
         self.loop, self.tasks, self.requests, self.sampling = loop, tasks, requests, sampling
         self.live: dict[int, _Live] = {}
-        self.asked: dict[int, _Live] = {}
-        """Number of a request -> its conversation. A conversation that has ended, or begins again, ignores the response."""
+        self.asked: dict[int, tuple[_Live, Request | None]] = {}
+        """Number of a request -> its conversation, and the request if an agent loop made it. A conversation that has ended, or
+        begins again, ignores the response."""
         self.num_asked = 0
         self.done: dict[int, Conversation] = {}
         self.endings: Counter[str] = Counter()
@@ -308,9 +333,13 @@ class _Run:
                 engine_seconds += (time.monotonic() - before) * busy
                 steps += busy
                 for request, output in complete.items():
-                    live = self.asked.pop(request)
-                    if self.live.get(live.number) is live:
+                    live, made = self.asked.pop(request)
+                    if self.live.get(live.number) is not live:
+                        continue
+                    if made is None:
                         self._turn(live.number, output)
+                    else:
+                        self._answer(live, made, output)
                 if self.loop.pool is not None:
                     for event in self.loop.pool.poll(0.0 if self.requests.under_way else WAIT_SECONDS):
                         self._handle(event)
@@ -332,15 +361,27 @@ class _Run:
             self._ask(number)
             return
         live.has_environment = True
-        live.tools = self.kinds[task.environment].schemas
-        loop.pool.begin(number, task.environment, task.row, task.seed)
+        name = environment_of(task.environment, task.row, loop.agent, self.kinds)
+        if name not in self.kinds:
+            raise DataError(f"{task.address}: {unknown_environment(name, self.kinds)}")
+        live.tools = self.kinds[name].schemas
+        live.drives = self.kinds[name].drives
+        row = {**task.row, "raw_prompt": task.messages} if live.drives else task.row
+        loop.pool.begin(number, name, row, task.seed)
 
     def _handle(self, event: Event) -> None:
         number = event.conversation
         live = self.live.get(number)
         if live is None:
             return
-        if isinstance(event, Ready):
+        if isinstance(event, Ready) and live.drives:
+            assert self.loop.pool is not None
+            self.loop.pool.drive(number, sampling_params(self.sampling))
+        elif isinstance(event, Generate):
+            self._generate(live, event)
+        elif isinstance(event, Driven):
+            self._take(live, event)
+        elif isinstance(event, Ready):
             add_observation(live.transcript.messages, event.observation)
             if live.tools:
                 live.transcript.arguments = {**live.transcript.arguments, "tools": list(live.tools)}
@@ -384,9 +425,64 @@ class _Run:
             return
         sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
         conversation.turns.append(Turn(prompt, [], None))
-        self.asked[self.num_asked] = live
-        self.requests.add(self.num_asked, prompt, row_seed(live.task.seed, len(conversation.turns), 0, 0), sampling)
+        self._add(live, None, prompt, len(conversation.turns), sampling)
+
+    def _add(self, live: _Live, made: Request | None, prompt: list[int], turn: int, sampling: SamplingSettings) -> None:
+        self.asked[self.num_asked] = live, made
+        self.requests.add(self.num_asked, prompt, row_seed(live.task.seed, turn, 0, 0), sampling)
         self.num_asked += 1
+
+    # Conversations that an agent loop drives.
+
+    def _generate(self, live: _Live, event: Generate) -> None:
+        assert self.loop.pool is not None
+        if len(live.requests) >= MOST_REQUESTS:
+            self._fail(live, f"run made more than {MOST_REQUESTS} requests")
+            return
+        limits = self.loop.limits
+        try:
+            sampling = request_sampling(event.sampling, self.sampling)
+            if not event.prompt_ids or min(event.prompt_ids) < 0 or max(event.prompt_ids) >= len(self.loop.tokenizer):
+                raise ValueError("prompt_ids must be token ids of the tokenizer, at least one")
+            room = limits.prompt + limits.after - len(event.prompt_ids)
+            if room < 1:
+                raise ValueError(
+                    f"the prompt has {len(event.prompt_ids)} tokens, and prompt_length + response_length = "
+                    f"{limits.prompt + limits.after} leaves no room for a response"
+                )
+        except ValueError as problem:
+            self.loop.pool.answer_request(live.number, event.request, str(problem))
+            return
+        made = Request(event.request, event.prompt_ids, replace(sampling, max_tokens=min(sampling.max_tokens, room)))
+        live.requests.append(made)
+        self._add(live, made, list(made.prompt_ids), len(live.requests), made.sampling)
+
+    def _answer(self, live: _Live, made: Request, output: Output) -> None:
+        assert self.loop.pool is not None
+        made.output = output
+        live.conversation.cached_tokens += output.cached_tokens
+        self.loop.pool.answer_request(live.number, made.number, (output.response_ids, output.log_probs, output.finish_reason))
+
+    def _take(self, live: _Live, event: Driven) -> None:
+        conversation, limits = live.conversation, self.loop.limits
+        try:
+            turns, is_whole = turns_of(event.sequences, live.requests, self.sampling, limits.prompt, limits.after)
+        except UnknownTokensError as problem:
+            self._fail(live, str(problem))
+            return
+        conversation.turns, conversation.counted_turns = turns, event.num_turns
+        conversation.prompt_messages = len(live.transcript.messages)
+        ids, sampled = event.sequences[-1]
+        first = sampled.index(1) if 1 in sampled else len(ids)
+        conversation.text = self.loop.tokenizer.decode(ids[first:], skip_special_tokens=True)
+        live.transcript.messages.append({"role": "assistant", "content": conversation.text})
+        self._end(live.number, ANSWER if is_whole else TOKENS)
+
+    def _fail(self, live: _Live, reason: str) -> None:
+        assert self.loop.pool is not None
+        self.loop.pool.abandon(live.number)
+        live.has_environment = False
+        self._end(live.number, FAILED, reason)
 
     def _turn(self, number: int, output: Output) -> None:
         live, loop = self.live[number], self.loop
@@ -472,7 +568,7 @@ class _Run:
     def _close(self, number: int) -> None:
         live = self.live.pop(number)
         conversation = live.conversation
-        if conversation.turns:
+        if conversation.turns and not live.drives:
             first = len(conversation.turns[0].prompt_ids)
             conversation.text = self.loop.tokenizer.decode(live.transcript.ids[first:], skip_special_tokens=True)
         self.done[number] = conversation
@@ -510,8 +606,23 @@ def add_observation(messages: Messages, observation: str | Sequence[Mapping[str,
         messages.append({"role": "user", "content": observation})
 
 
-def build_pool(rollout: Rollout, logs: Path | None) -> EnvironmentPool | None:
-    """Start the processes of tools and environments. None = there are neither."""
+def environment_of(
+    environment: str | None, columns: Mapping[str, Any], agent: Agent, kinds: Mapping[str | None, EnvironmentKind]
+) -> str | None:
+    """Return the name of a row's environment or agent loop among ``kinds``, if it is there. ``columns``: of the row."""
+    name = columns.get(AGENT_COLUMN) or agent.default_agent_loop
+    if name in (SINGLE_TURN, TOOL_AGENT):
+        return None if None in kinds else environment
+    return str(name)
+
+
+def unknown_environment(name: str | None, kinds: Mapping[str | None, EnvironmentKind]) -> str:
+    known = [str(kind) for kind in kinds if kind is not None] + [SINGLE_TURN, TOOL_AGENT]
+    return f"{name!r} is no environment and no agent loop of the run. Use one of {', '.join(known)}."
+
+
+def build_pool(rollout: Rollout, plan: AgentPlan, tokenizer: Any, logs: Path | None) -> EnvironmentPool | None:
+    """Start the processes of tools, environments and agent loops. None = there are none."""
     multi_turn, agent = rollout.multi_turn, rollout.agent
     environments: dict[str | None, Loads] = {**sources_of(agent.environment)}
     tools = sources_of(agent.tools)
@@ -522,11 +633,16 @@ def build_pool(rollout: Rollout, logs: Path | None) -> EnvironmentPool | None:
                 "environment too. Leave one of them out."
             )
         environments = {None: VerlTools(_whole(multi_turn.tool_config_path), _whole(multi_turn.function_tool_path), TURNS_KEY)}
-    if not environments and not tools:
+    loops = None
+    if agent.agent_loop_config_path is not None:
+        config = {"actor_rollout_ref": {"rollout": asdict(rollout)}, "data": _data(rollout, plan)}
+        loops = VerlLoops(str(_whole(agent.agent_loop_config_path)), tokenizer, config)
+    if not environments and not tools and loops is None:
         return None
     program = Program(
         environments=environments,
         tools=tuple(tools.values()),
+        agent_loops=loops,
         key=KEY,
         timeout_seconds=agent.tool_timeout_seconds,
         max_tool_response_length=multi_turn.max_tool_response_length,
@@ -534,6 +650,15 @@ def build_pool(rollout: Rollout, logs: Path | None) -> EnvironmentPool | None:
     )
     limits = ProcessLimits(agent.memory_gb, agent.cpu_seconds or 32 * agent.tool_timeout_seconds, OPEN_FILES, KEY)
     return EnvironmentPool(program, limits, agent.num_workers or min(os.cpu_count() or 1, 8), logs)
+
+
+def _data(rollout: Rollout, plan: AgentPlan) -> dict[str, Any]:
+    return {
+        "apply_chat_template_kwargs": dict(plan.template),
+        "max_prompt_length": rollout.prompt_length,
+        "max_response_length": rollout.response_length,
+        "tool_config_path": rollout.multi_turn.tool_config_path,
+    }
 
 
 def _whole(path: str | None) -> str | None:
@@ -581,8 +706,15 @@ def check_agents(
         ConfigError, AgentError: As in :func:`build_loop`, before a worker starts.
     """
     loop = build_loop(rollout, replace(plan, logs=None), tokenizer, eos_token_ids, "")
+    default = rollout.agent.default_agent_loop
     try:
-        return {} if loop.pool is None else dict(loop.pool.wait_until_loaded())
+        kinds = {} if loop.pool is None else dict(loop.pool.wait_until_loaded())
+        if default not in (SINGLE_TURN, TOOL_AGENT) and (default not in kinds or not kinds[default].drives):
+            raise ConfigError(
+                f"{KEY}.default_agent_loop={default}: there is no such agent loop. Name it in {KEY}.agent_loop_config_path, or "
+                f"set {SINGLE_TURN} or {TOOL_AGENT}."
+            )
+        return kinds
     finally:
         loop.close()
 
@@ -595,7 +727,7 @@ def build_loop(rollout: Rollout, plan: AgentPlan, tokenizer: Any, eos_token_ids:
     Raises:
         ConfigError: A tool or an environment cannot be loaded, or the parser does not read the calls of the chat template.
     """
-    pool = build_pool(rollout, None if plan.logs is None else Path(plan.logs) / name)
+    pool = build_pool(rollout, plan, tokenizer, None if plan.logs is None else Path(plan.logs) / name)
     has_tools = pool is not None and any(kind.schemas for kind in pool.wait_until_loaded().values())
     parser = parser_of(tokenizer, rollout.multi_turn.format, plan.template) if has_tools else no_calls
     if has_tools and not shows_tools(tokenizer, plan.template):

@@ -17,10 +17,11 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+from verl_memopt.agents.agent_loops import OwnLoop, TokenOutput
 from verl_memopt.agents.calls import Caller, Calls, FailedError, Thread, words
 from verl_memopt.agents.snapshot import pickle_by_value, snapshot_of
 from verl_memopt.agents.tools import Loads, OwnTools, Source, Tool, schema_of, tools_of
@@ -44,6 +45,8 @@ STACK_BYTES = 2 << 20
 
 LARGEST_OBSERVATION = LARGEST_MESSAGE // 4
 """Largest size in bytes of what `reset` returns."""
+LARGEST_IDS = LARGEST_MESSAGE // 16
+"""Largest number of token ids in a message. As JSON an id has up to ten bytes, and each may have an entry of a mask."""
 LARGEST_TURN = LARGEST_MESSAGE // 8
 """Largest number of characters of the answers to the calls of one turn. As JSON a character has up to six bytes."""
 
@@ -62,6 +65,8 @@ class Program:
     """Largest number of characters of the answer of a tool. A longer answer is cut."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
     """Where a longer answer is cut, as in verl since 0.9: left = at its begin, right = at its end, middle = between both."""
+    agent_loops: Loads | None = None
+    """Loops that drive conversations themselves: ``load`` returns functions that make an ``OwnLoop``, by name."""
 
 
 def main(pipe: int, progress: int, limits: Limits) -> None:
@@ -69,6 +74,10 @@ def main(pipe: int, progress: int, limits: Limits) -> None:
     program, describes = _receive(pipe)
     try:
         factories = {name: source.load() for name, source in program.environments.items()}
+        loops = {} if program.agent_loops is None else program.agent_loops.load()
+        if both := sorted(loops.keys() & factories.keys()):
+            raise AgentError(f"{program.key}: {both[0]} is the name of an environment and of an agent loop. Rename one.")
+        factories |= loops
         functions = _by_name([source.load() for source in program.tools])
         pickle_by_value()
     except AgentError as problem:
@@ -138,6 +147,9 @@ class Run:
     environment: Environment | None = None
     under_way: bool = False
     abandoned: bool = False
+    requests: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+    """Number of a request to the engine -> its response."""
+    num_requests: int = 0
 
 
 Operation = Callable[..., Coroutine[Any, Any, tuple[Any, ...]]]
@@ -152,7 +164,9 @@ class Serving:
     ) -> None:
         self._pipe, self._program, self._factories, self._functions = pipe, program, factories, functions
         self._runs: dict[int, Run] = {}
-        self._idle: dict[str | None, list[Environment]] = {name: [] for name in factories or [None]}
+        self._idle: dict[str | None, list[Environment]] = {
+            name: [] for name in (factories if program.environments else [None, *factories])
+        }
         """Environments that a later conversation uses again."""
         self._operations: set[asyncio.Task[None]] = set()
 
@@ -168,20 +182,31 @@ class Serving:
         _send(self._pipe, ("loaded", problem, described))
         return problem is None
 
-    async def _describe(self, name: str | None) -> tuple[str | None, str, bool, list[Any]]:
+    async def _describe(self, name: str | None) -> tuple[str | None, str, bool, list[Any], bool]:
         try:
             environment = await self._make(Run(name, Caller(0)), limited=False)
+            if is_loop := isinstance(environment.instance, OwnLoop):
+                await self._calls.value(Caller(0), "the class", environment.instance.check, environment.thread, limited=False)
         except FailedError as problem:
-            source = self._program.environments[name]
-            raise AgentError(f"{source.key}={source.path}: {source.name}: {problem}. Correct it.") from problem
+            source = self._program.environments.get(name) or self._program.agent_loops
+            assert source is not None, name
+            named = source.name if name in self._program.environments else name
+            raise AgentError(f"{source.key}={source.path}: {named}: {problem}. Correct it.") from problem
         self._idle[name].append(environment)
         own = isinstance(environment.instance, OwnTools)
         has_reward = not own and callable(getattr(environment.instance, "get_reward", None))
+        if is_loop:
+            has_reward = environment.instance.gives_reward
         schemas = [schema_of(tool) for tool in environment.tools.values()]
-        return name, type(environment.instance).__name__ if name in self._factories else "", has_reward, schemas
+        return name, type(environment.instance).__name__ if name in self._factories else "", has_reward, schemas, is_loop
 
     def read(self) -> None:
-        operations: dict[str, Operation] = {"begin": self._begin, "call": self._answer_all, "finish": self._finish}
+        operations: dict[str, Operation] = {
+            "begin": self._begin,
+            "call": self._answer_all,
+            "finish": self._finish,
+            "drive": self._drive,
+        }
         while True:
             try:
                 kind, number, *values = _receive(self._pipe)
@@ -189,6 +214,8 @@ class Serving:
                 os._exit(0)
             if kind == "abandon":
                 self._loop.call_soon_threadsafe(self._abandon, number)
+            elif kind == "generated":
+                self._loop.call_soon_threadsafe(self._generated, number, *values)
             else:
                 self._loop.call_soon_threadsafe(self._start, operations[kind], number, values)
 
@@ -349,6 +376,42 @@ class Serving:
                 "middle": lambda: f"{text[:half]}...(truncated)...{text[len(text) - half :]}",
             }[side]()
         return _valid(text)
+
+    async def _drive(self, run: Run, sampling: Mapping[str, Any]) -> tuple[Any, ...]:
+        assert run.environment is not None
+        loop: OwnLoop = run.environment.instance
+        drive = partial(loop.drive, partial(self._generate, run), sampling)
+        sequences, problem = await self._calls.driven(run.caller, "run", drive)
+        if problem is not None:
+            raise FailedError(f"run raised {raised(problem)}")
+        if (size := sum(len(each.ids) for each in sequences)) > LARGEST_IDS:
+            raise FailedError(f"run returned {size} tokens; at most {LARGEST_IDS} are possible")
+        return "driven", [[each.ids, each.sampled] for each in sequences], loop.num_turns
+
+    async def _generate(self, run: Run, prompt_ids: Sequence[int], sampling: Mapping[str, Any]) -> TokenOutput:
+        ids = [int(token) for token in prompt_ids]
+        if len(ids) > LARGEST_IDS:
+            raise ValueError(f"the prompt has {len(ids)} tokens; at most {LARGEST_IDS} are possible")
+        given = json.loads(json.dumps(dict(sampling)))  # plain data, or an error in the user's call
+        number, future = run.num_requests, self._loop.create_future()
+        run.num_requests, run.requests[number] = number + 1, future
+        _send(self._pipe, ("generate", run.caller.number, number, ids, given))
+        try:
+            with self._calls.waiting(run.caller):
+                return TokenOutput(*await future)
+        finally:
+            del run.requests[number]
+
+    def _generated(self, number: int, request: int, values: Any) -> None:
+        run = self._runs.get(number)
+        future = None if run is None else run.requests.get(request)
+        if future is None or future.done():
+            return
+        if isinstance(values, str):
+            future.set_exception(ValueError(values))
+        else:
+            token_ids, log_probs, finish_reason = values
+            future.set_result((token_ids, log_probs, "completed", finish_reason))
 
     async def _finish(self, run: Run) -> tuple[Any, ...]:
         environment = run.environment

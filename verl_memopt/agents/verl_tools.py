@@ -176,7 +176,7 @@ class VerlTools:
         if self.tool_config_path is None:
             return []
         address = f"{self.key}.tool_config_path={self.tool_config_path}"
-        entries = _entries(address, self.tool_config_path)
+        entries = entries_of(address, self.tool_config_path, "tools", "Give each tool class_name, config and tool_schema")
         return [self._made(f"{address}: tools[{index}]", entry) for index, entry in enumerate(entries)]
 
     def _made(self, address: str, entry: Any) -> BaseTool:
@@ -185,7 +185,8 @@ class VerlTools:
         config, name = dict(entry.get("config") or {}), entry["class_name"]
         if config.get("type", "native") != "native":
             raise AgentError(f"{address}: config.type={config['type']} is not supported. Use a class of type native.")
-        made, given = self._class(address, name), entry.get("tool_schema")
+        made = named_class(f"{address}: class_name", name, "BaseTool from verl_memopt.agents.verl_tools")
+        given = entry.get("tool_schema")
         try:
             tool = made(config=config, tool_schema=None if given is None else OpenAIFunctionToolSchema.model_validate(given))
         except Exception as problem:  # code of the user
@@ -193,19 +194,6 @@ class VerlTools:
         if not (hasattr(tool, "name") and hasattr(tool, "tool_schema") and callable(getattr(tool, "execute", None))):
             raise AgentError(f"{address}: class_name={name} is no tool. Derive the class from BaseTool.")
         return cast(BaseTool, tool)  # a class of an installed verl does as well
-
-    def _class(self, address: str, name: str) -> Any:
-        if ".py:" in name:
-            file, _, attribute = name.rpartition(":")
-            return load_from_file(file, attribute, key=f"{address}.class_name", error=AgentError)
-        module, _, attribute = name.rpartition(".")
-        try:
-            return getattr(importlib.import_module(module), attribute)
-        except Exception as problem:  # the module is code of the user
-            raise AgentError(
-                f"{address}: class_name={name} cannot be imported ({type(problem).__name__}: {problem}). Give module.Class, with "
-                "the module on PYTHONPATH, or file.py:Class. Import BaseTool from verl_memopt.agents.verl_tools."
-            ) from problem
 
     def _functions(self) -> list[FunctionTool]:
         if self.function_tool_path is None:
@@ -218,16 +206,37 @@ class VerlTools:
         return list(found)
 
 
-def _entries(address: str, path: str) -> list[Any]:
+def named_class(address: str, name: str, base: str) -> Any:
+    """Return a class by its name: ``module.Class``, or ``file.py:Class``.
+
+    ``address``: the setting with the name. ``base``: what the class is derived from, and where that is, for errors.
+    """
+    if ".py:" in name:
+        file, _, attribute = name.rpartition(":")
+        return load_from_file(file, attribute, key=address, error=AgentError)
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as problem:  # the module is code of the user
+        raise AgentError(
+            f"{address}={name} cannot be imported ({type(problem).__name__}: {problem}). Give module.Class, with the module on "
+            f"PYTHONPATH, or file.py:Class. Import {base}."
+        ) from problem
+
+
+def entries_of(address: str, path: str, name: str | None, remedy: str) -> list[Any]:
+    """Return a list in a YAML file. ``name``: its key; None = the file is the list."""
     from omegaconf import OmegaConf
 
     try:
         loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except Exception as problem:  # YAML and interpolations fail in many ways
         raise AgentError(f"{address}: cannot be read ({' '.join(str(problem).split())}). Correct the file.") from problem
-    entries = loaded.get("tools") if isinstance(loaded, dict) else None
+    entries: Any = loaded
+    if name is not None:
+        entries = loaded.get(name) if isinstance(loaded, dict) else None
     if not isinstance(entries, list) or not entries:
-        raise AgentError(f"{address}: there is no list 'tools'. Give each tool class_name, config and tool_schema.")
+        raise AgentError(f"{address}: there is no list{'' if name is None else f' {name!r}'}. {remedy}.")
     return entries
 
 

@@ -12,14 +12,15 @@ from pathlib import Path
 from types import MappingProxyType
 
 from verl_memopt.agents.environments import EnvironmentKind
-from verl_memopt.agents.loop import AgentPlan, check_agents
+from verl_memopt.agents.loop import AgentPlan, check_agents, environment_of, unknown_environment
 from verl_memopt.algorithms.custom import check_custom, statistics_of
 from verl_memopt.algorithms.kl import EntropyController, KlController
 from verl_memopt.algorithms.records import WITH_GREEDY_RESPONSES, WITHOUT_BASELINE
 from verl_memopt.algorithms.rollout_correction import reads_entropy, update_gives_old_log_probs
+from verl_memopt.config.agent_settings import Agent
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import Critic, Data, Model, ResourcePool, Settings, Trainer
-from verl_memopt.data.dataset import ENVIRONMENT_COLUMN, PromptDataset, PromptRow, PromptRows, build_dataset
+from verl_memopt.data.dataset import PromptDataset, PromptRow, PromptRows, build_dataset
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.prompts import LOOKAHEAD, PromptPrefetcher, StepLoader, check_prompts, load_sampler
 from verl_memopt.data.python_rows import Item, PythonRows
@@ -178,7 +179,7 @@ def build_run(
         agent, environments = _agents(settings, environment, folder)
         by_rules = _by_rules(settings, environments)
         train, validation = _datasets(settings, environment, by_rules) if mode.reads_data else (None, None)
-        _check_environments(environments, (train, validation))
+        _check_environments(environments, settings.actor_rollout_ref.rollout.agent, (train, validation))
         recipe = settings.reward_model.recipe if _scores_with_model(settings) else None
         prepared = None if recipe is None else recipe.hooks().prepare(settings, environment, (train, validation))
         scoring = _reward_models(settings, environment, (train, validation))
@@ -309,15 +310,13 @@ def _agents(
     return plan, check_agents(rollout, plan, environment.tokenizer, environment.eos_token_ids)
 
 
-def _check_environments(kinds: Mapping[str | None, EnvironmentKind], datasets: Sequence[PromptRows | None]) -> None:
-    if not kinds or None in kinds:
+def _check_environments(kinds: Mapping[str | None, EnvironmentKind], agent: Agent, datasets: Sequence[PromptRows | None]) -> None:
+    if not kinds:
         return
     for row in (rows[index] for rows in datasets if rows is not None for index in range(len(rows))):
-        if row.environment not in kinds:
-            raise DataError(
-                f"{row.address}: {ENVIRONMENT_COLUMN}={row.environment!r}: there is no such environment. Use one of "
-                f"{', '.join(map(str, kinds))}."
-            )
+        name = environment_of(row.environment, row.extra_info, agent, kinds)
+        if name not in kinds:
+            raise DataError(f"{row.address}: {unknown_environment(name, kinds)}")
 
 
 def _datasets(settings: Settings, environment: Environment, by_rules: bool) -> tuple[PromptRows | None, PromptRows | None]:
