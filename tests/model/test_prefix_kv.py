@@ -16,7 +16,7 @@ from verl_memopt.config.keys import replaced
 from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.model import attention_dense
-from verl_memopt.model.decoder import PrefixRecorder
+from verl_memopt.model.prefix_kv import PrefixRecorder
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.trainer.micro_batching import Budget, cut_ranks
 from verl_memopt.worker.trained_model import micro_batches_of

@@ -26,9 +26,10 @@ from verl_memopt.memory.shared_weights_torch import GatheredWeights
 from verl_memopt.memory.streamed_params_torch import StreamedParams
 from verl_memopt.model.attention import KERNELS, REGISTERED, Attend, AttentionArgs
 from verl_memopt.model.captured_block import CapturedBlocks
-from verl_memopt.model.decoder import BlockOptions, Decoder, Prefix, PrefixKV, PrefixRecorder, is_llama_like
+from verl_memopt.model.decoder import BlockOptions, Decoder, is_llama_like
 from verl_memopt.model.families import POLICY_KEY, logit_shape, refused
 from verl_memopt.model.packing import Pack
+from verl_memopt.model.prefix_kv import Prefix, PrefixKV, PrefixRecorder
 from verl_memopt.model.prefix_layout import PrefixLayout
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from verl_memopt.memory.chunked_logprob_torch import TokenGradient
-from verl_memopt.model.decoder import PrefixKV
 from verl_memopt.model.open_path import OpenPack, PackStep, RunPack
 from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.packing import Pack
+from verl_memopt.model.prefix_kv import PrefixKV
 
 Compute: TypeAlias = Callable[[Pack, PrefixKV | None, TokenGradient | None], tuple[Tensor | None, ...]]
 """Runs a model on a pack, with the prefix KV that it reads and the gradient of each log-prob, if that is known before."""

@@ -39,10 +39,10 @@ from verl_memopt.memory.residency import POLICY, REFERENCE
 from verl_memopt.memory.split_masters import KEY as SPLIT_KEY
 from verl_memopt.memory.token_budget_torch import attempts
 from verl_memopt.model.assembly import build_critic, build_trained_policy, materialize, materialize_critic
-from verl_memopt.model.decoder import PrefixKV
 from verl_memopt.model.families import POLICY_KEY
 from verl_memopt.model.packed_model import PackedModel, PolicyModel
 from verl_memopt.model.packing import Pack
+from verl_memopt.model.prefix_kv import PrefixKV
 from verl_memopt.model.value_model import CRITIC_KEY, ValueModel, stored_head
 from verl_memopt.worker.roles import RoleBuilder, compiles_functions, fill_masters, start_adapters
 from verl_memopt.worker.trained_model import (

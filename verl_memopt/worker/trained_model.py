@@ -28,10 +28,10 @@ from verl_memopt.memory.residency import OffloadedParams
 from verl_memopt.memory.sequence_parallel_torch import largest_of_ranks
 from verl_memopt.memory.token_budget_torch import attempts
 from verl_memopt.memory.token_packing import Cut, InParts, spans
-from verl_memopt.model.decoder import PrefixKV
 from verl_memopt.model.open_path import path_packs
 from verl_memopt.model.packed_model import PackedModel, dtype_of
 from verl_memopt.model.packing import Pack, pack_forest, pack_groups, pack_prompt, pack_rows, pack_suffixes
+from verl_memopt.model.prefix_kv import PrefixKV
 from verl_memopt.observe.device_ledger import gradient_kinds, optimizer_scope, state_tensors
 from verl_memopt.worker.optimizer import build_optimizer, build_schedule
 from verl_memopt.worker.parts import Compute, Parts

@@ -28,11 +28,11 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import adapters_off
 from verl_memopt.memory.residency import REFERENCE, REWARD_MODEL, OffloadedParams
 from verl_memopt.memory.token_packing import RowTokens, pack_groups_under
-from verl_memopt.model.decoder import PrefixKV
 from verl_memopt.model.folder import check_vocabulary, resolve_folder
 from verl_memopt.model.packed_model import PolicyModel
 from verl_memopt.model.packing import Pack
 from verl_memopt.model.packing_check import REWARD_KEY, check_architecture
+from verl_memopt.model.prefix_kv import PrefixKV
 from verl_memopt.model.weights import fill_from_folder, load_model_config, mapped_weights
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student_rows import BRIDGE, END, PREFIX, SOLUTION, THINK, StudentRows
