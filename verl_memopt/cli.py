@@ -37,6 +37,20 @@ def report_command(arguments: Sequence[str]) -> int:
     return 0
 
 
+def samples_command(arguments: Sequence[str]) -> int:
+    parser = _parser("samples", "Show answers of a run: their turns, tool calls and scores, or the tokens of each turn.")
+    parser.add_argument("source", type=path_of, metavar="RUN_DIR | FILE", help="folder of a run, or a file of samples (.jsonl)")
+    parser.add_argument("--step", type=int, default=None, help="show the samples of this step (default: the last)")
+    parser.add_argument("--number", type=int, default=4, help="largest number of samples to show (default: 4)")
+    parser.add_argument("--tokens", action="store_true", help="show which tokens the model read, and which it sampled")
+    parser.add_argument("--tokenizer", type=path_of, default=None, metavar="DIR", help="tokenizer of a file of samples")
+    parsed = parser.parse_args(arguments)
+    from verl_memopt.run.show_samples import show_samples
+
+    show_samples(parsed.source, parsed.step, parsed.number, parsed.tokens, parsed.tokenizer)
+    return 0
+
+
 def check_command(arguments: Sequence[str]) -> int:
     parser = _parser(
         "check",
@@ -319,6 +333,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("verl_memopt.cli:chat_command", "talk to a trained model in the terminal"),
     "export": ("verl_memopt.cli:export_command", "write the model of a checkpoint for other programs to load"),
     "report": ("verl_memopt.cli:report_command", "make a run's summary and charts again, or compare several runs"),
+    "samples": ("verl_memopt.cli:samples_command", "show answers of a run, turn by turn or token by token"),
     "check": ("verl_memopt.cli:check_command", "verify every checkpoint of a run"),
     **{name: command for recipe in RECIPES.values() for name, command in recipe.commands.items()},
     "fit": ("verl_memopt.cli:fit_command", "estimate whether a run fits on a card, without weights or a GPU"),

@@ -88,6 +88,24 @@ class Answers:
         return self._batch.answers.generation.response_ids
 
     @property
+    def messages(self) -> list[list[dict[str, Any]]] | None:
+        """All messages of each conversation, with calls and results of tools. None = the session has no tools."""
+        conversations = self._batch.answers.conversations
+        return None if conversations is None else [each.messages for each in conversations]
+
+    @property
+    def environment_rewards(self) -> list[float | None] | None:
+        """The reward of each conversation's environment. None in the list = it gave none. None = the session has no tools."""
+        conversations = self._batch.answers.conversations
+        return None if conversations is None else [each.reward for each in conversations]
+
+    @property
+    def ended(self) -> list[str] | None:
+        """Why each conversation ended, with the reason if its environment failed. None = the session has no tools."""
+        conversations = self._batch.answers.conversations
+        return None if conversations is None else [each.record()["ended"] for each in conversations]
+
+    @property
     def finish_reasons(self) -> list[str]:
         """Why each answer ended: ``stop`` = by itself, ``length`` = at the length limit."""
         return list(self._batch.answers.generation.finish_reasons)
@@ -363,7 +381,10 @@ class Session:
         context = self._context
         rows = [prompt if isinstance(prompt, dict) else {context.settings.data.prompt_key: prompt} for prompt in prompts]
         _, file = write_rows(rows, self.folder / INPUTS / "prompts.jsonl", "prompts")
-        dataset = build_dataset(file, context.settings.data, context.environment.tokenizer, "train", by_rules=False)
+        converses = context.settings.actor_rollout_ref.rollout.converses
+        dataset = build_dataset(
+            file, context.settings.data, context.environment.tokenizer, "train", by_rules=False, converses=converses
+        )
         return expand(dataset, range(len(dataset)), samples, context.settings.algorithm.expansion, context.encoder)
 
     @property
@@ -502,6 +523,8 @@ def session(
     run_dir: str | Path | None = None,
     resume: bool | str | Path = False,
     tokenizer: Any = None,
+    tools: Any = None,
+    environment_factory: Any = None,
     **settings: Any,
 ) -> Iterator[Session]:
     """Yield a :class:`Session`, which has the primitives of a training step. Its processes end with the ``with`` block.
@@ -515,6 +538,8 @@ def session(
         run_dir: As in :func:`verl_memopt.train`.
         resume: As in :func:`verl_memopt.train`. Continue from the last :meth:`Session.save_state`, or from a run's checkpoint.
         tokenizer: As in :func:`verl_memopt.train`.
+        tools: As in :func:`verl_memopt.train`.
+        environment_factory: As in :func:`verl_memopt.train`. :attr:`Answers.environment_rewards` are the environments' rewards.
         settings: As in :func:`verl_memopt.train`.
 
     Raises:
@@ -525,7 +550,10 @@ def session(
     setup_logging()
     rows = NO_ROWS if dataset is None else dataset
     # A reward function spares the rows the columns that the built-in reward rules require.
-    call = Call(model, rows, settings, algorithm, memory, run_dir, tokenizer, rewards=_no_reward, steps=steps, resume=resume)
+    call = Call(
+        model, rows, settings, algorithm, memory, run_dir, tokenizer, rewards=_no_reward, steps=steps, resume=resume, tools=tools,
+        environment_factory=environment_factory,
+    )  # fmt: skip
     with only_run("session"):
         folder, loaded, inputs = call.load()
         with (

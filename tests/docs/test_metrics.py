@@ -66,19 +66,38 @@ def documented():
 
 def pattern(name):
     """Return what a documented name matches: a word in capitals stands for any text, SOURCE with slashes."""
-    parts = {"SOURCE": ".+", "VARIABLE": r"[^/]+", "PHASE": r"[a-z_]+", "NAME": r"(token|seq_\w+?)_k[123]"}
-    text = re.sub("SOURCE|VARIABLE|PHASE|NAME", lambda found: parts[found[0]], re.escape(name))
+    parts = {"REASON": "[a-z_]+", "SOURCE": ".+", "VARIABLE": r"[^/]+", "PHASE": r"[a-z_]+", "NAME": r"(token|seq_\w+?)_k[123]"}
+    text = re.sub("REASON|SOURCE|VARIABLE|PHASE|NAME", lambda found: parts[found[0]], re.escape(name))
     return re.compile(re.sub(r"(?<=@)[NK]", r"\\d+", text))
+
+
+TOOLS = """
+def look(place: str) -> str:
+    \"\"\"Look.
+
+    Args:
+        place: Where.
+    \"\"\"
+    return place
+
+def calls(text):
+    return [("look", {"place": "x"})]
+"""
+AGENT = (
+    f"{AR}.rollout.agent.tools.path={{reward}}", f"{AR}.rollout.agent.tools.name=[look]", f"{AR}.rollout.agent.num_workers=1",
+    f"{AR}.rollout.multi_turn.format={{reward}}:calls", f"{AR}.rollout.multi_turn.max_assistant_turns=2",
+    f"{AR}.rollout.stop_token_ids={list(range(20, 120))}", "data.max_response_length=60",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def logged(toy, tmp_path_factory):
     """Return every name of short runs: on-policy, all that adds metrics, a critic, supervised, RLT with a quantised student."""
     folder = tmp_path_factory.mktemp("metrics")
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "reward.py").write_text(REWARD + TOOLS)
     whole = f"{AR}.actor.ppo_mini_batch_size=4"
     rows = []
-    for number, overrides in enumerate(([whole, VESPO], OFF_POLICY, PPO, [*SFT, whole, "trainer.test_freq=1"])):
+    for number, overrides in enumerate(([whole, VESPO], OFF_POLICY, PPO, [*SFT, whole, "trainer.test_freq=1"], [whole, *AGENT])):
         told = [override.format(reward=folder / "reward.py") for override in overrides]
         rows += steps_here(toy, folder / str(number), *SHORT, *told).values()
     quantised = {f"{rlt.MODEL}.quantization": "int8", "trainer.track_memory_every_steps": 1}

@@ -222,7 +222,7 @@ def conversation_metrics(conversations: Sequence[Conversation]) -> dict[str, flo
         "agent/turns/mean": sum(turns) / number,
         "agent/turns/max": max(turns, default=0), "agent/turns/min": min(turns, default=0),
         "agent/tool_calls/mean": calls / number,
-        "agent/failed_calls/mean": sum(each.failed_calls for each in conversations) / number,
+        "agent/failed_call_rate": sum(each.failed_calls for each in conversations) / max(calls, 1),
         "agent/context_tokens/mean": context / number, "agent/sampled_tokens/mean": sampled / number,
         "agent/seconds/max": max((each.seconds for each in conversations), default=0.0),
         **{f"agent/ended/{name}": count / number for name, count in sorted(endings.items())},

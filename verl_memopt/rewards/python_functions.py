@@ -41,6 +41,8 @@ RM_SCORE = "rm_score"
 """Name of the reward model's score in the arguments of a reward function, and in the entries of a row."""
 RM_SCORES = "rm_scores"
 """Name of the scores of all further reward models in the same places: a dict, name of the model -> its score."""
+ENVIRONMENT_REWARD = "environment_reward"
+"""Entry of a row's result with the reward that the environment of its conversation gave."""
 TRL, VERL, VERL_BATCH, PLAIN = "TRL's", "verl's", "verl's for a batch", "plain"
 Row = tuple[str, str, Any, dict[str, Any]]
 """data_source, response, ground truth, extra_info."""

@@ -26,7 +26,7 @@ from verl_memopt.errors import ConfigError, DataError, RewardError
 from verl_memopt.memory.token_budget import LearnedBudget
 from verl_memopt.model.packing_check import REWARD_KEY
 from verl_memopt.observe.phase import REWARD_IN_ROLLOUT, PhaseClock
-from verl_memopt.rewards.python_functions import RM_SCORE, RM_SCORES
+from verl_memopt.rewards.python_functions import ENVIRONMENT_REWARD, RM_SCORE, RM_SCORES
 from verl_memopt.rewards.runner import MANAGERS, RewardRunner, Round
 from verl_memopt.rewards.score import RewardResult, RewardRow
 from verl_memopt.rollout.engine import FinishedRows
@@ -124,7 +124,7 @@ def with_environment(
             scored.append(replace(result, score=math.nan) if alone else result)
         else:
             score = each.reward if alone or math.isnan(result.score) else result.score + each.reward
-            scored.append(replace(result, score=score, extra={**result.extra, "environment_reward": each.reward}))
+            scored.append(replace(result, score=score, extra={**result.extra, ENVIRONMENT_REWARD: each.reward}))
     return scored
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_memopt.data.dataset import VALIDATION_SET
-from verl_memopt.rewards.python_functions import RM_SCORE
+from verl_memopt.rewards.python_functions import ENVIRONMENT_REWARD, RM_SCORE
 
 if TYPE_CHECKING:
     from verl_memopt.rewards.score import RewardResult
@@ -23,6 +23,7 @@ OURS = {
     "entropy_coef": "actor/entropy_coeff",
     "clip_ratio/region_mean": "actor/pg_clipfrac", "sampling/sampling_logp_difference/mean": "rollout/logprob_diff_mean",
     "sampling/sampling_logp_difference/max": "rollout/logprob_diff_max", "step_time": "timing_s/step",
+    "tools/call_frequency": "agent/tool_calls/mean", "tools/failure_frequency": "agent/failed_call_rate",
 }  # fmt: skip
 """TRL's name -> our metric of a training step, or several metrics of which a run logs only one."""
 
@@ -38,7 +39,8 @@ class RewardNames:
         """Return the unweighted score of each function. None = the function does not apply to the row."""
         if len(self.names) == 1 and self.names[0] not in result.extra:
             # With one function only its weighted score is stored, as the reward. A weight of 0 loses it.
-            return {self.names[0]: result.score / self.weights[0] if self.weights[0] else None}
+            score = result.score - result.extra.get(ENVIRONMENT_REWARD, 0.0)
+            return {self.names[0]: score / self.weights[0] if self.weights[0] else None}
         return {name: result.extra.get(name) for name in self.names}
 
 
