@@ -107,6 +107,17 @@ def test_conversations_that_did_not_fit_whole_are_in_parts_from_then_on():
     assert cut_ranks([tokens, tokens], ["a", "a"], budget) == [[[0]], [[0]]]
 
 
+def test_ranks_get_equally_many_groups_of_answers_to_prompts_that_begin_alike():
+    # The answers of the first group are longer than all others together.
+    paths = tuple(
+        ((0, 100), (10 * group + 1, 50), (10 * group + 2 + row, 5 if group else 200)) for group in range(4) for row in range(3)
+    )
+    tokens = RowTokens.of_paths(paths, [row // 3 for row in range(12)], [150] * 12)
+    shares = rows_per_rank(tokens, range(12), 2, True)
+    assert [len({row // 3 for row in share}) for share in shares] == [2, 2]
+    assert [len(share) for share in shares] == [6, 6]
+
+
 def test_a_rank_gets_conversations_of_the_rows_that_it_is_asked_for():
     tokens = conversations((5, 5), (5, 5), (5, 5))
     assert sorted(rows_per_rank(tokens, [2, 3, 4, 5], 2, True)) == [[2, 3], [4, 5]]

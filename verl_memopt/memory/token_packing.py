@@ -376,6 +376,7 @@ class RowTokens:
         ]
 
     def are_answers(self, rows: Iterable[int]) -> bool:
+        # Whether no row is a conversation of several turns.
         return all(self.prompts[row] or not self.answers[row] for row in rows)
 
     def split(self, bins: Sequence[Sequence[int]], count: int) -> list[list[int]]:

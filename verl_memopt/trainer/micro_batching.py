@@ -153,7 +153,7 @@ def rows_per_rank(tokens: RowTokens, rows: Sequence[int], world_size: int, even_
         return [list(rows)]
     if not even_out:
         return _in_parts(rows, world_size)
-    if tokens.paths is not None:
+    if tokens.paths is not None and not tokens.are_answers(rows):
         return [sorted(rows[place] for place in share) for share in uneven_shares(tokens.select(rows), world_size)]
     groups = [list(members) for _, members in groupby(rows, key=lambda row: tokens.groups[row])]
     costs = [tokens.cost(members) for members in groups]
