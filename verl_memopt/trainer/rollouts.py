@@ -261,6 +261,9 @@ def sampling_seeds(rows: Sequence[PromptRow], samples: int, seed: int, step: int
 
 Result = TypeVar("Result")
 
+TURN_REWARDS = "turn_rewards"
+"""Entry of a reward function's result with a reward for each turn of a conversation, besides the score of the whole."""
+
 
 @dataclass(frozen=True)
 class Advantages:
@@ -354,6 +357,7 @@ class StepBatch:
             scores = scores.clamp(*algorithm.reward_clip_range)
             baselines = None if baselines is None else baselines.clamp(*algorithm.reward_clip_range)
         row, lengths, beta = rows.response_row(), rows.responses.lengths, controller.coefficient
+        turns = self._turn_rewards()
         rewards, kl, kl_mean = scores, None, None
         if algorithm.use_kl_in_reward:
             assert rows.old_log_probs is not None, "the KL in the reward needs old log-probs"
@@ -365,13 +369,18 @@ class StepBatch:
             rewards = shaped_rewards(scores, kl, row, beta)
             # As in verl, average over the tokens of each response first, so that a long response counts no more than a short one.
             kl_mean = float(row_means(kl, row, lengths).mean()) if kl.numel() else 0.0
+        token_rewards = token_level_rewards(scores, row, lengths, kl, beta)
+        if turns is not None:
+            # The estimators that score whole conversations see the sum.
+            token_rewards = token_rewards + turns
+            rewards = rewards + torch.zeros_like(rewards).index_add(0, row, turns)
         inputs = AdvantageInputs(
             rewards=rewards,
             group=rows.group,
             valid=valid,
             row=row,
             lengths=lengths,
-            token_rewards=token_level_rewards(scores, row, lengths, kl, beta),
+            token_rewards=token_rewards,
             values=rows.old_values,
             baselines=baselines,
             components=components,
@@ -386,6 +395,31 @@ class StepBatch:
             assert self.entropy is not None, "the pass for old log-probs computes the entropies"
             advantages = advantages.where(has_high_entropy(self.entropy, rows.kept, algorithm.top_entropy_quantile), 0.0)
         return Advantages(advantages, returns, rewards, kl_mean, group_counts(rewards, rows.group, valid))
+
+    def _turn_rewards(self) -> Tensor | None:
+        """Return the rewards of turns at the last token of each turn, fp32 [R]. None = no row has any.
+
+        Raises:
+            RewardError: A row has not one finite number per turn.
+        """
+        conversations = self.answers.conversations
+        if conversations is None or not any(TURN_REWARDS in result.extra for result in self.results):
+            return None
+        found: list[float] = []
+        for each, result, name in zip(conversations, self.results, self.names, strict=True):
+            given = result.extra.get(TURN_REWARDS, [0.0] * len(each.turns))
+            numbers = isinstance(given, list | tuple) and all(
+                isinstance(one, int | float) and math.isfinite(one) for one in given
+            )
+            if not numbers or len(given) != len(each.turns):
+                raise RewardError(
+                    f"{TURN_REWARDS} of {name} must have one number for each of its {len(each.turns)} turns, but it is "
+                    f"{given!r:.100}. Correct the reward function."
+                )
+            for turn, reward in zip(each.turns, given, strict=True):
+                tokens = len(turn.output_ids)
+                found += [*[0.0] * (tokens - 1), float(reward)] if tokens else []
+        return torch.tensor(found, dtype=torch.float32)
 
     def _components(self, algorithm: Algorithm) -> Tensor | None:
         """Return the K rewards that ``algorithm.gdpo_reward_keys`` names, fp32 [B, K]. None = the estimator reads none of them.
