@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -100,6 +101,32 @@ def test_every_token_of_a_response_gets_the_advantage_of_its_row_normalized_wher
     advantages = shaped(batch_of(RESPONSES), [1.0, 0.0, 0.25, 1.0], settings)
     scale = math.sqrt((2 * 1.0**2 + 2 * 0.75**2) / 3) + 1e-4  # of the advantages 1, -1, -0.75, 0.75
     assert advantages.per_token.tolist() == pytest.approx([1 / scale] * 2 + [-0.75 / scale] + [0.75 / scale] * 3, rel=1e-6)
+
+
+def with_turns(rewards):
+    """A batch of RESPONSES. The first row has two turns."""
+    turns = [[[5], [6]], [], [[7]], [[8, 9, 10]]]
+    conversations = [Conversation(turns=[Turn([1], output, None) for output in row]) for row in turns]
+    batch = step_of(
+        batch_of(RESPONSES), [RewardResult(0.0, {} if given is None else {"turn_rewards": given}) for given in rewards]
+    )
+    batch.answers = replace(batch.answers, conversations=conversations)
+    return batch
+
+
+def test_rewards_of_turns_are_at_the_last_token_of_each_turn_and_count_for_the_whole():
+    algorithm = Algorithm(adv_estimator="rloo")
+    advantages = with_turns([[1.0, 2.0], None, None, [4.0]]).estimate(algorithm, KlController(algorithm.kl_ctrl))
+    assert advantages.rewards.tolist() == [3.0, 0.0, 0.0, 4.0]
+    by_token = Algorithm(adv_estimator="reinforce_plus_plus", gamma=1.0)
+    advantages = with_turns([[1.0, 2.0], None, None, [4.0]]).estimate(by_token, KlController(by_token.kl_ctrl))
+    assert advantages.returns.tolist() == [3.0, 2.0, 0.0, 4.0, 4.0, 4.0]
+
+
+@pytest.mark.parametrize("wrong", [[1.0], [1.0, math.inf], "12", [1.0, None]])
+def test_rewards_that_do_not_fit_the_turns_are_named(wrong):
+    with pytest.raises(RewardError, match=r"turn_rewards of a:1 .* each of its 2 turns"):
+        with_turns([wrong, None, None, None]).estimate(RLOO, KlController(RLOO.kl_ctrl))
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "reinforce_plus_plus"])
