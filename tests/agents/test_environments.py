@@ -212,6 +212,16 @@ def test_of_several_that_were_running_each_goes_on_alone_and_the_one_at_fault_fa
     assert all_gone(pids[:2])  # a process that had one conversation alone ends with it
 
 
+def test_conversations_that_crashes_of_others_begin_again_share_a_process(talk):
+    talk = talk()
+    for crashing in range(2, 5):
+        for number in (0, 1, crashing):
+            talk.begin(number)
+        assert isinstance(talk.call(crashing, "crash"), Failed)
+        assert [talk.next(number) for number in (0, 1)] == [Restart(0), Restart(1)]
+    assert len({talk.begin(number) and talk.call(number, "pid").answers[0] for number in (0, 1)}) == 1
+
+
 def test_a_process_with_a_call_that_does_not_end_is_replaced_once_it_is_empty(talk):
     talk = talk(timeout_seconds=1.0)
     talk.begin(0)

@@ -195,6 +195,37 @@ def test_an_environment_that_cannot_begin_ends_its_conversation_without_turns(vl
     assert "row 0: the conversation ends: " in caplog.text or "row 1: the conversation ends: " in caplog.text
 
 
+CRASHES = '''
+import os, time
+class Crashes:
+    def reset(self, number):
+        self.number, self.calls = number, 0
+        with open(__file__ + ".begun", "a") as file: file.write(str(number))
+    def echo(self, text: str) -> str:
+        """Answer, and end the process in the second call of one conversation.
+
+        Args:
+            text: A text.
+        """
+        self.calls += 1
+        if self.calls == 2:
+            time.sleep(0.5 if self.number == 0 else 1.5)
+            if self.number == 0: os._exit(3)
+        return text
+'''
+
+
+def test_a_conversation_that_begins_again_gets_the_responses_that_it_had(vllm_engine, converse, tmp_path):
+    given = always(tmp_path)
+    given["file"].write_text(given["file"].read_text() + CRASHES)
+    conversations, _, log = converse(vllm_engine, tasks_of(5), settings_of("Crashes", agent={"num_workers": 1}, **given), ALWAYS)
+    assert [each.ended for each in conversations] == [FAILED] + [TOKENS] * 4
+    begun = Counter((tmp_path / "always.py.begun").read_text())
+    assert max(begun[number] for number in "1234") > 1
+    assert set(Counter(map(tuple, log.asked.values())).values()) == {1}
+    check(conversations, log, build_forest([each.ids for each in conversations]))
+
+
 def test_functions_are_tools_without_an_environment(vllm_engine, converse, tmp_path):
     file = tmp_path / "functions.py"
     file.write_text(

@@ -34,7 +34,8 @@ LOAD_SECONDS = 120.0
 """Longest time for the import of the user's files and the creation of one environment of each kind."""
 
 MOST_RESTARTS = 2
-"""A conversation that lost its process this often runs alone in a process, where it finishes or fails."""
+"""A conversation that lost its process this often, with no code running that might be to blame, runs alone in a process, where it
+finishes or fails."""
 
 PROCESSES_PER_WORKER = 3
 """Bound on the number of processes, with those of conversations that run alone, and those with a call that does not end."""
@@ -129,7 +130,8 @@ class EnvironmentPool:
     It cannot rely on the generators of the process, from which other conversations draw at the same time.
 
     A process that dies, or that does not react, takes its conversations with it. If the code of only one of them was running,
-    that one fails. If it was several, each gets Restart, and runs alone in a process the next time. All others get Restart.
+    that one fails. If it was several, each gets Restart, and runs alone in a process the next time. All others get Restart, and
+    share a process again: one crash among hundreds must not start hundreds of processes.
 
     Args:
         program: The environments and tools, and the limits of one call.
@@ -404,7 +406,7 @@ class EnvironmentPool:
                 self._events.append(Failed(found.number, printable(f"{found.doing or 'the environment'} {failure}{where}")))
             else:
                 history = self._history.setdefault(found.number, _History())
-                history.restarts += 1
+                history.restarts += not suspects
                 history.alone |= found in suspects or history.restarts >= MOST_RESTARTS
                 self._events.append(Restart(found.number))
             self._forget(found)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import time
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -309,9 +311,38 @@ class AgentLoop:
             self.pool.close()
 
 
+class _Requests:
+    """The requests of a run. One that a conversation made before it had to begin again gets the response that it got before."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+        self._first: dict[tuple[int, SamplingSettings, bytes], int] = {}
+        """Seed, settings and hash of a prompt -> the first request that had them."""
+        self._outputs: dict[int, Output] = {}
+        self._again: dict[int, int] = {}
+        """Number of a request -> the earlier one whose response it gets."""
+
+    def add(self, number: int, prompt_ids: list[int], seed: int, sampling: SamplingSettings) -> None:
+        first = self._first.setdefault((seed, sampling, blake2b(array("q", prompt_ids).tobytes()).digest()), number)
+        if first == number:
+            self._requests.add(number, prompt_ids, seed, sampling)
+        else:
+            self._again[number] = first
+
+    def step(self) -> dict[int, Output]:
+        complete = self._requests.step()
+        self._outputs |= complete
+        known = [number for number, first in self._again.items() if first in self._outputs]
+        return complete | {number: self._outputs[self._again.pop(number)] for number in known}
+
+    @property
+    def under_way(self) -> int:
+        return self._requests.under_way + len(self._again)
+
+
 class _Run:
     def __init__(self, loop: AgentLoop, tasks: list[Task], requests: Requests, sampling: SamplingSettings) -> None:
-        self.loop, self.tasks, self.requests, self.sampling = loop, tasks, requests, sampling
+        self.loop, self.tasks, self.requests, self.sampling = loop, tasks, _Requests(requests), sampling
         self.live: dict[int, _Live] = {}
         self.asked: dict[int, tuple[_Live, Request | None]] = {}
         """Number of a request -> its conversation, and the request if an agent loop made it. A conversation that has ended, or
