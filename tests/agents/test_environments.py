@@ -119,6 +119,25 @@ def test_what_goes_wrong_in_a_tool_is_told_to_the_model_in_trls_words(talk):
     assert answers[6][0] == "4"
 
 
+ALARMED = '''
+import signal
+
+def look() -> str:
+    """Look, with an alarm that Python allows in the main thread only."""
+    before = signal.signal(signal.SIGALRM, lambda *_: 1 / 0)
+    signal.alarm(1)
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    signal.signal(signal.SIGALRM, before)
+    return "seen"
+'''
+
+
+def test_a_tool_that_limits_its_own_time_by_an_alarm_runs(talk):
+    talk = talk(ALARMED, name={}, tools=["look"])
+    talk.begin(0)
+    assert [talk.call(0, "look").answers for _ in range(3)] == [[("seen", False)]] * 3
+
+
 @pytest.mark.parametrize(
     ("side", "text"),
     [("left", "(truncated).........z"), ("right", "a.........(truncated)"), ("middle", "a.....(truncated).....z")],

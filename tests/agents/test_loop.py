@@ -182,7 +182,7 @@ def test_a_call_that_hangs_ends_its_conversation_and_says_why(vllm_engine, conve
 
 
 def test_a_conversation_that_takes_too_long_ends_with_what_it_has(vllm_engine, converse, tmp_path):
-    settings = settings_of("Slow", **always(tmp_path), agent={"timeout_seconds": 0.5})
+    settings = settings_of("Slow", **always(tmp_path), agent={"timeout_seconds": 3})
     conversations, _, _ = converse(vllm_engine, tasks_of(2), settings, ALWAYS)
     assert {each.ended for each in conversations} == {SECONDS}
     assert all(each.turns[0].output_ids for each in conversations)

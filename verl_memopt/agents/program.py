@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import pickle
+import signal
 import struct
 import threading
 import time
@@ -71,6 +72,7 @@ class Program:
 
 def main(pipe: int, progress: int, limits: Limits) -> None:
     threading.stack_size(STACK_BYTES)
+    _ignore_alarms_of_threads()
     program, describes = _receive(pipe)
     try:
         factories = {name: source.load() for name, source in program.environments.items()}
@@ -85,6 +87,29 @@ def main(pipe: int, progress: int, limits: Limits) -> None:
         return
     with asyncio.Runner() as runner:
         runner.run(_serve(Serving(pipe, program, factories, functions), progress, limits, describes))
+
+
+def _ignore_alarms_of_threads() -> None:
+    """Let tools in threads set alarms without an effect, because the time limit of a call ends what takes too long.
+
+    Tools that were written for the main thread of a trainer limit their own time by SIGALRM. Python lets only the main thread set
+    a handler, and an alarm of one conversation would end the calls of all.
+    """
+    in_main = {name: getattr(signal, name) for name in ("signal", "alarm", "setitimer")}
+
+    def here() -> bool:
+        return threading.current_thread() is threading.main_thread()
+
+    def set_handler(number: int, handler: Any) -> Any:
+        return in_main["signal"](number, handler) if here() or number != signal.SIGALRM else signal.SIG_DFL
+
+    def alarm(seconds: int) -> int:
+        return int(in_main["alarm"](seconds)) if here() else 0
+
+    def set_timer(which: int, seconds: float, interval: float = 0.0) -> tuple[float, float]:
+        return tuple(in_main["setitimer"](which, seconds, interval)) if here() else (0.0, 0.0)
+
+    vars(signal).update(signal=set_handler, alarm=alarm, setitimer=set_timer)
 
 
 async def _serve(serving: Serving, progress: int, limits: Limits, describes: bool) -> None:
