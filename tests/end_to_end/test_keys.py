@@ -36,6 +36,8 @@ READ_ELSEWHERE = {
         for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model", "reward_model.model")
     ),
     "critic.model.fsdp_config.reshard_after_forward",
+    # read through converses (tests/config/test_agent_settings.py)
+    "actor_rollout_ref.rollout.multi_turn.enable",
     # read only where the rows are a stream (tests/trainer/test_build.py)
     "data.shuffle_buffer_size",
     # read only where there is a sandbox service (tests/rewards/test_sandbox.py)
@@ -51,7 +53,6 @@ CHECKED_ONLY = {
     "actor_rollout_ref.rollout.mode",
     # other keys follow these (tests/config/test_links.py)
     "actor_rollout_ref.actor.clip_ratio",
-    "actor_rollout_ref.rollout.prompt_length",
     # verl's switch, which an estimator that reads the sums requires (tests/config/test_correction_rules.py)
     "actor_rollout_ref.actor.calculate_sum_pi_squared",
     # the number of checkpoints is one (tests/config/test_critic_rules.py)
@@ -84,6 +85,21 @@ def compute_advantages(token_level_rewards, response_mask, index, config):
 
 def compute_loss(log_prob, advantages):
     return -log_prob * advantages
+
+class Room:
+    def reset(self, **row):
+        return None
+
+def look(place: str) -> str:
+    '''Look.
+
+    Args:
+        place: Where.
+    '''
+    return place
+
+def calls(text):
+    return [("look", {"place": "x"})]
 """
 
 
@@ -163,6 +179,15 @@ def runs(toy, folder):
     yield load_settings("ppo_trainer", common(toy, folder / "critic") + ppo + critic + further)
     supervised = [*ppo[:2], "data.response_key=extra_info.answer"]
     yield load_settings("sft_trainer", common(toy, folder / "sft") + supervised + ["actor_rollout_ref.rollout.n=1"])
+    rollout = "actor_rollout_ref.rollout"
+    agent = [
+        f"{rollout}.agent.{section}.{key}={value}"
+        for section, name in (("environment", "Room"), ("tools", "[look]"))
+        for key, value in (("path", plugins), ("name", name))
+    ]
+    agent += [f"{rollout}.multi_turn.format={plugins}:calls", f"{rollout}.multi_turn.max_assistant_turns=2", *dump[1:]]
+    agent += ["data.max_response_length=40", f"{rollout}.stop_token_ids={list(range(20, 120))}"]
+    yield load_settings("rloo_trainer", common(toy, folder / "agent") + agent)
     overlong = {f"{rlt.RLT}.max_student_len": 42, f"{rlt.RLT}.overlong": "skip"}
     yield rlt.settings_of(rlt.brief_toy(folder / "rlt_toy"), folder / "rlt", overlong)
 

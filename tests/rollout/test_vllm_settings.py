@@ -36,7 +36,6 @@ CHANGED = {
     "max_num_seqs": (3, "max_num_seqs", 3),
     "max_num_batched_tokens": (300, "max_num_batched_tokens", 300),
     "enforce_eager": (False, "enforce_eager", False),
-    "enable_chunked_prefill": (False, "enable_chunked_prefill", False),
     "enable_prefix_caching": (False, "enable_prefix_caching", False),
     "cudagraph_capture_sizes": ([1, 2], "compilation_config", {"cudagraph_capture_sizes": [1, 2]}),
     "logprobs_mode": ("raw_logprobs", "logprobs_mode", "raw_logprobs"),
@@ -52,6 +51,13 @@ def test_each_rollout_key_becomes_an_argument(key, tmp_path):
     settings, place = rollout_settings("vllm"), place_at(tmp_path)
     assert engine_arguments(settings, place).get(argument) != expected
     assert engine_arguments(replace(settings, **{key: value}), place)[argument] == expected
+
+
+@pytest.mark.parametrize("setting", [True, False])
+def test_a_cpu_splits_a_prompt_only_where_no_batch_holds_the_longest_sequence(setting, tmp_path):
+    for tokens, arrived in ((100, setting), (160 + 64, False)):
+        settings = rollout_settings("vllm", enable_chunked_prefill=setting, max_num_batched_tokens=tokens)
+        assert engine_arguments(settings, place_at(tmp_path))["enable_chunked_prefill"] is arrived
 
 
 def test_the_longest_sequence_is_prompt_plus_response_and_a_cpu_cache_has_a_gib(tmp_path):
