@@ -29,8 +29,8 @@ settings.load_profile("no_clock")
 
 
 LONGEST_FIRST = (
-    *("test_api.py", "test_session.py", "end_to_end", "faults", "trl", "benchmarks", "virtual_gpu", "rollout", "worker"),
-    *("rewards", "docs", "ladder", "trainer", "plan", "recipe", "gpu", "memory", "model", "config", "architecture"),
+    *("test_api.py", "test_session.py", "end_to_end", "faults", "trl", "benchmarks", "virtual_gpu", "agents", "rollout"),
+    *("worker", "rewards", "docs", "ladder", "trainer", "plan", "recipe", "gpu", "memory", "model", "config", "architecture"),
 )  # fmt: skip
 """Rooms and files that take longest. What is handed out last should be short, or one process ends minutes after the other."""
 

@@ -3,6 +3,13 @@ from collections import defaultdict
 
 import pytest
 
+from tests.rollout.conftest import (  # noqa: F401 - one engine for the tests of this folder
+    engine,
+    hf_engine,
+    shared_vllm,
+    tied_folder,
+    vllm_engine,
+)
 from verl_memopt.agents.environments import EnvironmentPool, Failed, Finished, Restart
 from verl_memopt.agents.program import Program
 from verl_memopt.agents.tools import Source
@@ -91,7 +98,8 @@ class Game:
 
     def names(self) -> str:
         """Tell names, in the order of a set."""
-        return " ".join({"Ada", "Alan", "Edsger", "Grace", "John", "Kurt"})
+        # From a list: a set that stands in the code is filled in another order by who compiles it than by who reads the bytecode.
+        return " ".join(set("Ada Alan Edsger Grace John Kurt".split()))
 
     def pid(self) -> str:
         """Process id."""

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.agents.test_loop import ALWAYS, check, converse, settings_of, tasks_of  # noqa: F401 - a fixture
-from tests.rollout.conftest import *  # noqa: F403 - its engines
 from tests.rollout.tools import model_of, naive_log_probs
 from verl_memopt.agents import loop as agent_loop
 from verl_memopt.agents.loop import ANSWER, FAILED, TOKENS, AgentPlan, check_agents

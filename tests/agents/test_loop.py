@@ -8,7 +8,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.agents.test_parsers import template
-from tests.rollout.conftest import *  # noqa: F403 - its engines
 from tests.rollout.tools import EOS, model_of, naive_log_probs, rollout_settings, sampling
 from verl_memopt.agents import loop as agent_loop
 from verl_memopt.agents.loop import ANSWER, FAILED, SECONDS, TOKENS, AgentPlan, Conversation, Task, build_loop

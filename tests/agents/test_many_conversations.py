@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 
 from tests.agents.test_loop import ENDS, EOS, FORGETS, HERE, Log, check, settings_of, tasks_of
 from tests.rewards.processes import wait_until
-from tests.rollout.conftest import *  # noqa: F403 - its engines
 from tests.rollout.tools import sampling
 from tests.worker.test_conversations import batch_of, cut
 from tests.worker.test_policy import policy_for

@@ -8,7 +8,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.agents.test_loop import check, converse, settings_of, tasks_of  # noqa: F401 - a fixture
-from tests.rollout.conftest import *  # noqa: F403 - its engines
 from verl_memopt.agents.loop import ANSWER, FAILED, TOKENS, AgentPlan, check_agents
 from verl_memopt.errors import AgentError
 from verl_memopt.model.forest import build_forest
