@@ -6,6 +6,8 @@ import pytest
 from tests.rollout.conftest import (  # noqa: F401 - one engine for the tests of this folder
     engine,
     hf_engine,
+    no_shared_engine,
+    one_rank,
     shared_vllm,
     tied_folder,
     vllm_engine,
