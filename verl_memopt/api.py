@@ -56,7 +56,7 @@ ARGUMENTS = {
 
 def train(
     model: Any,
-    dataset: Any,
+    dataset: Any = None,
     rewards: Any = None,
     *,
     algorithm: str = "grpo",
@@ -80,7 +80,8 @@ def train(
             (``openai/gsm8k:main@train``). Each row has a ``prompt``: a string, or a list of ``{role, content}``. The reward
             functions receive the other columns. If the columns have other names, set ``prompt_key=..., answer_key=...``. An
             iterable without a length, or a function that returns one, is streamed unless it is short: its rows are read as steps
-            need them (``streaming``).
+            need them (``streaming``). None = ``environment_factory`` makes the tasks itself: its ``reset`` returns the prompt.
+            ``steps`` is then required.
         rewards: A reward function, a list of them, or a dict of name -> function. A function has TRL's signature, verl's
             signature, or ``f(answer, row)`` (:mod:`verl_memopt.rewards.python_functions`). ``"file.py:function"`` names a
             function in a file. A reward model (a folder, hub id or object) may be given instead of a function. None = the
@@ -378,6 +379,7 @@ class Call:
         from verl_memopt.config.loader import MODELS, adapter_settings, compose_mapping, load_settings, log_objective
         from verl_memopt.config.trl_defaults import defaults_beside, log_defaults
         from verl_memopt.config.values import plain_values
+        from verl_memopt.data.messages import NO_PROMPT
         from verl_memopt.data.python_rows import IN_PYTHON, stream_of, write_rows
 
         trl_values = defaults_beside(self.trl_defaults, given, self.algorithm)
@@ -386,7 +388,8 @@ class Call:
         if isinstance(resume, Path):
             injected |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(resume)}
         train = inputs.aside / "train.jsonl"
-        has_rows, rows = self.dataset is not NO_ROWS, None
+        makes_tasks = self._makes_tasks(given)
+        has_rows, rows = self.dataset is not NO_ROWS and not makes_tasks, None
         streams = self._value_of("data.streaming", given)
         dataset, inputs.rows = stream_of(self.dataset, streams) if has_rows else (None, None)
         if inputs.rows is not None:
@@ -408,13 +411,26 @@ class Call:
         loaded = load_settings(config, profile, quiet=trl_values.keys(), values=values)
         if self.trl_defaults:
             log_defaults(self._keys_set(trl_values), trl_values, loaded, flatten(compose_mapping(config, [])[0]) | injected)
-        if not has_rows:  # no run starts without rows, so write one step's placeholder rows, which the session never uses
-            unused = {loaded.data.prompt_key: "-"}
+        if makes_tasks and loaded.trainer.total_training_steps is None:
+            raise ConfigError("dataset: there are no rows whose number sets the number of steps. Set steps (max_steps).")
+        if not has_rows:  # no run starts without rows, so write one step's placeholder rows. A session never uses them.
+            unused = {loaded.data.prompt_key: NO_PROMPT if makes_tasks else "-"}
             write_rows([unused] * max(loaded.data.train_batch_size, loaded.data.gen_batch_size or 0), train, "dataset")
         shown = [f"{key}={as_override(without_secrets_of(key, value))}" for key, value in values.items()]
         inputs.command = shlex.join(["verl-memopt", *entry, *shown, *profile]) + "\n"
         log_objective(loaded)
         return loaded
+
+    def _makes_tasks(self, given: Mapping[str, Any]) -> bool:
+        """Return whether the environment makes the tasks, and there are no rows."""
+        if self.dataset is not None or self.environment_factory is None or self._value_of("data.train_files", given) is not None:
+            return False
+        if isinstance(self.environment_factory, Mapping):
+            raise ConfigError(
+                "dataset: several environments need rows with a column `environment` that names one of them. Give such rows, or "
+                "one environment."
+            )
+        return True
 
     def _value_of(self, key: str, given: Mapping[str, Any]) -> Any:
         # The caller may have used any of the setting's names.

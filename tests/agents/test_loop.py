@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from tests.agents.test_parsers import template
 from tests.rollout.tools import EOS, model_of, naive_log_probs, rollout_settings, sampling
 from verl_memopt.agents import loop as agent_loop
-from verl_memopt.agents.loop import ANSWER, FAILED, SECONDS, TOKENS, AgentPlan, Conversation, Task, build_loop
+from verl_memopt.agents.loop import ANSWER, FAILED, SECONDS, TOKENS, USER, AgentPlan, Conversation, Task, build_loop
 from verl_memopt.config.agent_settings import Agent, AgentEnvironment, AgentTools, MultiTurn
 from verl_memopt.errors import DataError
 from verl_memopt.model.forest import build_forest
@@ -130,6 +130,39 @@ def test_what_the_record_keeps_gives_the_conversation_again(vllm_engine, convers
         response = [token for turn in each.turns for token in turn.output_ids]
         log_probs = [value for turn in each.turns for value in turn.log_probs]
         assert Conversation.recorded(kept["turns"], response, log_probs, kept["conversation"], "").turns == each.turns
+
+
+USER_CLASS = """
+from verl_memopt.agents.verl_tools import BaseInteraction
+
+class Patient(BaseInteraction):
+    async def generate_response(self, instance_id, messages, number, **kwargs):
+        turns = sum(message["role"] == "assistant" for message in messages)
+        return turns > number, f"turn {turns} of {number}", turns / 2, {}
+"""
+
+
+def test_a_user_answers_turns_without_calls_and_may_end_the_conversation(vllm_engine, converse, tmp_path):
+    (tmp_path / "user.py").write_text(USER_CLASS)
+    (tmp_path / "users.yaml").write_text(f"interaction: [{{class_name: {tmp_path / 'user.py'}:Patient}}]")
+    settings = settings_of(None, multi_turn={"interaction_config_path": str(tmp_path / "users.yaml")})
+    tasks = [task for number in (0, 2) for task in tasks_of(6, interaction_kwargs={"name": "patient", "number": number})]
+    conversations, _, log = converse(vllm_engine, tasks, settings)
+    check(conversations, log, build_forest([each.ids for each in conversations]))
+    ended = [each for each in conversations if each.ended == USER]
+    assert {len(each.turns) for each in ended} == {1, 3}
+    assert {each.messages[-1]["content"] for each in ended} == {"turn 1 of 0", "turn 3 of 2"}
+    assert [each.attributes.turn_scores for each in ended if len(each.turns) == 3][0] == [0.5, 1.0, 1.5]
+    with pytest.raises(DataError, match=r"row 0: extra_info\.interaction_kwargs\.name=None is no interaction.*patient"):
+        converse(vllm_engine, tasks_of(1), settings)
+
+
+def test_a_row_without_a_prompt_needs_one_from_reset(vllm_engine, converse):
+    tasks = [replace(task, messages=[{"role": "user", "content": ""}]) for task in tasks_of(4)]
+    conversations, _, _ = converse(vllm_engine, tasks, settings_of())  # its reset returns a text
+    assert [each.messages[0]["content"] for each in conversations] == [" 0", " 1", " 2", " 3"]
+    with pytest.raises(DataError, match="row 0: the row has no prompt, and no environment gave one"):
+        converse(vllm_engine, tasks, settings_of(None, agent={"tools": AgentTools(str(HERE / "world.py"), "calls")}))
 
 
 @pytest.mark.parametrize(

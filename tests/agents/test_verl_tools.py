@@ -4,7 +4,7 @@ import pytest
 from transformers.utils import get_json_schema
 
 from tests.agents.conftest import Talk
-from verl_memopt.agents.environments import EnvironmentPool, Failed, Ready
+from verl_memopt.agents.environments import EnvironmentPool, Failed, Ready, UserTurn
 from verl_memopt.agents.program import Program
 from verl_memopt.agents.verl_tools import VerlTools
 from verl_memopt.errors import AgentError
@@ -202,3 +202,82 @@ def test_tools_that_do_not_load_end_the_start_with_one_error(start, config, func
     with pytest.raises(AgentError, match=f"multi_turn.*{said}" if "weather" not in said else said) as caught:
         start(config, functions).pool.wait_until_loaded()
     assert "\n" not in str(caught.value)
+
+
+INTERACTIONS = """
+from verl_memopt.agents.verl_tools import BaseInteraction
+
+open_conversations = {}
+
+class CountingInteraction(BaseInteraction):
+    async def start_interaction(self, instance_id=None, truth=None, **kwargs):
+        open_conversations[instance_id] = truth
+        return instance_id
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        said, truth = messages[-1]["content"], open_conversations[instance_id]
+        if said == "raise":
+            raise ValueError("no")
+        answer = f"{self.name} {self.config['tone']} {len(open_conversations)} {kwargs['truth']}"
+        return said == truth, answer, float(said == truth), {}
+
+    async def finalize_interaction(self, instance_id, **kwargs):
+        del open_conversations[instance_id]
+"""
+INTERACTION_CONFIG = """
+interaction:
+  - {{class_name: "{file}:CountingInteraction", config: {{tone: kind}}}}
+  - {{class_name: "{file}:CountingInteraction", name: other, config: {{tone: cold}}}}
+"""
+
+
+@pytest.fixture
+def interact(tmp_path):
+    pools = []
+
+    def start(config=INTERACTION_CONFIG):
+        (tmp_path / "interactions.py").write_text(INTERACTIONS)
+        (tmp_path / "interactions.yaml").write_text(config.format(file=tmp_path / "interactions.py"))
+        tools = VerlTools(interaction_config_path=str(tmp_path / "interactions.yaml"))
+        pools.append(EnvironmentPool(Program({None: tools}), Limits(4.0, 60.0, 4096), 1))
+        return Talk(pools[-1])
+
+    yield start
+    for pool in pools:
+        pool.close()
+
+
+def test_an_interaction_answers_as_the_user_until_it_ends_the_conversation(interact):
+    talk = interact()
+    assert talk.pool.wait_until_loaded()[None].users == ["counting", "other"]
+
+    def says(conversation, text):
+        talk.pool.respond(conversation, [{"role": "assistant", "content": text}])
+        return talk.next(conversation)
+
+    talk.begin(0, interaction_kwargs={"name": "counting", "truth": "4"})
+    talk.begin(1, extra_info={"interaction_kwargs": {"name": "other", "truth": "5"}})
+    assert says(0, "3") == UserTurn(0, "counting kind 2 4", False)
+    assert says(0, "4") == UserTurn(0, "counting kind 2 4", True)
+    finished = talk.finish(0)
+    assert (finished.reward, finished.snapshot.turn_scores) == (None, [0.0, 1.0])
+    assert says(1, "4") == UserTurn(1, "other cold 1 5", False)  # the first conversation is over
+    assert "ValueError: no" in says(1, "raise").reason
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("interaction: []", r"there is no list 'interaction'"),
+        ("interaction: [{{config: {{}}}}]", r"interaction\[0\]: class_name is missing"),
+        (
+            "interaction: [{{class_name: '{file}:CountingInteraction'}}, {{class_name: '{file}:CountingInteraction'}}]",
+            "two inter",
+        ),
+        ("interaction: [{{class_name: json.JSONDecoder}}]", "JSONDecoder raised TypeError"),
+        ("interaction: [{{class_name: builtins.dict}}]", "class_name=dict is no interaction"),
+    ],
+)
+def test_interactions_that_do_not_load_end_the_start_with_one_error(interact, config, said):
+    with pytest.raises(AgentError, match=f"interaction_config_path=.*{said}"):
+        interact(config).pool.wait_until_loaded()

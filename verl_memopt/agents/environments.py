@@ -54,6 +54,8 @@ class EnvironmentKind:
     """It has the method ``get_reward``."""
     drives: bool = False
     """It is an agent loop, which drives the conversation itself."""
+    users: Sequence[str] = ()
+    """Names of those who may answer a turn without calls. A row chooses one."""
 
 
 # What comes of a conversation's requests. ``conversation`` is the number that ``begin`` got.
@@ -71,6 +73,16 @@ class Answers:
     conversation: int
     answers: Sequence[tuple[str, bool]]
     """The text of each call of the turn, and whether the call failed."""
+
+
+@dataclass(frozen=True)
+class UserTurn:
+    """The user has answered a turn without calls."""
+
+    conversation: int
+    text: str
+    ends: bool
+    """The conversation ends with it."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +129,7 @@ class Restart:
     conversation: int
 
 
-Event = Ready | Answers | Generate | Driven | Finished | Failed | Restart
+Event = Ready | Answers | UserTurn | Generate | Driven | Finished | Failed | Restart
 
 
 class EnvironmentPool:
@@ -187,6 +199,10 @@ class EnvironmentPool:
     def call(self, conversation: int, calls: Sequence[tuple[str, Any]]) -> None:
         """Run the tools of one turn, given as (name, arguments): Answers follows."""
         self._request(conversation, ", ".join(dict.fromkeys(name for name, _ in calls)), "call", list(calls))
+
+    def respond(self, conversation: int, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Let the user answer a turn without calls: UserTurn follows. ``messages``: the conversation so far."""
+        self._request(conversation, "generate_response", "respond", list(messages))
 
     def drive(self, conversation: int, sampling: Mapping[str, Any]) -> None:
         """Let an agent loop run: any number of Generate follow, then Driven. ``sampling``: the parameters that it gets."""
@@ -346,7 +362,8 @@ class EnvironmentPool:
             process.loaded, process.heard = True, time.monotonic()
             if values[0]:
                 self._kinds = {
-                    name: EnvironmentKind(owner, schemas, has, drives) for name, owner, has, schemas, drives in values[0]
+                    name: EnvironmentKind(owner, schemas, has, drives, users)
+                    for name, owner, has, schemas, drives, users in values[0]
                 }
             return
         if kind == "retire":
@@ -418,6 +435,9 @@ def _event(number: int, kind: str, *values: Any) -> Event:
         return Ready(number, *values)
     if kind == "answers":
         return Answers(number, [(str(text), bool(failed)) for text, failed in values[0]])
+    if kind == "user":
+        text, ends = values
+        return UserTurn(number, str(text), bool(ends))
     if kind == "generate":
         request, ids, sampling = values
         return Generate(number, int(request), _whole_numbers(ids), dict(sampling))

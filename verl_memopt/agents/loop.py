@@ -31,15 +31,16 @@ from verl_memopt.agents.environments import (
     Generate,
     Ready,
     Restart,
+    UserTurn,
 )
 from verl_memopt.agents.parsers import Parser, ToolCall, no_calls, parser_of, shows_tools
 from verl_memopt.agents.program import Program
 from verl_memopt.agents.tools import Loads, Source
-from verl_memopt.agents.verl_tools import VerlTools
+from verl_memopt.agents.verl_tools import VerlTools, user_of
 from verl_memopt.config.agent_settings import SINGLE_TURN, TOOL_AGENT, Agent, AgentEnvironment, AgentTools, MultiTurn
 from verl_memopt.config.schema import Rollout
 from verl_memopt.data.encoder import decode
-from verl_memopt.data.messages import Messages
+from verl_memopt.data.messages import NO_PROMPT, Messages
 from verl_memopt.errors import ConfigError, DataError
 from verl_memopt.model import forest
 from verl_memopt.rewards.score import Limits as ProcessLimits
@@ -57,6 +58,8 @@ ANSWER = "answer"
 """The model has ended the conversation with a turn without calls."""
 FAILED = "failed"
 """The environment or a limit of its process has ended the conversation."""
+USER = "user"
+"""The user, who answers turns without calls, has ended the conversation."""
 TOKENS = "tokens"
 """The conversation has no room for further tokens."""
 SECONDS = "seconds"
@@ -268,6 +271,8 @@ class _Live:
     has_environment: bool = False
     drives: bool = False
     """An agent loop of the user's own drives the conversation."""
+    has_user: bool = False
+    """A user answers turns without calls."""
     requests: list[Request] = field(default_factory=list)
     """The requests of an agent loop that drives the conversation itself."""
 
@@ -396,7 +401,13 @@ class _Run:
         if name not in self.kinds:
             raise DataError(f"{task.address}: {unknown_environment(name, self.kinds)}")
         live.tools = self.kinds[name].schemas
-        live.drives = self.kinds[name].drives
+        live.drives, users = self.kinds[name].drives, self.kinds[name].users
+        if users and (user := user_of(task.row).get("name")) not in users:
+            raise DataError(
+                f"{task.address}: extra_info.interaction_kwargs.name={user!r:.100} is no interaction of the run. Use one of "
+                f"{', '.join(users)}."
+            )
+        live.has_user = bool(users)
         row = {**task.row, "raw_prompt": task.messages} if live.drives else task.row
         loop.pool.begin(number, name, row, task.seed)
 
@@ -421,6 +432,12 @@ class _Run:
             live.conversation.failed_calls += sum(failed for _, failed in event.answers)
             left = iter([text for text, _ in event.answers])
             self._results(number, [live.answers[at] if at in live.answers else next(left) for at in range(len(live.calls))])
+        elif isinstance(event, UserTurn):
+            live.transcript.messages.append({"role": "user", "content": event.text})
+            if event.ends:
+                self._end(number, USER)
+            else:
+                self._ask(number)
         elif isinstance(event, Finished):
             live.conversation.reward, live.conversation.attributes = event.reward, event.snapshot
             self._close(number)
@@ -445,6 +462,11 @@ class _Run:
         first = len(conversation.turns[0].prompt_ids) if conversation.turns else len(prompt)
         if not conversation.turns:
             conversation.prompt_messages = len(live.transcript.messages)
+            if live.transcript.messages == NO_PROMPT:
+                raise DataError(
+                    f"{live.task.address}: the row has no prompt, and no environment gave one. Set data.prompt_key to the column "
+                    "of the prompt, or return the prompt from the environment's reset."
+                )
             if first > limits.prompt:
                 raise DataError(
                     f"{live.task.address}: the prompt has {first} tokens with its tools, but data.max_prompt_length is "
@@ -530,12 +552,16 @@ class _Run:
         live.transcript.add_output(output.response_ids, message, text)
         if output.finish_reason == "length":
             self._end(number, TOKENS)
-        elif not parsed.calls:
+        elif not parsed.calls and not live.has_user:
             self._end(number, ANSWER)
         elif multi_turn.max_assistant_turns is not None and len(conversation.turns) >= multi_turn.max_assistant_turns:
             self._end(number, "max_assistant_turns")
         elif multi_turn.max_user_turns is not None and live.user_turns >= multi_turn.max_user_turns:
             self._end(number, "max_user_turns")
+        elif not parsed.calls:
+            assert loop.pool is not None, "without a pool there is no user"
+            live.user_turns += 1
+            loop.pool.respond(number, live.transcript.messages)
         else:
             self._call(number, list(parsed.calls))
 
@@ -657,13 +683,15 @@ def build_pool(rollout: Rollout, plan: AgentPlan, tokenizer: Any, logs: Path | N
     multi_turn, agent = rollout.multi_turn, rollout.agent
     environments: dict[str | None, Loads] = {**sources_of(agent.environment)}
     tools = sources_of(agent.tools)
-    if multi_turn.tool_config_path is not None or multi_turn.function_tool_path is not None:
+    paths = multi_turn.tool_config_path, multi_turn.function_tool_path, multi_turn.interaction_config_path
+    if any(path is not None for path in paths):
         if environments:
             raise ConfigError(
-                f"{KEY}.environment.path={agent.environment.path}: {TURNS_KEY}.tool_config_path and function_tool_path make an "
-                "environment too. Leave one of them out."
+                f"{KEY}.environment.path={agent.environment.path}: {TURNS_KEY}.tool_config_path, function_tool_path and "
+                "interaction_config_path make an environment too. Leave one of them out."
             )
-        environments = {None: VerlTools(_whole(multi_turn.tool_config_path), _whole(multi_turn.function_tool_path), TURNS_KEY)}
+        config, functions, interactions = map(_whole, paths)
+        environments = {None: VerlTools(config, functions, TURNS_KEY, interactions)}
     loops = None
     if agent.agent_loop_config_path is not None:
         config = {"actor_rollout_ref": {"rollout": asdict(rollout)}, "data": _data(rollout, plan)}

@@ -207,7 +207,7 @@ class Serving:
         _send(self._pipe, ("loaded", problem, described))
         return problem is None
 
-    async def _describe(self, name: str | None) -> tuple[str | None, str, bool, list[Any], bool]:
+    async def _describe(self, name: str | None) -> tuple[str | None, str, bool, list[Any], bool, list[str]]:
         try:
             environment = await self._make(Run(name, Caller(0)), limited=False)
             if is_loop := isinstance(environment.instance, OwnLoop):
@@ -223,7 +223,8 @@ class Serving:
         if is_loop:
             has_reward = environment.instance.gives_reward
         schemas = [schema_of(tool) for tool in environment.tools.values()]
-        return name, type(environment.instance).__name__ if name in self._factories else "", has_reward, schemas, is_loop
+        owner = type(environment.instance).__name__ if name in self._factories else ""
+        return name, owner, has_reward, schemas, is_loop, environment.instance.users if own else []
 
     def read(self) -> None:
         operations: dict[str, Operation] = {
@@ -231,6 +232,7 @@ class Serving:
             "call": self._answer_all,
             "finish": self._finish,
             "drive": self._drive,
+            "respond": self._respond,
         }
         while True:
             try:
@@ -401,6 +403,14 @@ class Serving:
                 "middle": lambda: f"{text[:half]}...(truncated)...{text[len(text) - half :]}",
             }[side]()
         return _valid(text)
+
+    async def _respond(self, run: Run, messages: list[dict[str, Any]]) -> tuple[Any, ...]:
+        assert run.environment is not None
+        respond = partial(run.environment.instance.respond, messages)
+        text, ends = await self._calls.value(run.caller, "generate_response", respond, run.environment.thread)
+        if len(text) > LARGEST_TURN:
+            raise FailedError(f"the user's turn has {len(text)} characters; at most {LARGEST_TURN} are possible")
+        return "user", _valid(text), ends
 
     async def _drive(self, run: Run, sampling: Mapping[str, Any]) -> tuple[Any, ...]:
         assert run.environment is not None

@@ -101,7 +101,16 @@ def _unpickled(path: str) -> dict[str, Any]:
 class OwnTools:
     """An environment of one conversation that lists its tools itself. They carry their schemas."""
 
+    @property
+    def users(self) -> list[str]:
+        """Names of those who may answer a turn of the model without calls. A row chooses one."""
+        return []
+
     def listed(self) -> dict[str, Tool]:
+        raise NotImplementedError
+
+    async def respond(self, messages: list[dict[str, Any]]) -> tuple[str, bool]:
+        """Return what the user says next, and whether the conversation ends."""
         raise NotImplementedError
 
     async def end(self) -> None:

@@ -1,12 +1,16 @@
-"""verl's tools, as environments: classes of a ``tool_config_path``, and functions of a ``function_tool_path``.
+"""verl's tools and interactions as environments: ``tool_config_path``, ``function_tool_path``, ``interaction_config_path``.
 
-Code that was written for verl runs here after a change of its imports: ``from verl_memopt.agents.verl_tools import BaseTool,
-OpenAIFunctionToolSchema, ToolResponse, function_tool, rollout_trace_op``.
+Code that was written for verl runs here after a change of its imports: ``from verl_memopt.agents.verl_tools import
+BaseInteraction, BaseTool, OpenAIFunctionToolSchema, ToolResponse, function_tool, rollout_trace_op``.
 
 A tool gets one ``create`` per conversation: at the begin if the row's ``extra_info.tools_kwargs`` names the tool, else before its
-first call. ``execute`` follows for each call; ``calc_reward`` and ``release`` at the end. Reward functions read ``tool_rewards``
-(the rewards of the calls, in order) and ``reward_scores`` (the result of ``calc_reward`` by tool). The score of a conversation
-contains neither by itself, as in verl.
+first call. ``execute`` follows for each call; ``calc_reward`` and ``release`` at the end. An interaction gets one
+``start_interaction`` per conversation, a ``generate_response`` for each turn of the model without calls, and
+``finalize_interaction`` at the end.
+
+Reward functions read ``tool_rewards`` (the rewards of the calls, in order), ``reward_scores`` (the result of ``calc_reward`` by
+tool) and ``turn_scores`` (the scores of the interaction's responses, in order). The score of a conversation contains none of them
+by itself, as in verl.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import asyncio
 import importlib
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -111,6 +116,40 @@ class BaseTool:
         """End a conversation."""
 
 
+class BaseInteraction:
+    """The user of a conversation, who answers each turn of the model that calls no tool. Override what it needs."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.name: str = config.get("name", "interaction_agent")
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        """Begin a conversation. ``kwargs``: the row's ``extra_info.interaction_kwargs``. Return the id of its state."""
+        return instance_id or str(uuid4())
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        """Answer the model's last turn.
+
+        Args:
+            instance_id: The id of the state.
+            messages: The conversation so far.
+            kwargs: As in :meth:`start_interaction`.
+
+        Returns:
+            Whether the conversation ends, the user's text, the score of the turn, and metrics, which are not used.
+        """
+        return False, "Your current result seems acceptable.", 0.8, {}
+
+    async def calculate_score(self) -> float:
+        """Not called, as in verl."""
+        return 0.0
+
+    async def finalize_interaction(self) -> None:
+        """End a conversation. If the method takes an ``instance_id``, it gets that of the conversation."""
+
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -146,22 +185,24 @@ def function_tool(name: Any = None, *, schema: Any = None) -> Any:
 
 @dataclass(frozen=True)
 class VerlTools:
-    """Takes the place of a :class:`~verl_memopt.agents.tools.Source` for the tools of one or both of verl's settings."""
+    """Takes the place of a :class:`~verl_memopt.agents.tools.Source` for the tools and interactions of verl's settings."""
 
     tool_config_path: str | None = None
     """YAML file with ``tools``, a list of ``class_name``, ``config`` and ``tool_schema``."""
     function_tool_path: str | None = None
     """Python file with functions that have the decorator ``function_tool``."""
     key: str = "actor_rollout_ref.rollout.multi_turn"
-    """Section of the settings that has both, for errors."""
+    """Section of the settings that has all of them, for errors."""
+    interaction_config_path: str | None = None
+    """YAML file with ``interaction``, a list of ``class_name``, ``config`` and perhaps ``name``."""
 
     @property
     def path(self) -> str:
-        return " and ".join(filter(None, (self.tool_config_path, self.function_tool_path)))
+        return " and ".join(filter(None, (self.tool_config_path, self.function_tool_path, self.interaction_config_path)))
 
     @property
     def name(self) -> str:
-        return "the tools"
+        return "the tools and interactions"
 
     def load(self) -> Callable[[], VerlEnvironment]:
         tools: dict[str, BaseTool | FunctionTool] = {}
@@ -170,7 +211,30 @@ class VerlTools:
             if tool.name in tools:
                 raise AgentError(f"{self.key}: {self.path} has two tools with the name {tool.name}. Rename one.")
             tools[tool.name] = tool
-        return partial(VerlEnvironment, tools)
+        return partial(VerlEnvironment, tools, self._interactions())
+
+    def _interactions(self) -> dict[str, BaseInteraction]:
+        if self.interaction_config_path is None:
+            return {}
+        address, found = f"{self.key}.interaction_config_path={self.interaction_config_path}", dict[str, BaseInteraction]()
+        entries = entries_of(address, self.interaction_config_path, "interaction", "Give each class_name and config")
+        for index, entry in enumerate(entries):
+            place = f"{address}: interaction[{index}]"
+            if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
+                raise AgentError(f"{place}: class_name is missing. Give each interaction class_name and config.")
+            own = re.split(r"[.:]", entry["class_name"])[-1]
+            name = str(entry.get("name") or own.removesuffix("Interaction").lower())
+            if name in found:
+                raise AgentError(f"{place}: two interactions have the name {name}. Rename one.")
+            base = "BaseInteraction from verl_memopt.agents.verl_tools"
+            made = named_class(f"{place}: class_name", entry["class_name"], base)
+            try:
+                found[name] = made(config={**(entry.get("config") or {}), "name": name})
+            except Exception as problem:  # code of the user
+                raise AgentError(f"{place}: {own} raised {raised(problem)}. Correct it.") from problem
+            if not callable(getattr(found[name], "generate_response", None)):
+                raise AgentError(f"{place}: class_name={own} is no interaction. Derive the class from BaseInteraction.")
+        return found
 
     def _classes(self) -> list[BaseTool]:
         if self.tool_config_path is None:
@@ -240,16 +304,32 @@ def entries_of(address: str, path: str, name: str | None, remedy: str) -> list[A
     return entries
 
 
+def user_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the ``interaction_kwargs`` of a row's columns, or an empty dict."""
+    extra = row.get("extra_info")
+    found = (extra.get("interaction_kwargs") if isinstance(extra, dict) else None) or row.get("interaction_kwargs")
+    return found if isinstance(found, dict) else {}
+
+
 @dataclass
 class VerlEnvironment(OwnTools):
     """The tools of one conversation. The objects of the tools are shared, and tell conversations apart by an id."""
 
     _tools: Mapping[str, BaseTool | FunctionTool]
+    _interactions: Mapping[str, BaseInteraction] = field(default_factory=dict)
     tool_rewards: list[float] = field(default_factory=list)
     reward_scores: dict[str, float] = field(default_factory=dict)
+    turn_scores: list[float] = field(default_factory=list)
     _ids: dict[str, str] = field(default_factory=dict)
     _kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     _creates: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _interaction: BaseInteraction | None = None
+    _interaction_id: str = field(default_factory=lambda: str(uuid4()))
+    _interaction_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def users(self) -> list[str]:
+        return list(self._interactions)
 
     def listed(self) -> dict[str, Tool]:
         return {name: self._tool(tool) for name, tool in self._tools.items()}
@@ -266,6 +346,19 @@ class VerlEnvironment(OwnTools):
             tool = self._tools.get(name)
             if tool is not None and not isinstance(tool, FunctionTool):
                 await self.instance(tool)
+        if self._interactions:
+            self._interaction_kwargs = dict(user_of(row))
+            self._interaction = self._interactions[self._interaction_kwargs["name"]]
+            await self._interaction.start_interaction(self._interaction_id, **self._interaction_kwargs)
+
+    async def respond(self, messages: list[dict[str, Any]]) -> tuple[str, bool]:
+        assert self._interaction is not None
+        ends, text, score, *_ = await self._interaction.generate_response(
+            self._interaction_id, messages, **self._interaction_kwargs
+        )
+        if score is not None:
+            self.turn_scores.append(float(score))
+        return str(text), bool(ends)
 
     async def instance(self, tool: BaseTool) -> str:
         async with self._creates:  # two calls of a turn share the state
@@ -284,6 +377,9 @@ class VerlEnvironment(OwnTools):
             self.reward_scores[name] = float(await tool.calc_reward(number, **self.kwargs(tool, "calc_reward")))
 
     async def end(self) -> None:
+        if self._interaction is not None:
+            finalize = self._interaction.finalize_interaction
+            await finalize(*[self._interaction_id] if inspect.signature(finalize).parameters else [])
         while self._ids:
             name, number = self._ids.popitem()
             tool = self._tools[name]

@@ -38,6 +38,9 @@ class MultiTurn:
     """YAML file with tools in verl's format: a class for each tool, its config and its schema."""
     function_tool_path: str | None = None
     """Python file whose functions with the decorator ``function_tool`` are tools."""
+    interaction_config_path: str | None = None
+    """YAML file with interactions in verl's format: classes that answer a turn without calls, as the user of the conversation.
+    The row chooses one by ``extra_info.interaction_kwargs.name``."""
     format: str = "auto"
     """How the model writes calls: hermes, qwen3_coder, mistral, llama3_json, or ``file.py:function`` for a parser of your own.
     auto = the format in which the chat template writes calls."""

@@ -561,8 +561,8 @@ class Rollout(LogProbBudget, RolloutMemory, SharedWeights, WeightBuckets):
         """Prompts are answered by conversations of several turns."""
         agent, multi_turn = self.agent, self.multi_turn
         files = (
-            multi_turn.tool_config_path, multi_turn.function_tool_path, agent.environment.path, agent.tools.path,
-            agent.agent_loop_config_path,
+            multi_turn.tool_config_path, multi_turn.function_tool_path, multi_turn.interaction_config_path,
+            agent.environment.path, agent.tools.path, agent.agent_loop_config_path,
         )  # fmt: skip
         given = any(path is not None for path in files) or self.agent.default_agent_loop != SINGLE_TURN
         return given if self.multi_turn.enable is None else self.multi_turn.enable

@@ -124,7 +124,6 @@ _CRITIC_KEYS = {
 _PROFILER = {"profiler.*": NoEffect(ANY, _PHASE_TABLE)}
 
 _MULTI_TURN = {
-    "multi_turn.interaction_config_path": NoEffect((), "write the user's side as an environment. Remove the key"),
     "multi_turn.use_inference_chat_template": NoEffect(
         EITHER, "the model always reads what the chat template writes, and learns the tokens that it sampled. Remove the key"
     ),
@@ -506,8 +505,9 @@ _ROWS: tuple[tuple[str, tuple[Any, ...] | None, str], ...] = (
      "a checkpoint is one folder that holds the whole state. Set false, or remove the key"),
     ("push_to_hub hub_always_push", (False,), "nothing is sent to the hub. Remove the key"),
     ("hub_model_id hub_token hub_private_repo", ANY, "a run sends nothing to the hub; only a trainer's push_to_hub() uses it"),
-    ("hub_revision trackio_space_id trackio_bucket_id trackio_static_space_id", (),
-     "nothing is sent to the hub. Remove the key"),
+    ("hub_revision", (), "nothing is sent to the hub. Remove the key"),
+    ("trackio_space_id trackio_bucket_id trackio_static_space_id", ANY,
+     "Trackio keeps its metrics here. The environment variable TRACKIO_SPACE_ID sends them to a Space"),
     ("hub_strategy project", ANY, "nothing is sent to the hub"),
     ("dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
      "dataloader_prefetch_factor dataloader_in_order dataloader_multiprocessing_context length_column_name", ANY,

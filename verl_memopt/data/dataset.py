@@ -12,7 +12,15 @@ import numpy as np
 
 from verl_memopt.config import schema
 from verl_memopt.data.encoder import RENDER_ERRORS, Spans, decode, overlong, special_tokens_of, tokenize
-from verl_memopt.data.messages import Messages, read_messages, refuse_agents, refuse_media, render, template_arguments
+from verl_memopt.data.messages import (
+    NO_PROMPT,
+    Messages,
+    read_messages,
+    refuse_agents,
+    refuse_media,
+    render,
+    template_arguments,
+)
 from verl_memopt.data.plugin import load_from_file, refuse_verls_arguments, users_code
 from verl_memopt.data.sources import RawRow, read_source, still_reading
 from verl_memopt.errors import DataError
@@ -135,7 +143,7 @@ class PromptReader:
         source = self._optional(address, columns, self._data.reward_fn_key, "Set data.reward_fn_key, or add it", DEFAULT_SOURCE)
         if not isinstance(source, str):
             raise DataError(f"{address}: {self._data.reward_fn_key} must be a string, but it is {source!r}. Correct the row.")
-        prompt = _column(address, columns, self._data.prompt_key, "Set data.prompt_key, or add it")
+        prompt = self._prompt(address, columns)
         ids = _token_ids(address, prompt)
         if self._converses and isinstance(prompt, str):
             # A conversation needs messages, as in TRL.
@@ -174,6 +182,11 @@ class PromptReader:
             template=template,
             environment=others.get(ENVIRONMENT_COLUMN),
         )
+
+    def _prompt(self, address: str, columns: dict[str, Any]) -> Any:
+        if self._converses and columns.get(self._data.prompt_key) is None:
+            return NO_PROMPT
+        return _column(address, columns, self._data.prompt_key, "Set data.prompt_key, or add it")
 
     def _optional(self, address: str, columns: dict[str, Any], name: str, remedy: str, default: Any) -> Any:
         return default if name not in columns and not self._by_rules else _column(address, columns, name, remedy)

@@ -14,6 +14,9 @@ from verl_memopt.errors import DataError
 
 Messages = list[dict[str, Any]]
 
+NO_PROMPT: Messages = [{"role": "user", "content": ""}]
+"""Begins a conversation whose row has no prompt. The environment's ``reset`` continues it, as in TRL."""
+
 MEDIA_COLUMNS = ("images", "image", "videos", "audios")
 MEDIA_PARTS = ("image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
 KWARGS_COLUMN = "chat_template_kwargs"

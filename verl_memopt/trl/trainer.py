@@ -83,7 +83,8 @@ class TrlTrainer:
             reward_funcs: One reward function or several. A reward model (folder, hub id or object) may be given instead of a
                 function.
             args: A config of TRL or of this package, or a dict with TRL's names.
-            train_dataset: Rows with a ``prompt`` and other columns, as in TRL.
+            train_dataset: Rows with a ``prompt`` and other columns, as in TRL. None = the environment makes the tasks: its
+                ``reset`` returns the prompt, and ``max_steps`` is required.
             eval_dataset: Held-out rows, or a dict of name -> rows.
             processing_class: The tokenizer. None = the tokenizer in the model's folder.
             reward_processing_classes: One entry per reward: the tokenizer of a reward model, and None for a function. A single
@@ -124,7 +125,7 @@ class TrlTrainer:
             for name, value in others.items()
             if name not in REFUSED or (value is not None and value != (None, None))
         ]
-        if train_dataset is None:
+        if train_dataset is None and environments is None:
             found.append("train_dataset: `train_dataset` is required, and there is none. Give the rows to train on.")
         if (reward_funcs is None or reward_funcs == []) and environments is None:
             found.append("reward_funcs: No reward source provided. Give a function, a list of functions, or a reward model.")
