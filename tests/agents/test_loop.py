@@ -146,13 +146,14 @@ def test_a_user_answers_turns_without_calls_and_may_end_the_conversation(vllm_en
     (tmp_path / "user.py").write_text(USER_CLASS)
     (tmp_path / "users.yaml").write_text(f"interaction: [{{class_name: {tmp_path / 'user.py'}:Patient}}]")
     settings = settings_of(None, multi_turn={"interaction_config_path": str(tmp_path / "users.yaml")})
-    tasks = [task for number in (0, 2) for task in tasks_of(6, interaction_kwargs={"name": "patient", "number": number})]
+    first, second = (tasks_of(6, interaction_kwargs={"name": "patient", "number": number}) for number in (0, 2))
+    tasks = first + [replace(task, seed=task.seed + 100) for task in second]
     conversations, _, log = converse(vllm_engine, tasks, settings)
     check(conversations, log, build_forest([each.ids for each in conversations]))
     ended = [each for each in conversations if each.ended == USER]
     assert {len(each.turns) for each in ended} == {1, 3}
     assert {each.messages[-1]["content"] for each in ended} == {"turn 1 of 0", "turn 3 of 2"}
-    assert [each.attributes.turn_scores for each in ended if len(each.turns) == 3][0] == [0.5, 1.0, 1.5]
+    assert next(each.attributes.turn_scores for each in ended if len(each.turns) == 3) == [0.5, 1.0, 1.5]
     with pytest.raises(DataError, match=r"row 0: extra_info\.interaction_kwargs\.name=None is no interaction.*patient"):
         converse(vllm_engine, tasks_of(1), settings)
 
