@@ -163,7 +163,7 @@ def test_a_row_without_a_prompt_needs_one_from_reset(vllm_engine, converse):
     conversations, _, _ = converse(vllm_engine, tasks, settings_of())  # its reset returns a text
     assert [each.messages[0]["content"] for each in conversations] == [" 0", " 1", " 2", " 3"]
     with pytest.raises(DataError, match="row 0: the row has no prompt, and no environment gave one"):
-        converse(vllm_engine, tasks, settings_of(None, agent={"tools": AgentTools(str(HERE / "world.py"), "calls")}))
+        converse(vllm_engine, tasks, settings_of(None))
 
 
 @pytest.mark.parametrize(

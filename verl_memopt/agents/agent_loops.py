@@ -1,7 +1,7 @@
 """Agent loops of the user's own: code that drives a conversation itself, and asks only for tokens.
 
 Code that was written for verl runs here after a change of its imports: ``from verl_memopt.agents.agent_loops import
-AgentLoopBase, AgentLoopOutput, AgentLoopMetrics, register, simple_timer``.
+AgentLoopBase, AgentLoopOutput, AgentLoopMetrics, FunctionCall, ToolParser, register, simple_timer``.
 
 Each row gets an object of its own. It runs in a process of environments, and has the time limit of a tool between two requests to
 the engine. Reward functions read ``extra_fields`` and ``metrics`` of the output as attributes of ``extra_info["environments"]``.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,14 +20,26 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from verl_memopt.agents.calls import FailedError
+from verl_memopt.agents.parsers import Parser, parser_of
 from verl_memopt.agents.tools import OwnTools, Tool
-from verl_memopt.agents.verl_tools import entries_of, named_class, rollout_trace_op
+from verl_memopt.agents.verl_tools import (
+    BaseInteraction,
+    BaseTool,
+    ToolResponse,
+    entries_of,
+    initialize_interactions_from_config,
+    initialize_tools_from_config,
+    named_class,
+    rollout_trace_op,
+)
+from verl_memopt.data.encoder import decode
 from verl_memopt.data.plugin import raised
 from verl_memopt.errors import AgentError
 
 __all__ = [
-    "AgentLoopBase", "AgentLoopMetrics", "AgentLoopOutput", "AsyncLLMServerManager", "DictConfigWrap", "TokenOutput", "register",
-    "rollout_trace_op", "simple_timer",
+    "AgentLoopBase", "AgentLoopMetrics", "AgentLoopOutput", "AsyncLLMServerManager", "BaseInteraction", "BaseTool",
+    "DictConfigWrap", "FunctionCall", "initialize_interactions_from_config", "initialize_tools_from_config", "register",
+    "rollout_trace_op", "simple_timer", "TokenOutput", "ToolParser", "ToolResponse",
 ]  # fmt: skip
 
 
@@ -232,6 +245,34 @@ def simple_timer(name: str, timing_raw: dict[str, float]) -> Iterator[None]:
     began = time.monotonic()
     yield
     timing_raw[name] = timing_raw.get(name, 0.0) + time.monotonic() - began
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
+class ToolParser:
+    """Finds tool calls in the tokens of a turn."""
+
+    def __init__(self, parser: Parser, tokenizer: Any) -> None:
+        self._parser, self.tokenizer = parser, tokenizer
+
+    @classmethod
+    def get_tool_parser(cls, name: str, tokenizer: Any) -> ToolParser:
+        """Return the parser of a format: a value of ``multi_turn.format``."""
+        return cls(parser_of(tokenizer, name, {}), tokenizer)
+
+    async def extract_tool_calls(self, responses_ids: Sequence[int]) -> tuple[str, list[FunctionCall]]:
+        """Return the turn without its calls, and the calls that can be read."""
+        ids = list(responses_ids)
+        if ids and ids[-1] == self.tokenizer.eos_token_id:
+            ids.pop()
+        parsed = self._parser(decode(self.tokenizer, ids), ())
+        calls = [call for call in parsed.calls if call.problem is None]
+        return parsed.content, [FunctionCall(call.name, json.dumps(dict(call.arguments), ensure_ascii=False)) for call in calls]
 
 
 # The loop of one row.

@@ -150,6 +150,16 @@ class BaseInteraction:
         """End a conversation. If the method takes an ``instance_id``, it gets that of the conversation."""
 
 
+def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
+    """Return the tools of a ``tool_config_path``."""
+    return VerlTools(tool_config_path=tools_config_file).classes()
+
+
+def initialize_interactions_from_config(interaction_config_file: str) -> dict[str, BaseInteraction]:
+    """Return the interactions of an ``interaction_config_path``, by name."""
+    return VerlTools(interaction_config_path=interaction_config_file).interactions()
+
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -206,14 +216,14 @@ class VerlTools:
 
     def load(self) -> Callable[[], VerlEnvironment]:
         tools: dict[str, BaseTool | FunctionTool] = {}
-        found: list[BaseTool | FunctionTool] = [*self._classes(), *self._functions()]
+        found: list[BaseTool | FunctionTool] = [*self.classes(), *self._functions()]
         for tool in found:
             if tool.name in tools:
                 raise AgentError(f"{self.key}: {self.path} has two tools with the name {tool.name}. Rename one.")
             tools[tool.name] = tool
-        return partial(VerlEnvironment, tools, self._interactions())
+        return partial(VerlEnvironment, tools, self.interactions())
 
-    def _interactions(self) -> dict[str, BaseInteraction]:
+    def interactions(self) -> dict[str, BaseInteraction]:
         if self.interaction_config_path is None:
             return {}
         address, found = f"{self.key}.interaction_config_path={self.interaction_config_path}", dict[str, BaseInteraction]()
@@ -236,7 +246,7 @@ class VerlTools:
                 raise AgentError(f"{place}: class_name={own} is no interaction. Derive the class from BaseInteraction.")
         return found
 
-    def _classes(self) -> list[BaseTool]:
+    def classes(self) -> list[BaseTool]:
         if self.tool_config_path is None:
             return []
         address = f"{self.key}.tool_config_path={self.tool_config_path}"
