@@ -659,8 +659,51 @@ def test_a_script_of_trl_trains(model, tmp_path):
     assert trainer.train(resume_from_checkpoint=True).global_step == 1
 
 
+def agent_arguments(folder):
+    """Arguments of a step in which each turn calls ``look``."""
+    (folder / "parser.py").write_text("def calls(text):\n    return [('look', {'place': text[:1]})]\n")
+    return {
+        "max_steps": 1, "output_dir": str(folder / "out"), "max_tool_calling_iterations": 1, **SMALL,
+        "trainer.rollout_data_dir": str(folder / "rows"), "max_completion_length": 40, "max_prompt_length": 40,
+        "actor_rollout_ref.rollout.multi_turn.format": f"{folder / 'parser.py'}:calls",
+        "actor_rollout_ref.rollout.agent.num_workers": 1, "actor_rollout_ref.rollout.stop_token_ids": list(range(20, 120)),
+    }  # fmt: skip
+
+
+def test_an_environment_makes_the_tasks_and_a_reward_function_sees_only_those_that_did_not_fail(model, tmp_path):
+    class Room:
+        def reset(self, seed, **row):
+            if seed % 2:
+                raise ConnectionError("no server")
+            self.seen = []
+            return "Look."
+
+        def look(self, place: str) -> str:
+            """Look at a place.
+
+            Args:
+                place: Where to look.
+            """
+            self.seen.append(place)
+            return "dark"
+
+    def seen(environments, **columns):
+        return [float(len(environment.seen)) for environment in environments]
+
+    args = {**agent_arguments(tmp_path), "per_device_train_batch_size": 16}
+    trl.GRPOTrainer(model, seen, args, environment_factory=Room).train()
+    rows = [json.loads(line) for line in (tmp_path / "rows" / "1.jsonl").read_text().splitlines()]
+    assert len(rows) == 16
+    scores = {row["ended"].partition(":")[0]: row["score"] for row in rows}
+    assert scores == {"failed": pytest.approx(math.nan, nan_ok=True), "max_assistant_turns": 1.0}
+    assert {row["conversation"][0]["content"] for row in rows} == {"", "Look."}
+    with pytest.raises(ConfigError, match=r"dataset: there are no rows.*Set steps \(max_steps\)"):
+        trl.GRPOTrainer(model, seen, {**args, "max_steps": -1}, environment_factory=Room).train()
+    with pytest.raises(ConfigError, match="several environments need rows with a column `environment`"):
+        trl.GRPOTrainer(model, seen, args, environment_factory={"room": Room}).train()
+
+
 def test_a_script_of_trl_with_an_environment_trains_on_what_its_tools_returned(model, tmp_path):
-    (tmp_path / "parser.py").write_text("def calls(text):\n    return [('look', {'place': text[:1]})]\n")
     places = []  # a class that uses it is sent to other processes with its value
 
     class Room:
@@ -687,10 +730,7 @@ def test_a_script_of_trl_with_an_environment_trains_on_what_its_tools_returned(m
         assert all([turn["role"] for turn in turns] == ["assistant", "tool", "assistant"] for turns in completions)
         return [1.0 * len(environment.seen) for environment in environments]
 
-    args = {"max_steps": 1, "output_dir": str(tmp_path / "out"), "max_tool_calling_iterations": 1, **SMALL}
-    args |= {"trainer.rollout_data_dir": str(tmp_path / "rows"), "max_completion_length": 40, "max_prompt_length": 40}
-    args |= {"actor_rollout_ref.rollout.multi_turn.format": f"{tmp_path / 'parser.py'}:calls"}
-    args |= {"actor_rollout_ref.rollout.agent.num_workers": 1, "actor_rollout_ref.rollout.stop_token_ids": list(range(20, 120))}
+    args = agent_arguments(tmp_path)
     trainer = trl.GRPOTrainer(model, seen, args, ROWS[:4], environment_factory=Room)
     trainer.train()
     trainer.end()

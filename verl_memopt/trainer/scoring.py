@@ -200,7 +200,11 @@ class Rewarder:
         assert self.runner is not None, "this debug mode scores nothing"
         conversations: Sequence[Conversation | None] = answers.conversations or [None] * len(answers.rows)
         answered = zip(answers.rows, answers.texts, answers.generation.response_ids, read, conversations, strict=True)
-        results = self.runner.score([reward_row(self.runner, *answer) for answer in answered], answers.begun)
+        # A conversation that failed has no environment, which the function may read, and gets no score anyway.
+        failed = [each is not None and each.ended == FAILED for each in conversations]
+        rows = [reward_row(self.runner, *answer) for answer, skip in zip(answered, failed, strict=True) if not skip]
+        found = iter(self.runner.score(rows, answers.begun) if rows else ())
+        results = [RewardResult(math.nan, failed=True) if skip else next(found) for skip in failed]
         return [replace(result, extra={**score, **result.extra}) for result, score in zip(results, read, strict=True)]
 
 
