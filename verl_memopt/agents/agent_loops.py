@@ -301,7 +301,8 @@ class VerlLoops:
             del others["name"], others["_target_"]
             if name in found:
                 raise AgentError(f"{place}: name={name} comes twice. Rename one.")
-            made = named_class(f"{place}: _target_", target, "AgentLoopBase from verl_memopt.agents.agent_loops")
+            base = "AgentLoopBase from verl_memopt.agents.agent_loops"
+            made = named_class(f"{place}: _target_", target, base, self.path)
             found[name] = partial(VerlLoop, self._checked(place, made), self, others)
         for name, made in _registered.items():
             found.setdefault(name, partial(VerlLoop, self._checked(f"{address}: {name}", made), self, {}))

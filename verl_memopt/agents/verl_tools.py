@@ -23,6 +23,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 from uuid import uuid4
 
@@ -237,7 +238,7 @@ class VerlTools:
             if name in found:
                 raise AgentError(f"{place}: two interactions have the name {name}. Rename one.")
             base = "BaseInteraction from verl_memopt.agents.verl_tools"
-            made = named_class(f"{place}: class_name", entry["class_name"], base)
+            made = named_class(f"{place}: class_name", entry["class_name"], base, self.interaction_config_path)
             try:
                 found[name] = made(config={**(entry.get("config") or {}), "name": name})
             except Exception as problem:  # code of the user
@@ -259,7 +260,8 @@ class VerlTools:
         config, name = dict(entry.get("config") or {}), entry["class_name"]
         if config.get("type", "native") != "native":
             raise AgentError(f"{address}: config.type={config['type']} is not supported. Use a class of type native.")
-        made = named_class(f"{address}: class_name", name, "BaseTool from verl_memopt.agents.verl_tools")
+        assert self.tool_config_path is not None
+        made = named_class(f"{address}: class_name", name, "BaseTool from verl_memopt.agents.verl_tools", self.tool_config_path)
         given = entry.get("tool_schema")
         try:
             tool = made(config=config, tool_schema=None if given is None else OpenAIFunctionToolSchema.model_validate(given))
@@ -280,14 +282,19 @@ class VerlTools:
         return list(found)
 
 
-def named_class(address: str, name: str, base: str) -> Any:
-    """Return a class by its name: ``module.Class``, or ``file.py:Class``.
+def named_class(address: str, name: str, base: str, path: str) -> Any:
+    """Return a class by its name: ``module.Class``, or ``file.py:Class`` with a file beside ``path`` or in the working directory.
 
-    ``address``: the setting with the name. ``base``: what the class is derived from, and where that is, for errors.
+    Args:
+        address: The setting with the name, for errors.
+        name: The name.
+        base: What the class is derived from, and where that is, for errors.
+        path: The YAML file that has the name.
     """
     if ".py:" in name:
         file, _, attribute = name.rpartition(":")
-        return load_from_file(file, attribute, key=address, error=AgentError)
+        beside = Path(path).parent / file
+        return load_from_file(str(beside) if beside.is_file() else file, attribute, key=address, error=AgentError)
     module, _, attribute = name.rpartition(".")
     try:
         return getattr(importlib.import_module(module), attribute)
