@@ -288,6 +288,11 @@ def test_a_resume_without_a_path_goes_on_at_the_newest_checkpoint_or_asks_for_no
     assert load({"resume_from_checkpoint": word}).trainer.resume_mode == plain().trainer.resume_mode == "auto"
 
 
+def test_a_top_p_of_null_cuts_nothing_off(load_file):
+    assert load_file(lines="top_p: 0.5").actor_rollout_ref.rollout.top_p == 0.5
+    assert load_file("top_p=null", lines="top_p: 0.5").actor_rollout_ref.rollout.top_p == 1.0
+
+
 def test_a_head_in_fp32_is_that_of_a_model_in_fp32():
     dtype = {f"{ACTOR}.fsdp_config.dtype": "fp32"}
     assert load({"cast_lm_head_to_fp32": True, **dtype}, entry="grpo_trainer") == load(dtype, entry="grpo_trainer")

@@ -62,6 +62,10 @@ def off_at_zero(key: str, off: Any) -> Convert:
     return lambda name, trl, values: {key: off if trl[name] in (None, 0) else trl[name]}
 
 
+def off_at_null(key: str, off: Any) -> Convert:
+    return lambda name, trl, values: {key: off if trl[name] is None else trl[name]}
+
+
 def unless_none(*keys: str) -> Convert:
     """Return a conversion that copies the value, and sets nothing if it is null."""
     return lambda name, trl, values: {} if trl[name] is None else dict.fromkeys(keys, trl[name])
