@@ -1,13 +1,16 @@
 """Agent loops of the user's own in verl's form: what they make of the engine's answers, and what ends them."""
 
+import asyncio
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests.agents.test_loop import ALWAYS, check, converse, settings_of, tasks_of  # noqa: F401 - a fixture
 from tests.rollout.tools import model_of, naive_log_probs
 from verl_memopt.agents import loop as agent_loop
+from verl_memopt.agents.agent_loops import FunctionCall, ToolParser
 from verl_memopt.agents.loop import ANSWER, FAILED, TOKENS, AgentPlan, check_agents
 from verl_memopt.errors import AgentError, ConfigError, DataError
 from verl_memopt.model.forest import build_forest
@@ -114,12 +117,18 @@ def test_agent_loops_that_cannot_be_loaded_stop_the_run_before_it_begins(setting
         loaded(settings(text=text), tied_folder)
 
 
+def test_verls_parser_finds_the_calls_in_the_tokens_of_a_turn(tied_folder):
+    tokenizer = AutoTokenizer.from_pretrained(tied_folder)
+    text = 'Now <tool_call>{"name": "add", "arguments": {"to": "ü"}}</tool_call><tool_call>{"name": }</tool_call>'
+    ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    found = asyncio.run(ToolParser.get_tool_parser("hermes", tokenizer).extract_tool_calls(ids))
+    assert found == ("Now", [FunctionCall("add", '{"to": "ü"}')])
+
+
 def test_a_default_agent_loop_that_nothing_defines_is_refused(settings, tied_folder):
     with pytest.raises(ConfigError, match=r"default_agent_loop=four: there is no such agent loop"):
         loaded(settings("four"), tied_folder)
 
 
 def loaded(given, folder):
-    from transformers import AutoTokenizer
-
     return check_agents(given, AgentPlan({}, False, False), AutoTokenizer.from_pretrained(folder), (0,))

@@ -6,7 +6,7 @@ from transformers.utils import get_json_schema
 from tests.agents.conftest import Talk
 from verl_memopt.agents.environments import EnvironmentPool, Failed, Ready, UserTurn
 from verl_memopt.agents.program import Program
-from verl_memopt.agents.verl_tools import VerlTools
+from verl_memopt.agents.verl_tools import VerlTools, initialize_interactions_from_config, initialize_tools_from_config
 from verl_memopt.errors import AgentError
 from verl_memopt.rewards.score import Limits
 
@@ -281,3 +281,13 @@ def test_an_interaction_answers_as_the_user_until_it_ends_the_conversation(inter
 def test_interactions_that_do_not_load_end_the_start_with_one_error(interact, config, said):
     with pytest.raises(AgentError, match=f"interaction_config_path=.*{said}"):
         interact(config).pool.wait_until_loaded()
+
+
+def test_a_loop_of_the_users_own_gets_the_tools_and_interactions_of_files_beside_their_classes(tmp_path):
+    (tmp_path / "classes.py").write_text(CLASSES)
+    (tmp_path / "interactions.py").write_text(INTERACTIONS)
+    for name, text, file in [("tools", CONFIG, "classes.py"), ("users", INTERACTION_CONFIG, "interactions.py")]:
+        (tmp_path / f"{name}.yaml").write_text(text.format(file=file))  # relative to the YAML file
+    assert [tool.name for tool in initialize_tools_from_config(str(tmp_path / "tools.yaml"))] == ["answer", "count"]
+    found = initialize_interactions_from_config(str(tmp_path / "users.yaml"))
+    assert {name: user.config["tone"] for name, user in found.items()} == {"counting": "kind", "other": "cold"}
