@@ -212,6 +212,7 @@ def test_an_engine_argument_that_a_key_sets_is_refused(complaint, name):
 @pytest.mark.parametrize(
     "more",
     [
+        {"data.train_files": {"size": 9}, "data.custom_cls.path": "a.py", "data.custom_cls.name": "A"},
         {**KL, "algorithm.use_kl_in_reward": True},
         {f"{AR}.ref.log_prob_max_token_len_per_gpu": 10},
         {f"{REF}.fsdp_size": 3, "trainer.n_gpus_per_node": 4},

@@ -132,6 +132,11 @@ def _is_no_folder_name(name: str) -> bool:
     return name.strip() in ("", ".", "..") or "/" in name or "\\" in name
 
 
+def _reads_files(settings: Settings) -> bool:
+    # A dataset class of the user may read anything.
+    return settings.data.custom_cls.path is None
+
+
 def _files() -> Iterator[Refusal]:
     # These names become folders, so they must not be a path to another place.
     folder = "this is one part of the run folder's path, and cannot be empty, a dot, or hold a slash"
@@ -143,10 +148,10 @@ def _files() -> Iterator[Refusal]:
         {"data.train_files": _is_no_path},
         no_path,
         "Set data.train_files=/path/to/file.parquet.",
-        lambda settings: settings.debug.mode not in WITHOUT_DATA,
+        lambda settings: settings.debug.mode not in WITHOUT_DATA and _reads_files(settings),
     )
     no_val_path = {"data.val_files": lambda files: files is not None and _is_no_path(files)}
-    yield refused(no_val_path, no_path, "Set data.val_files=/path/to/file.parquet.")
+    yield refused(no_val_path, no_path, "Set data.val_files=/path/to/file.parquet.", _reads_files)
     no_names = {"trainer.logger": lambda names: not isinstance(names, str | list | tuple)}
     yield refused(no_names, "expected a name or a list of names", "Set trainer.logger=[console,jsonl].")
     for file, name in (("data.custom_cls.path", "data.custom_cls.name"), ("data.sampler.class_path", "data.sampler.class_name")):
