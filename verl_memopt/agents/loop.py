@@ -690,8 +690,8 @@ def build_pool(rollout: Rollout, plan: AgentPlan, tokenizer: Any, logs: Path | N
                 f"{KEY}.environment.path={agent.environment.path}: {TURNS_KEY}.tool_config_path, function_tool_path and "
                 "interaction_config_path make an environment too. Leave one of them out."
             )
-        config, functions, interactions = map(_whole, paths)
-        environments = {None: VerlTools(config, functions, TURNS_KEY, interactions)}
+        classes, functions, interactions = map(_whole, paths)
+        environments = {None: VerlTools(classes, functions, TURNS_KEY, interactions)}
     loops = None
     if agent.agent_loop_config_path is not None:
         config = {"actor_rollout_ref": {"rollout": asdict(rollout)}, "data": _data(rollout, plan)}

@@ -46,7 +46,7 @@ def __getattr__(name: str) -> Any:
 def _parser(trl: Any) -> Any:
     theirs = {GRPOConfig: "GRPOConfig", RLOOConfig: "RLOOConfig"}
 
-    class TrlParser(trl.TrlParser):  # type: ignore[misc]
+    class TrlParser(trl.TrlParser):
         """TRL's parser of command lines. It reads TRL's configs in place of ours, which are no dataclasses."""
 
         def __init__(self, dataclass_types: Any = None, **options: Any) -> None:
