@@ -691,7 +691,10 @@ def test_an_environment_makes_the_tasks_and_a_reward_function_sees_only_those_th
         return [float(len(environment.seen)) for environment in environments]
 
     args = {**agent_arguments(tmp_path), "per_device_train_batch_size": 16}
-    trl.GRPOTrainer(model, seen, args, environment_factory=Room).train()
+    del args["max_prompt_length"]
+    trainer = trl.GRPOTrainer(model, seen, args, environment_factory=Room)
+    trainer.train()
+    assert "max_prompt_length: 2008\n" in (trainer.run.path / "config.yaml").read_text()  # the toy's context, less 40
     rows = [json.loads(line) for line in (tmp_path / "rows" / "1.jsonl").read_text().splitlines()]
     assert len(rows) == 16
     scores = {row["ended"].partition(":")[0]: row["score"] for row in rows}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl_memopt import api
+from verl_memopt.config.role_settings import Actor, Data
 from verl_memopt.config.trl_defaults import DEFAULTS
 from verl_memopt.config.trl_names import KL_IN_REWARD
 from verl_memopt.config.trl_objective import KL_IN_LOSS
@@ -47,6 +48,10 @@ REFUSED = {
 
 ENTROPY = "actor_rollout_ref.actor.calculate_entropy"
 """Set to true unless the arguments say otherwise, because TRL always logs the entropy."""
+LONGEST_PROMPT = 4096
+"""Longest prompt of a conversation with tools in tokens, if the model's context is longer, and the arguments give no other."""
+BUDGET = "ppo_max_token_len_per_gpu"
+"""A forward must have room for the longest conversation."""
 SUMS_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")
 """Values of ``loss_type`` that give a longer response more weight."""
 
@@ -161,6 +166,30 @@ class TrlTrainer:
                 "weights each sequence by its completion length. With loss_type=grpo all sequences have the same weight", loss,
             )  # fmt: skip
 
+    def _lengths(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the lengths for conversations with tools, whose prompts TRL does not limit.
+
+        ``values``: the settings, and TRL's defaults of the others.
+        """
+        if (self._tools is None and self._environments is None) or any(name.endswith("max_prompt_length") for name in values):
+            return {}
+        from transformers import AutoConfig
+
+        try:
+            given = getattr(self._given, "config", None) or AutoConfig.from_pretrained(
+                self._given, trust_remote_code=self._trusted
+            )
+        except (OSError, ValueError):  # the run reports it
+            return {}
+        response = values.get("max_completion_length") or Data.max_response_length
+        context = getattr(given, "max_position_embeddings", None) or LONGEST_PROMPT + response
+        prompt = min(LONGEST_PROMPT, context - response)
+        if prompt <= Data.max_prompt_length:
+            return {}
+        logger.info("max_prompt_length=%d, because TRL has no limit. Give max_prompt_length to set another one", prompt)
+        fits = prompt + response <= Actor.ppo_max_token_len_per_gpu or any(name.endswith(BUDGET) for name in values)
+        return {"max_prompt_length": prompt} | ({} if fits else {f"actor_rollout_ref.actor.{BUDGET}": prompt + response})
+
     def _functions(self) -> RewardNames:
         names = list(with_names(self.reward_funcs))
         weights = getattr(self.args, "reward_weights", None)
@@ -178,6 +207,7 @@ class TrlTrainer:
     def _call(self, **changes: Any) -> api.Call:
         settings, defaults = self._settings()
         settings.pop("reward_weights", None)
+        settings |= self._lengths({**defaults, **settings})
         resume = settings.pop(api.RESUME, None) or False
         if not any(name.endswith("calculate_entropy") for name in settings):
             settings[ENTROPY] = True
