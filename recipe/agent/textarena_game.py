@@ -27,7 +27,7 @@ class Match:
         """Return what the game has said since the last call. textarena repeats the whole game."""
         text = str(self._env.get_observation()[1])
         new, self._seen = text.removeprefix(self._seen), text
-        return new.strip()
+        return new[max(new.find("[GAME]"), 0) :].strip()  # what the player said is known
 
     def move(self, text: str) -> str:
         if self.done:
