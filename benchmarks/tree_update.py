@@ -1,8 +1,9 @@
 """``python -m benchmarks.tree_update``: an update over conversations as a forest, against the turns as rows of their own.
 
 Contestants compute the log-probs of the same sampled tokens, and the gradients of their sum, on a CPU in fp32, in one
-micro-batch with checkpointed blocks. Rows alone have each turn's whole context. With shared prompts, turns that have the same
-prompt compute it once. The forest computes each token once. Their gradients must agree before anything is timed.
+micro-batch. Rows alone have each turn's whole context. With shared prompts, turns that have the same prompt compute it once. The
+forest computes each token once. Their gradients must agree before anything is timed. Contestants take turns, and the seconds are
+those of the processor, so that other work on the machine disturbs the ratios little.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from benchmarks.common import CPU, fake_process_group, load, processor, seconds_of, text_table
+from benchmarks.common import CPU, fake_process_group, load, processor, text_table
 from benchmarks.update_pass.flops import count
 from verl_memopt.config.schema import Model, TrainedFsdp
 from verl_memopt.distributed.device import training_mesh
@@ -31,7 +33,7 @@ from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 
 SHAPE = TinyShape(hidden_size=128, intermediate_size=384, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32)
 MIB = 2**20
-HEAD = ("shape", "contestant", "tokens", "sampled", "rounds", "GFLOP", "peak MiB", "seconds")
+HEAD = ("shape", "contestant", "tokens", "sampled", "rounds", "GFLOP", "peak MiB", "seconds", "alone / own")
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,22 @@ def branching(draw: random.Random, size: Talk, turns: int = 16, answers: int = 4
     return rows
 
 
+def beginning_alike(
+    draw: random.Random, size: Talk, conversations: int = 8, turns: int = 3, common: int = 2000
+) -> list[list[Turn]]:
+    """Conversations over prompts of their own, which all begin with one system prompt of ``common`` tokens."""
+    system, rows = ids(draw, common), []
+    for _ in range(conversations):
+        own = straight(draw, size, 1, turns)[0]
+        rows.append([Turn([*system, *turn.prompt_ids], turn.output_ids) for turn in own])
+    return rows
+
+
 SHAPES: dict[str, tuple[Callable[..., list[list[Turn]]], Talk]] = {
     "8 conversations of 6 turns": (straight, Talk(128, 32, 24)),
     "the same, each turn forks": (thinking, Talk(128, 32, 24)),
     "16 turns, 4 answers, one goes on": (branching, Talk(128, 32, 24)),
+    "8 prompts that begin alike, 3 turns": (beginning_alike, Talk(128, 32, 24)),
 }
 
 
@@ -109,35 +123,55 @@ def update(model: PolicyModel, pack: Pack) -> Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
 
 
-def line(model: PolicyModel, pack: Pack, repeats: int) -> list[str]:
+def lines_of(model: PolicyModel, shape: str, repeats: int) -> list[list[str]]:
+    rows, size = SHAPES[shape]
+    contestants = packs(rows(random.Random(0), size))
+    found = {own: work_of(model, pack) for own, pack in contestants.items()}
+    naive, *others = (gradients for _, gradients in found.values())
+    assert all((other - naive).norm() <= 1e-4 * naive.norm() for other in others), shape
+    timed: dict[str, list[float]] = {own: [] for own in contestants}
+    for _ in range(repeats):
+        for own, pack in contestants.items():
+            began = time.process_time()
+            update(model, pack)
+            timed[own].append(time.process_time() - began)
+    seconds = {own: median(some) for own, some in timed.items()}
+    alone = seconds["rows alone"]
+    return [[shape, own, *found[own][0], f"{seconds[own]:.2f}", f"{alone / seconds[own]:.2f}"] for own in contestants]
+
+
+def work_of(model: PolicyModel, pack: Pack) -> tuple[list[str], Tensor]:
+    """Return tokens, sampled tokens, rounds, GFLOP and peak MiB of an update, and its gradients."""
     with ByteTracker() as tracker:
-        update(model, pack)
+        gradients = update(model, pack)
     flops = count(lambda: update(model, pack))  # type: ignore[arg-type, return-value]
-    seconds = median(seconds_of(lambda: update(model, pack)) for _ in range(repeats))
     peak = tracker.peaks[DEVICE].bytes / MIB
     facts = f"{pack.input_ids.shape[1]:,}", f"{len(pack.row):,}", str(len(pack.layout.rounds))
-    return [*facts, f"{flops / 1e9:.1f}", f"{peak:.0f}", f"{seconds:.2f}"]
+    return [*facts, f"{flops / 1e9:.1f}", f"{peak:.0f}"], gradients
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tree_update", description=__doc__)
     parser.add_argument("--repeats", type=int, default=3, help="updates of each that are timed (default: 3)")
+    parser.add_argument(
+        "--checkpointing",
+        nargs="+",
+        choices=("on", "off"),
+        default=["on", "off"],
+        help="with blocks that are computed again in backward, without, or both (default: both)",
+    )
     asked = parser.parse_args(argv)
     torch.set_num_threads(1)
-    lines = []
     with tempfile.TemporaryDirectory() as name, fake_process_group():
         folder = make_tiny_model(Path(name) / "model", SHAPE)
-        settings = Model(path=str(folder), enable_gradient_checkpointing=True)
-        mesh, use = training_mesh("cpu", 1, -1), ModelUse(recompute=True, trained=True)
-        model = build_policy(settings, TrainedFsdp(dtype="fp32"), folder, mesh, CPU, use)
-        materialize(model, folder, CPU)
-        for shape, (rows, size) in SHAPES.items():
-            contestants = packs(rows(random.Random(0), size))
-            naive, *others = (update(model, pack) for pack in contestants.values())
-            assert all((other - naive).norm() <= 1e-4 * naive.norm() for other in others), shape
-            lines += [[shape, own, *line(model, pack, asked.repeats)] for own, pack in contestants.items()]
-    print(text_table(HEAD, lines, left=(0, 1), gaps=(2, 5)))
-    print(f"\n{processor()}, one thread, torch {torch.__version__}, load {load()}")
+        for choice in asked.checkpointing:
+            settings = Model(path=str(folder), enable_gradient_checkpointing=choice == "on")
+            mesh, use = training_mesh("cpu", 1, -1), ModelUse(recompute=choice == "on", trained=True)
+            model = build_policy(settings, TrainedFsdp(dtype="fp32"), folder, mesh, CPU, use)
+            materialize(model, folder, CPU)
+            lines = [line for shape in SHAPES for line in lines_of(model, shape, asked.repeats)]
+            print(f"gradient checkpointing {choice}\n\n{text_table(HEAD, lines, left=(0, 1), gaps=(2, 5, 8))}\n", flush=True)
+    print(f"{processor()}, one thread, torch {torch.__version__}, load {load()}")
     return 0
 
 

@@ -1,7 +1,7 @@
 from itertools import count
 from types import SimpleNamespace
 
-from benchmarks.tree_update import Talk, branching, packs, straight, thinking
+from benchmarks.tree_update import Talk, beginning_alike, branching, packs, straight, thinking
 
 SIZE = Talk(prompt=20, answer=8, tool=5)
 
@@ -31,3 +31,9 @@ def test_what_the_forest_computes_of_conversations_that_fork():
     # In each turn but the last, one answer goes on and is computed whole.
     assert found["forest"] == 20 + 2 * (8 + 7 + 5) + 2 * 7
     assert found["shared prompts"] == 20 + 33 + 46 + 6 * 7
+
+
+def test_only_the_forest_computes_once_what_different_prompts_begin_with():
+    found = tokens(beginning_alike(different(), SIZE, conversations=3, turns=2, common=100))
+    alone = 3 * (100 + 20 + 7) + 3 * (100 + 20 + 8 + 5 + 7)
+    assert found == {"rows alone": alone, "shared prompts": alone, "forest": 100 + 3 * (20 + 8 + 5 + 7)}

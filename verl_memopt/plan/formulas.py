@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from verl_memopt.config.schema import ActorRolloutRef
 from verl_memopt.memory.fused import NARROW_TILE_ELEMENTS, TILE_ELEMENTS
@@ -16,6 +17,36 @@ from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS
 from verl_memopt.memory.sequence_parallel import key_copies
 from verl_memopt.model.attention_dense import ATTENTION_ELEMENTS, MASKED_PRODUCTS, key_heads_at_once
 from verl_memopt.model.sizes import ModelSize
+
+
+@dataclass(frozen=True)
+class ForestWork:
+    """What a pass over a forest holds, besides its number of tokens. Of a pair, the first number is queries, the second keys."""
+
+    skipped: int
+    """Tokens that the last block leaves out (``prune_last_block``)."""
+    run: int
+    """Most tokens of neighbouring segments of one length, which are one attention call on a CPU."""
+    span: tuple[int, int]
+    """The largest span, which is a call of its own on a CPU."""
+    round: tuple[int, int]
+    """The largest round, which is one call on a GPU."""
+    sums_many: bool = False
+    """Attention sums in fp32, because a token is in more than two calls."""
+    read: int = 0
+    """Tokens of the open path before those of the pass: each block reads their keys."""
+    copied: int = 0
+    """Tokens whose keys a block copies at once, because the open path has several parts: the sum over its copies."""
+    held: int = 0
+    """Tokens whose keys and values of all blocks are kept."""
+    summed: int = 0
+    """Tokens among ``held`` for which sums of gradients exist when the pass begins."""
+    states: int = 0
+    """Tokens among ``held`` whose state is kept too, because it predicts a token of a later pass."""
+    closes: bool = False
+    """The tokens are those of open nodes, of which the keys and values start the backward. No log-prob is computed."""
+    opens: bool = False
+    """The tokens are those of nodes that are opened, without a graph."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +64,8 @@ class Pass:
     """Tokens of a prompt whose answers may be in several micro-batches; the later ones read its prefix KV. 0 = none."""
     alone: bool = False
     """It is the only micro-batch of its optimizer step, so no gradients exist when it begins."""
+    forest: ForestWork | None = None
+    """The shape of the pass, if it is known. None = rows of any lengths, so the worst case counts."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +98,20 @@ class Shapes:
     """n, the prompts and answers that attention treats as separate sequences."""
     device: str = "cpu"
     """``cpu`` or ``cuda``."""
+    forest: ForestWork | None = None
+    """The shape of a pass over a forest. None = prompts and their answers."""
 
     @classmethod
     def of(cls, size: ModelSize, roles: ActorRolloutRef, work: Pass, device: str) -> Shapes:
+        forest, known = work.forest, dict[str, Any]()
+        if forest is not None:
+            queries, _ = forest.span if device == "cpu" else forest.round
+            known = {"forest": forest, "skipped": forest.skipped, "suffix_tokens": queries}
         return cls(
             settings=roles, layers=size.layers, hidden=size.hidden, mlp=size.mlp, heads=size.heads, kv_heads=size.kv_heads,
             head_dim=size.head_dim, vocab=size.vocab, params=size.params, block_params=size.block_params, tied=size.tied,
             tokens=work.tokens, responses=work.responses, segments=work.rows, device=device,
+            **known,
         )  # fmt: skip
 
     @property
@@ -161,7 +201,22 @@ class Shapes:
 
     @property
     def kept_bytes(self) -> int:
-        return self.input_bytes if self._inputs_alone else self.block_bytes
+        return self.input_bytes + self._recorded_bytes if self._inputs_alone else self.block_bytes
+
+    @property
+    def _recorded_bytes(self) -> int:
+        # Bytes of a block's keys and values, from which the backward of open nodes starts.
+        closes = self.forest is not None and self.forest.closes
+        return 2 * self.tokens * self.kv_heads * self.head_dim * self.compute_bytes if closes else 0
+
+    @property
+    def keys(self) -> int:
+        """K, the tokens whose keys attention reads: T, and those of the open path before them."""
+        return self.tokens + (0 if self.forest is None else self.forest.read)
+
+    def read_bytes(self, copies: int) -> int:
+        """Return the bytes of ``copies`` tokens of keys, values and rotary tables, as a block copies them behind an open path."""
+        return copies * 2 * (self.kv_heads + 1) * self.head_dim * self.compute_bytes
 
     @property
     def _inputs_alone(self) -> bool:
@@ -171,7 +226,21 @@ class Shapes:
     @property
     def states_bytes(self) -> int:
         """Bytes of the last block's output and of three states of the response tokens, which exist at the end of a forward."""
-        return self.input_bytes + 3 * self.responses * self.hidden * self.compute_bytes
+        output = self.input_bytes
+        if self.forest is not None:
+            # Only tokens that are read have an output, and a recomputed norm keeps a copy of its rows in place of it.
+            kept = 0 if self.settings.model.recompute_elementwise else self.tokens - self.skipped
+            output = kept * self.hidden * self.compute_bytes
+        return output + 3 * self.responses * self.hidden * self.compute_bytes
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes that the last block of a known forest does not keep, because ``prune_last_block`` leaves tokens out of it."""
+        if self.forest is None or self._inputs_alone or not self.settings.model.left_out(self.skipped):
+            return 0
+        queries = replace(self, tokens=self.tokens - self.skipped)
+        extra = self.skipped * (self.hidden + 2 * self.kv_heads * self.head_dim) * self.compute_bytes
+        return self.block_bytes - queries.block_bytes - extra
 
     @property
     def saved_bytes(self) -> int:
@@ -196,7 +265,8 @@ class Shapes:
     def pruned_backward_bytes(self) -> int:
         """Peak bytes at the last block and the final norm, if this block computes only keys and values for U tokens."""
         b, query, key, model = self.compute_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.settings.model
-        queries = replace(self, tokens=self.tokens - self.skipped, skipped=0)
+        left = self.tokens - self.skipped
+        queries = replace(self, tokens=left, skipped=0, suffix_tokens=min(self.suffix_tokens, left), forest=None)
         if not model.recompute_elementwise:
             # The block's norm has all tokens, and the rows that queries read are copied. Norms of queries and keys keep nothing.
             norm = (4 + 2 * b) * self.skipped * self.hidden + b * queries.tokens * self.hidden
@@ -268,6 +338,31 @@ class Shapes:
         return self.block_bytes + inputs + max(wide + whole + gate, inputs + normal + 2 * whole + norm)
 
     @property
+    def forward_bytes(self) -> int:
+        """Bytes of a block with recomputed norms in a pass over a forest without gradients, with its input and its output.
+
+        The highest moment is at the MLP, at attention, or where keys are copied behind those of an open path.
+        """
+        assert self.forest is not None
+        b, query, key, tokens = self.compute_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.tokens
+        query_elements, tables = self.heads // self.kv_heads * self.head_dim, 2 * self.head_dim
+        rows = -(-tokens // max(-(-tokens // PRODUCT_ROWS[self.device]), self.settings.model.mlp_tiles or 1))
+        wide = (4 if self.settings.model.lora_rank else 2) * self.mlp
+        tile = 4 * min(rows * self.mlp, TILE_ELEMENTS["cpu"]) if self.device == "cpu" else self._at_gate(rows)
+        at_mlp = b * (tokens * (3 * self.hidden + tables) + rows * (self.hidden + wide)) + tile
+        at_once = query + key if self.flash else query_elements + self.head_dim
+        own = tokens * (self.hidden + query + 2 * key + tables)
+        read = self.read_bytes(self.keys) if self.forest.read else 0
+        call = max(self.forest.run, self.forest.span[0]) * query_elements
+        if self.device == "cuda":
+            # Both sides of a round are gathered.
+            queries, keys = self.forest.round
+            call = 2 * queries * query + 2 * keys * key
+        sums = max(b, 4) if self.forest.sums_many else b
+        at_attention = b * (own + tokens * at_once + self.forest.read * self.head_dim) + sums * (tokens * query + call) + read
+        return max(at_mlp, at_attention, b * own + self.read_bytes(self.forest.copied))
+
+    @property
     def graph_bytes(self) -> int:
         """Bytes of blocks that run as CUDA graphs over T tokens, which stay: ``model/captured_block.py``.
 
@@ -308,7 +403,8 @@ class Shapes:
     def attention_bytes(self) -> int:
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         # The inputs of attention and MLP, queries, keys, values, and the attention's output. The norms are recomputed.
-        return self.tokens * self.compute_bytes * (2 * self.hidden + 2 * query + 2 * key) + self.exchanged_bytes
+        own = self.tokens * self.compute_bytes * (2 * self.hidden + 2 * query + 2 * key) + self.exchanged_bytes
+        return own + (self.read_bytes(self.keys) if self.keys > self.tokens else 0)
 
     @property
     def attention_backward_bytes(self) -> int:
@@ -318,17 +414,22 @@ class Shapes:
         On a CPU the kernel computes one key head at a time, or few tokens of all heads in one call with a mask.
         """
         if self.flash:
-            return self.flash_backward_bytes(self.tokens)
+            return self.flash_backward_bytes(self.keys)
         query, query_elements = self.heads * self.head_dim, self.heads // (self.kv_heads * self.key_copies) * self.head_dim
-        head = self.tokens * (2 * query_elements + 3 * self.head_dim)
-        call = max(self.suffix_tokens, self.tokens - self.suffix_tokens) * (
-            3 * query_elements + (self.head_dim if query_elements > self.head_dim else 0)
-        )
+        head = self.tokens * 2 * query_elements + self.keys * 3 * self.head_dim
+        summed = self.head_dim if query_elements > self.head_dim else 0
+        if self.forest is None:
+            call = max(self.suffix_tokens, self.tokens - self.suffix_tokens) * (3 * query_elements + summed)
+        else:
+            queries, keys = self.forest.span
+            call = max(
+                self.forest.run * (3 * query_elements + summed), queries * query_elements + keys * (2 * query_elements + summed)
+            )
         held = self.compute_bytes * self.sequence_ranks * (head + call)
         if self.device == "cuda":
             held = self._efficient_backward_bytes(query_elements)
-        elif self._is_masked(self.tokens, self.tokens):
-            held = self._masked_backward_bytes(self.tokens, self.tokens)
+        elif self._is_masked(self.tokens, self.keys):
+            held = self._masked_backward_bytes(self.tokens, self.keys)
         # With sequence parallelism these key heads have the tokens of all devices. Two buffers exchange the gradient's heads
         # before.
         exchange = 0 if self.sequence_ranks == 1 else 2 * self.tokens * query
@@ -375,17 +476,18 @@ class Shapes:
         heads, answers, tile = self.efficient_heads(), self.sequence_ranks * self.suffix_tokens, ATTENTION_ELEMENTS["cuda"]
         repeated = 2 * query_elements if heads > 1 and query_elements > key else 0
         columns = 2 * query_elements if heads * self.sequence_ranks < self.kv_heads * self.key_copies else 0
-        prompts, call_width = tokens - answers, repeated + columns + 3 * query_elements
+        read = tokens - answers if self.forest is None else self.sequence_ranks * self.forest.round[1]
+        prompts, keys, call_width = read, self.sequence_ranks * self.keys, repeated + columns + 3 * query_elements
 
         def workspace(rows: int) -> int:
             exact = rows * heads * query_elements
             return 4 * max(exact, min(self.segments * exact, tile))
 
-        gradients = tokens * (query_elements + 2 * key)
+        gradients = tokens * query_elements + keys * 2 * key
         rows = max(answers, prompts) if answers else min(tokens, tile // (heads * query_elements))
         first = max(tokens * call_width, gradients + rows * call_width if self.segments > 1 else 0)
         second = gradients + prompts * (repeated + 2 * query_elements) + answers * 4 * query_elements if answers else 0
-        turned = tokens * (query_elements + key)
+        turned = tokens * query_elements + keys * key
         return max(b * heads * (turned + first) + workspace(tokens), b * heads * (turned + second) + workspace(answers))
 
     @property
@@ -434,8 +536,10 @@ class Shapes:
             expanded = 2 * b * at_keys * query if self.heads > self.kv_heads else 0
             return made + expanded + 4 * (at_queries + 128 * self.segments) * self.heads * (rounded + 1)
 
-        answers, prompts = self.suffix_tokens, keys - self.suffix_tokens
-        gradients = b * self.tokens * (query + 2 * key)
+        answers, prompts, wide = self.suffix_tokens, keys - self.suffix_tokens, b
+        if self.forest is not None:
+            (answers, prompts), wide = self.forest.round, max(b, 4) if self.forest.sums_many else b
+        gradients = wide * (self.tokens * query + 2 * self.keys * key)
         shared = gradients + b * (3 * answers * query + 2 * prompts * key) + kernel(answers, prompts) if answers else 0
         return max(kernel(self.tokens, self.tokens), shared)
 

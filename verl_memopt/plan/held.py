@@ -190,6 +190,9 @@ class Held:
         """Kind -> bytes at the peak of a pass without gradients, with the parameters."""
         s, b = Shapes.of(self.size, self.roles, work, self.device), self.at_rest.compute_bytes
         h, query, key = s.hidden, s.heads * s.head_dim, s.kv_heads * s.head_dim
+        if work.forest is not None and self.roles.model.recompute_elementwise:
+            opened = self._open_bytes(s, work.forest.summed)
+            return self._without_gradients(work, s, s.forward_bytes + opened, b * work.responses * h + opened)
         # Gate, up and their product; with adapters also an adapter's output, and its sum with the layer's output. A norm computes
         # in fp32.
         wide = 5 if self.roles.model.lora_rank else 3
@@ -211,9 +214,11 @@ class Held:
         attention = max(attention + (norm if self.size.qk_norm else 0), 2 * b * work.tokens * h + norm)
         # The MLP's peak also has the state before the block, and rotary tables.
         mlp = b * work.tokens * (4 * h + wide * s.mlp + 2 * s.head_dim)
-        block = max(mlp, attention) + self._prefixes(work, b)
+        block, prefixes = max(mlp, attention), self._prefixes(work, b)
+        return self._without_gradients(work, s, block + prefixes, b * (work.tokens + 3 * work.responses) * h + prefixes)
+
+    def _without_gradients(self, work: Pass, s: Shapes, block: float, states: float) -> dict[str, float]:
         block += self.decode_scratch
-        states = b * (work.tokens * h + 3 * work.responses * h) + self._prefixes(work, b)
         logits = self._logits(s, update=False)
         moments = self._gathered(block, {"activations": states, "logits": logits})
         if self.fsdp.streams:
@@ -279,6 +284,14 @@ class Held:
             work.prefix * 2 * self.size.layers * key + (work.prefix + work.tokens) * (2 * key + 2 * self.size.head_dim)
         )
 
+    def _open_bytes(self, s: Shapes, summed: int = 0) -> float:
+        # Bytes of an open path: keys, values and rotary tables, the states that are read later, and sums of their gradients.
+        assert s.forest is not None
+        pairs, tables, forest = 2 * s.layers * s.kv_heads * s.head_dim, 2 * s.head_dim, s.forest
+        kept = s.compute_bytes * (forest.held * (pairs + tables) + forest.states * s.hidden)
+        share = summed / forest.held if forest.held else 0
+        return kept + max(s.compute_bytes, 4) * share * (forest.held * pairs + forest.states * s.hidden)
+
     def _logits(self, s: Shapes, update: bool) -> float:
         if not self.has_logits:
             return 16 * s.responses + 8 * s.hidden
@@ -294,6 +307,8 @@ class Held:
         s = Shapes.of(self.size, self._with_kept(work), work, self.device)
         if not exact_ratio:  # the update may be strictly on-policy, and then a row of logits spans the whole vocabulary
             s = replace(s, settings=replace(s.settings, actor=replace(s.settings.actor, policy_loss=PolicyLoss())))
+        if work.forest is not None and work.forest.opens:
+            return sum_kinds(self.forward(work), {"grads": 0 if self.fsdp.offload_policy else s.gradient_bytes * self.learning})
         windows = self._update_windows(s, work)
         grads = 0 if self.fsdp.offload_policy else s.gradient_bytes * self.learning
         if self.roles.actor.optim.in_backward and not self.adapters and (self._in_units or not self.is_cast):
@@ -318,13 +333,18 @@ class Held:
         first = dict(top) | {
             "activations": top["activations"] - s.kept_bytes * (s.layers - 1 if s.settings.model.in_flight is None else 0)
         }
+        # Upper bounds: a block's gradients exist when its backward ends. Of a known forest without gathered units they are exact.
+        block, bound = s.gradient_bytes * s.block_params / self.ranks, s.forest is None or self.is_cast
         begun = [
             sum_kinds(head, {"grads": min(grads, matrix)}),
-            sum_kinds(top, {"grads": min(grads, matrix + (2 - ends_late) * s.gradient_bytes * s.block_params / self.ranks)}),
+            sum_kinds(top, {"grads": min(grads, matrix + (2 - ends_late if bound else 0) * block)}),
         ]
         last = s.gradient_bytes * max(self._matrices) if ends_late else 0
         end, step = later
-        unfinished = [sum_kinds(window, {"grads": grads - last}) for window in (first, end)]
+        unfinished = [
+            sum_kinds(first, {"grads": grads - last - (0 if bound else block)}),
+            sum_kinds(end, {"grads": grads - last}),
+        ]
         return sum_kinds(largest([*begun, *unfinished, sum_kinds(step, whole)]), held)
 
     def _with_kept(self, work: Pass) -> ActorRolloutRef:
@@ -347,7 +367,12 @@ class Held:
 
     def _update_windows(self, s: Shapes, work: Pass) -> list[Kinds]:
         kept, prefixes, lows = s.kept_on_device(s.layers, 1), self._prefixes(work, s.compute_bytes + 4), self._low_bytes(s)
-        states = kept + s.states_bytes + prefixes
+        before = prefixes
+        if s.forest is not None:
+            kept -= s.unread_bytes
+            # A backward adds to the sums of all tokens that are open.
+            before, prefixes = self._open_bytes(s, s.forest.summed), self._open_bytes(s, s.forest.held)
+        states = kept + s.states_bytes + before
         windows = _Windows(
             kept,
             states,
@@ -478,6 +503,8 @@ class Held:
         least = max(work.tokens - work.responses, 0) if self.size.prunes else 0
         most = max(work.tokens - 1, 0) if least else 0
         cases = [replace(s, suffix_tokens=answers, skipped=left) for answers in (0, work.responses) for left in (least, most)]
+        if s.forest is not None:
+            cases = [s]
         block = max(case.activation_bytes for case in cases)
         model, wide = s.settings.model, 2 * max(s.mlp, s.heads * s.head_dim)
         adapted = work.tokens * s.compute_bytes * wide if self.adapters else 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from verl_memopt.config.keys import value_at
@@ -27,6 +27,7 @@ from verl_memopt.memory.shared_weights import why_not
 from verl_memopt.memory.token_budget import Role, sizes_of
 from verl_memopt.model.sizes import ModelSize
 from verl_memopt.observe.phase import MIB
+from verl_memopt.plan.conversations import conversation_passes, most_turns
 from verl_memopt.plan.formulas import Pass
 from verl_memopt.plan.held import Held, Kinds, largest, sum_kinds
 
@@ -372,7 +373,6 @@ class _Prediction:
     def _phases(self) -> dict[str, Callable[[], list[Kinds]]]:
         critic, student, policy = self.critic, self.student, self.policy
         reference = self.reference
-        update, scoring = self._pass("actor"), self._pass("rollout")
         found: dict[str, Callable[[], list[Kinds]]] = {
             "init": self._init,
             "gen": lambda: [self._others("gen"), self._generation()],
@@ -381,15 +381,16 @@ class _Prediction:
         if student is not None or self.settings.reward_model.enable:
             scorer = student or reference or policy
             found["reward"] = lambda: self._with(scorer, "reward", scorer.forward(self._student_pass(scorer)))
-        found["old_log_prob"] = lambda: self._with(policy, "old_log_prob", policy.forward(scoring))
+        found["old_log_prob"] = lambda: self._with(policy, "old_log_prob", self._most(policy.forward, "rollout"))
         start = {"params": 0 if reference or self.roles.ref.adapter == "base" else self._start_bytes}
         scored = reference or policy
-        found["ref"] = lambda: [start, *self._with(scored, "ref", scored.forward(self._pass("ref")))]
+        found["ref"] = lambda: [start, *self._with(scored, "ref", self._most(scored.forward, "ref"))]
         if critic is not None:
-            found["values"] = lambda: self._with(critic, "values", critic.forward(self._pass("values")))
-            found["update_critic"] = lambda: self._with(critic, "update_critic", critic.update(self._pass("critic"), False))
-        exact = self.settings.actor_rollout_ref.actor.old_log_prob_pass == "always"
-        found["update_actor"] = lambda: self._with(policy, "update_actor", policy.update(update, exact))
+            update_critic = partial(critic.update, exact_ratio=False)
+            found["values"] = lambda: self._with(critic, "values", self._most(critic.forward, "values"))
+            found["update_critic"] = lambda: self._with(critic, "update_critic", self._most(update_critic, "critic"))
+        update = partial(policy.update, exact_ratio=self.roles.actor.old_log_prob_pass == "always")
+        found["update_actor"] = lambda: self._with(policy, "update_actor", self._most(update, "actor"))
         found["update_weights"] = self._sync
         found["save_checkpoint"] = self._save
         return found
@@ -424,6 +425,9 @@ class _Prediction:
             return {}
         passing = {"activations"} | (set() if self.roles.rollout.name == "vllm" else {"kv"})
         return {kind: num_bytes for kind, num_bytes in self._generation().items() if kind not in passing}
+
+    def _most(self, peak: Callable[[Pass], Kinds], role: Role | Literal["critic"]) -> Kinds:
+        return largest([peak(work) for work in self._passes(role)])
 
     def _with(self, model: Held, phase: str, own: Kinds) -> list[Kinds]:
         return [self._others(phase, model), own]
@@ -499,7 +503,7 @@ class _Prediction:
         ]
         for held, role, on in offloading:
             if held is not None and on and held in self.models:
-                parts.append({"activations": held.offloaded(self._pass(role))})
+                parts.append({"activations": max(map(held.offloaded, self._passes(role)))})
         return sum_kinds(*parts)
 
     # The largest micro-batch of each pass.
@@ -507,6 +511,10 @@ class _Prediction:
     def _pass(self, role: Role | Literal["critic"]) -> Pass:
         data, actor, critic, n = self.settings.data, self.roles.actor, self.settings.critic, self.roles.rollout.n
         prompt, response = data.max_prompt_length, data.max_response_length
+        # In the worst case each turn of a conversation forks, and computes a response of its own. If the number of turns is not
+        # known, only a token budget bounds a micro-batch.
+        turns = most_turns(self.settings)
+        answer = response * (turns or 1)
         per_mini = {"actor": actor.ppo_mini_batch_size, "critic": critic.ppo_mini_batch_size or actor.ppo_mini_batch_size}
         sharing = sequence_ranks(self.settings, "critic" if role in ("critic", "values") else "ref" if role == "ref" else "actor")
         rows = -(-per_mini.get(role, data.train_batch_size) * n // (self.ranks // sharing))
@@ -515,21 +523,25 @@ class _Prediction:
         shares = actor.use_prefix_grouper and not self.sizes.policy.slides
         sharing_rows = n if shares and self.ranks == 1 else 1
 
-        def computed(count: int) -> int:
+        def computed(count: int, answer: int) -> int:
             # Rows of a group are neighbours, so `count` rows belong to at most this many groups.
             groups = count if sharing_rows == 1 else min(count, -(-(count - 1) // sharing_rows) + 1)
-            return groups * prompt + count * (response - 1)
+            return groups * prompt + count * (answer - 1)
 
-        everything = -(-rows // sharing_rows) * prompt + rows * (response - 1) if sharing_rows > 1 else computed(rows)
-        all_tokens = everything if role not in ("actor", "critic") else 0
+        def of_all_rows(answer: int) -> int:
+            return -(-rows // sharing_rows) * prompt + rows * (answer - 1) if sharing_rows > 1 else computed(rows, answer)
+
+        # The inputs of all rows are counted as if no turn forked.
+        all_tokens = of_all_rows(response) if role not in ("actor", "critic") else 0
+        everything = of_all_rows(answer) if turns else max(of_all_rows(response), most_tokens or 0)
         if by_tokens:
             tokens = min(most_tokens or everything, everything)
             # Each row has at least one token.
             in_micro = min(rows, most_tokens or rows)
         else:
             in_micro = min(most_rows or rows, rows)
-            tokens = min(computed(in_micro), everything)
-        responses = min(tokens, in_micro * response)
+            tokens = min(computed(in_micro, answer), everything)
+        responses = min(tokens, in_micro * answer)
         # If a group is split over micro-batches, the prompt's KV is kept for the later ones, except with sequence parallelism.
         carries = tokens < everything and shares and n > 1 and sharing == 1
         prefix = min(prompt, tokens) if carries else 0
@@ -538,6 +550,10 @@ class _Prediction:
         share = -(-tokens // sharing)
         # In a pass without gradients, the inputs of all micro-batches of a rank are on the device at once.
         return Pass(share, min(responses, share), min(in_micro * 2, tokens), max(all_tokens, tokens), prefix, alone)
+
+    def _passes(self, role: Role | Literal["critic"]) -> list[Pass]:
+        work = self._pass(role)
+        return [work] if not self.roles.rollout.converses else [work, *conversation_passes(self.settings, role, work)]
 
     def _student_pass(self, student: Held) -> Pass:
         rewards, data = self.settings.reward_model, self.settings.data

@@ -15,6 +15,7 @@ from verl_memopt.config.schema import Settings
 from verl_memopt.memory.critic_rules import has_critic, own_pools
 from verl_memopt.memory.knob import devices_of, num_devices
 from verl_memopt.observe.phase import GIB
+from verl_memopt.plan.conversations import assumptions
 from verl_memopt.plan.levers import BUDGET
 from verl_memopt.plan.search import LONGEST, Findings, Step, find_out
 from verl_memopt.plan.seconds import Rates
@@ -33,6 +34,7 @@ def as_json(settings: Settings, found: Findings, line: CommandLine) -> dict[str,
         "binding_phase": found.verdict.peaks.binding,
         "phases": {phase: dict(kinds) for phase, kinds in found.verdict.peaks.phases.items()},
         "host_bytes": dict(found.verdict.peaks.host),
+        "conversations": assumptions(settings) if settings.actor_rollout_ref.rollout.converses else None,
         "changes": [
             {
                 "knob": change.name,
@@ -105,6 +107,8 @@ def print_findings(settings: Settings, found: Findings, line: CommandLine, conso
     apart = "".join(f"; {role} on {devices_of(settings, role)} other devices" for role in own_pools(settings))
     console.print(f"{roles.model.path}, {settings.algorithm.adv_estimator}, {of}{verdict.card.num_bytes / GIB:.1f} GiB{apart}")
     _print_peaks(verdict, console)
+    if roles.rollout.converses:
+        console.print(assumptions(settings))
     console.print(f"\nVerdict: {verdict.line}")
     last = verdict
     if not verdict.fits:
