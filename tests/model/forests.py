@@ -1,5 +1,6 @@
 """Random forests of token runs, and what their rows are when each is computed alone."""
 
+import random
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +19,8 @@ class Forest:
 
     @property
     def tokens(self):
-        """Token ids below 200, of which siblings may have equal ones."""
-        return (torch.arange(sum(self.sizes)) * 37 + 11) % 200
+        """Token ids from 1 to 200, of which siblings may have equal ones. 0 pads: its embedding is 0 and learns nothing."""
+        return (torch.arange(sum(self.sizes)) * 37 + 11) % 200 + 1
 
     @property
     def places(self):
@@ -82,3 +83,29 @@ def agent(turns=16, answers=4, context=8, answer=8):
         parents += [following]
         above = len(sizes) - 1
     return Forest(tuple(sizes), tuple(parents), tuple(rows))
+
+
+def random_forest(seed):
+    """Gives trees of at most 6 levels, and rows that sampled tokens of one or two paths, some of them as other rows did."""
+    draw = random.Random(seed)
+    sizes, parents, depth = [], [], []
+    for node in range(draw.randint(3, 20)):
+        above = [-1, *(other for other in range(node) if depth[other] < 6)]
+        parent = above[0] if node == 0 or draw.random() < 0.12 else draw.choice(above[1:][-6:])
+        sizes.append(draw.randint(1, 9))
+        parents.append(parent)
+        depth.append(1 if parent < 0 else depth[parent] + 1)
+    empty = Forest(tuple(sizes), tuple(parents), ())
+    rows = []
+    for _ in range(draw.randint(2, 8)):
+        row = []
+        for _ in range(draw.choice((1, 1, 2))):
+            # Runs of sampled tokens and runs that a user or a tool wrote.
+            path, is_sampled = empty.path(draw.randrange(sum(sizes)))[1:], False
+            for place in path:
+                is_sampled ^= draw.random() < 0.4
+                row += [place] * is_sampled
+        rows.append(tuple(dict.fromkeys(row)))
+        if draw.random() < 0.15:
+            rows.append(rows[-1])
+    return Forest(tuple(sizes), tuple(parents), tuple(rows)) if any(rows) else random_forest(seed + 10_000)

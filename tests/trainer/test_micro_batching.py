@@ -15,8 +15,9 @@ from verl_memopt.config.schema import Actor, Critic
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.prompts import StepPrompts
 from verl_memopt.errors import ConfigError, TrainingError
+from verl_memopt.memory.pass_order import InParts
 from verl_memopt.memory.token_budget import PassFigures
-from verl_memopt.memory.token_packing import InParts, RowTokens
+from verl_memopt.memory.token_packing import RowTokens
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.micro_batching import (
     Budget,
@@ -64,11 +65,13 @@ def conversations(*sizes):
     tasks = [task for task, own in enumerate(sizes) for _ in own]
     paths = (((0, 10), (100 * task + 1, 50)) for task in tasks)
     own = [size for task in sizes for size in task]
+    parents = [task * 100 + 1 if place > 1 else 0 for task in range(len(sizes)) for place in range(100)]
     return RowTokens.of_paths(
         tuple(
             (*path, (100 * task + 2 + row, size)) for row, (path, task, size) in enumerate(zip(paths, tasks, own, strict=True))
         ),
         tasks,
+        parents=[-1, *parents[1:]],
     )
 
 
@@ -103,8 +106,10 @@ def test_conversations_that_did_not_fit_whole_are_in_parts_from_then_on():
     for known in (budget, restored):
         ((rows,),) = cut_ranks([tokens], ["a"], known)
         assert (rows, rows.budget) == ([0], 32)
-    # Several ranks compute them whole.
-    assert cut_ranks([tokens, tokens], ["a", "a"], budget) == [[[0]], [[0]]]
+    # Several ranks have one order of passes.
+    ((one,), (other,)) = cut_ranks([tokens, tokens], ["a", "a"], budget)
+    assert (one, other, one.budget, other.budget) == ([0], [0], 32, 32)
+    assert one.word == other.word
 
 
 def test_ranks_get_equally_many_groups_of_answers_to_prompts_that_begin_alike():

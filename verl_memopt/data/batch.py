@@ -87,7 +87,7 @@ class RolloutBatch(TensorClass):
         prompts = [
             prompt if path and sum(tokens for _, tokens in path) == prompt + size - 1 else 0 for path, prompt, size in pairs
         ]
-        return RowTokens.of_paths(paths, self.prompt_groups(), prompts)
+        return RowTokens.of_paths(paths, self.prompt_groups(), prompts, forest.parent.tolist())
 
     def response_row(self) -> Tensor:
         # int64 [R]: the row of each response token.

@@ -28,8 +28,9 @@ from torch._guards import active_fake_mode
 
 from verl_memopt.distributed.device import empty_cache
 from verl_memopt.memory.out_of_memory import is_out_of_memory, release_frames
+from verl_memopt.memory.pass_order import Cut, InParts
 from verl_memopt.memory.resharding_torch import abandon_pass, can_abandon
-from verl_memopt.memory.token_packing import Cut, InParts, RowTokens, alike, largest_pass, pack_groups_under
+from verl_memopt.memory.token_packing import RowTokens, alike, largest_pass, pack_groups_under
 from verl_memopt.observe.byte_tracker import HOST, scope
 
 logger = logging.getLogger(__name__)
@@ -103,10 +104,10 @@ def attempts(
 
     The first attempt has the given micro-batches. After an out-of-memory error the next attempt has smaller micro-batches of the
     remaining rows, equally many on each rank. Their cap is half the tokens of the micro-batch that failed (without ``kept``, of
-    the fullest one), on the rank where that is most, but at least the longest row of any rank. On a single rank, longer
-    conversations are computed in parts instead (:class:`InParts`), if the model can do so. The memory of the failed attempt is
-    freed, and unused blocks of the allocator go back to the device. On several ranks, a rank that failed first gets an attempt
-    with empty micro-batches, which only takes part in the collectives.
+    the fullest one), on the rank where that is most, but at least the longest row of any rank. Longer conversations are
+    computed in parts instead (:class:`InParts`), if the model can do so. The memory of the failed attempt is freed, and unused
+    blocks of the allocator go back to the device. On several ranks, a rank that failed first gets an attempt with empty
+    micro-batches, which only takes part in the collectives.
 
     All ranks call this function in step, with equally many micro-batches. Outside of :func:`oom_retry` there is only one attempt.
     A model that FSDP2 shards can continue only with torch 2.13 or later.
@@ -140,8 +141,8 @@ def attempts(
                 # The other ranks have already taken part in the collectives issued so far. This rank must join the remaining
                 # ones.
                 calls.leave_out, calls.issued = calls.issued, 0
-                spans = micro_batches.spans if isinstance(micro_batches, Cut) else ()
-                yield nullcontext(Cut(([] for _ in micro_batches), spans))
+                cut = micro_batches if isinstance(micro_batches, Cut) else Cut(list(rows) for rows in micro_batches)
+                yield nullcontext(cut.placeholders())
                 assert not calls.leave_out, f"{calls.leave_out} collectives fewer than before the error"
         if not _on_any_rank(error is not None, ranks):
             return
@@ -149,7 +150,7 @@ def attempts(
         if error is not None:
             failed = max(largest_pass(tokens, rows) for rows in (left if kept is None else left[:1]))
         # All ranks exchange their remaining rows, so that each computes the same cut for all ranks.
-        in_parts = ranks == 1 and tokens.paths is not None and bool(getattr(model, "supports_prefix_kv", False))
+        in_parts = tokens.paths is not None and bool(getattr(model, "supports_prefix_kv", False))
         again = _cut_again(failed, tokens, [row for rows in left for row in rows], record, in_parts)
         if again is None:
             assert error is not None

@@ -25,6 +25,7 @@ from typing import TypeAlias
 import numpy as np
 
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.pass_order import Cut, InParts, Nodes, common_word, pieces
 from verl_memopt.memory.token_budget import BUDGET_KEY
 
 REFINEMENT_WORK = 200_000
@@ -296,13 +297,21 @@ class RowTokens:
     """Group of each row. Rows with the same number compute their prompt once, together."""
     paths: tuple[Path, ...] | None = None
     """The nodes of each conversation. None = each row is a prompt and an answer."""
+    parents: tuple[int, ...] = ()
+    """The number of each node's parent, -1 = a root. Conversations in parts need it."""
 
     @classmethod
     def alone(cls, tokens: Sequence[int]) -> RowTokens:
         return cls(tuple(tokens), (0,) * len(tokens), tuple(range(len(tokens))))
 
     @classmethod
-    def of_paths(cls, paths: tuple[Path, ...], groups: Sequence[int], prompts: Sequence[int] | None = None) -> RowTokens:
+    def of_paths(
+        cls,
+        paths: tuple[Path, ...],
+        groups: Sequence[int],
+        prompts: Sequence[int] | None = None,
+        parents: Sequence[int] = (),
+    ) -> RowTokens:
         """Return the tokens of conversations.
 
         ``prompts`` are the prompts of rows with a single turn. A conversation of several turns has none here, so no micro-batch
@@ -311,7 +320,8 @@ class RowTokens:
         """
         alone = [sum(tokens for _, tokens in path) for path in paths]
         own = (0,) * len(paths) if prompts is None else tuple(prompts)
-        return cls(own, tuple(whole - prompt for whole, prompt in zip(alone, own, strict=True)), tuple(groups), paths)
+        answers = tuple(whole - prompt for whole, prompt in zip(alone, own, strict=True))
+        return cls(own, answers, tuple(groups), paths, tuple(parents))
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -319,7 +329,7 @@ class RowTokens:
     def select(self, rows: Sequence[int]) -> RowTokens:
         paths = None if self.paths is None else tuple(self.paths[row] for row in rows)
         prompts, answers, groups = (tuple(part[row] for row in rows) for part in (self.prompts, self.answers, self.groups))
-        return RowTokens(prompts, answers, groups, paths)
+        return RowTokens(prompts, answers, groups, paths, self.parents)
 
     @cached_property
     def nodes(self) -> tuple[Path, ...]:
@@ -337,6 +347,14 @@ class RowTokens:
                 if computed > tokens.get(node, 0):
                     tokens[node] = computed
         return tokens
+
+    def pieces(self, budget: int) -> Nodes:
+        """Return the computed nodes of all rows, in pieces of at most ``budget`` tokens."""
+        tokens = self.union(range(len(self)))
+        chosen = sorted(tokens)
+        number = {node: place for place, node in enumerate(chosen)}
+        need, parents = pieces([tokens[node] for node in chosen], [number.get(self.parents[node], -1) for node in chosen], budget)
+        return need.tolist(), parents.tolist()
 
     def cost(self, rows: Iterable[int]) -> int:
         return sum(self.union(rows).values())
@@ -457,21 +475,6 @@ def _connected(keys: Mapping[int, Iterable[int]]) -> list[list[int]]:
     return list(members.values())
 
 
-class InParts(list[int]):
-    """The rows of a micro-batch that has more tokens than its budget. A worker computes it in several passes.
-
-    ``budget`` is the most tokens of a pass. ``problem`` is the error of a worker whose model cannot do so.
-    """
-
-    def __init__(self, rows: Iterable[int], budget: int, problem: str) -> None:
-        super().__init__(rows)
-        self.budget, self.problem = budget, problem
-
-    def of(self, rows: Sequence[int]) -> InParts:
-        # The same micro-batch, whose numbers were places in ``rows``.
-        return InParts([rows[place] for place in self], self.budget, self.problem)
-
-
 def largest_pass(tokens: RowTokens, rows: Sequence[int]) -> int:
     return rows.budget if isinstance(rows, InParts) else tokens.cost(rows)
 
@@ -524,18 +527,6 @@ def chains(micro_batches: Sequence[Sequence[int]], tokens: RowTokens) -> list[li
     return [list(chain) for _, chain in groupby(micro_batches, prompt_of)]
 
 
-class Cut(list[list[int]]):
-    """The rows of each micro-batch of one rank out of several, and the micro-batches in which the ranks carry a prompt.
-
-    A span is some neighbouring micro-batches over which a prompt's keys and values are carried, and ``spans`` are their lengths.
-    Spans come first, and are the same on all ranks, because forward and backward of a prompt have collectives of their own.
-    """
-
-    def __init__(self, micro_batches: Iterable[list[int]] = (), spans: Sequence[int] = ()) -> None:
-        super().__init__(micro_batches)
-        self.spans = tuple(spans)
-
-
 def spans(micro_batches: Sequence[Sequence[int]], tokens: RowTokens) -> list[tuple[Sequence[Sequence[int]], int | None]]:
     """Group micro-batches, in order, by carried prompt. Return each group and how many of its first micro-batches read it.
 
@@ -559,9 +550,17 @@ def alike(cut: Sequence[list[list[int]]], tokens_per_rank: Sequence[RowTokens]) 
     Chains come first: the longest chain of each rank in the first span, the second longest in the second span, and so on. A rank
     without a chain for a span, or with a shorter one, fills the span with its other micro-batches, and then with empty ones. The
     remaining micro-batches follow, split so that all ranks have equally many. A single rank keeps its order.
+
+    If a conversation of any rank is computed in parts, each rank computes all its rows as one micro-batch in parts, in the same
+    order of passes.
     """
     if len(cut) == 1:
         return cut
+    in_parts = [rows for bins in cut for rows in bins if isinstance(rows, InParts)]
+    if in_parts:
+        budget, problem = min((rows.budget, rows.problem) for rows in in_parts)
+        word = common_word([tokens.pieces(budget) for tokens in tokens_per_rank], budget)
+        return [Cut([InParts(range(len(tokens)), budget, problem, word)]) for tokens in tokens_per_rank]
     chained: list[list[list[list[int]]]] = []
     others: list[list[list[int]]] = []
     for bins, tokens in zip(cut, tokens_per_rank, strict=True):

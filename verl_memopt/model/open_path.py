@@ -15,98 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl_memopt.memory.pass_order import Close, Open, Run, pieces, schedule
 from verl_memopt.model.forest import Forest
 from verl_memopt.model.packing import Pack, pack_forest, pack_path
 from verl_memopt.model.prefix_layout import on_host, ranges
 
 
-@dataclass(frozen=True)
-class Open:
-    """Compute nodes that follow each other on a path, and keep their keys and values."""
-
-    nodes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Run:
-    """Compute whole subtrees, whose parents are open or none."""
-
-    roots: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Close:
-    """Run the backward of the nodes that were opened last."""
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Close:
-        return self
-
-
-Step: TypeAlias = Open | Run | Close
-
-
-def schedule(need: Sequence[int], parent: Sequence[int], budget: int) -> list[Step]:
-    """Return the steps in which a forest is computed, each with at most ``budget`` tokens.
-
-    A node whose subtree has more tokens than the budget must be opened. So the number of open tokens is at most that of the
-    longest path to the end of such a node, whatever the order. The roots of all other subtrees can wait for a pass with room as
-    long as their parent is open.
-
-    Args:
-        need: Number of computed tokens of each node, at most ``budget``.
-        parent: Number of each node's parent, which is below its own. -1 = a root.
-        budget: Most tokens of a step.
-    """
-    assert max(need, default=0) <= budget, (max(need), budget)
-    total = list(need)
-    children: list[list[int]] = [[] for _ in range(len(need) + 1)]  # the last list has the roots
-    for node in range(len(need) - 1, -1, -1):
-        children[parent[node]].append(node)
-        if parent[node] >= 0:
-            total[parent[node]] += total[node]
-
-    def large(node: int) -> list[int]:
-        return sorted((child for child in children[node] if total[child] > budget), key=lambda child: (-total[child], child))
-
-    def units(node: int) -> list[int]:
-        return sorted((child for child in children[node] if total[child] <= budget), key=lambda child: (-total[child], child))
-
-    def run(own: list[int], below: Sequence[int], waiting: list[list[int]]) -> Iterator[Step]:
-        for first in below:
-            trunk, following, tokens = [first], large(first), need[first]
-            while len(following) == 1 and tokens + need[following[0]] <= budget:
-                tokens += need[following[0]]
-                trunk.append(following[0])
-                following = large(trunk[-1])
-            yield Open(tuple(trunk))
-            yield from run([unit for node in trunk for unit in units(node)], following, [*waiting, own])
-            yield Close()
-        while own:
-            roots, room = list[int](), budget
-            for some in (own, *waiting[::-1]):
-                for unit in list(some):
-                    if total[unit] <= room:
-                        roots.append(unit)
-                        some.remove(unit)
-                        room -= total[unit]
-            yield Run(tuple(roots))
-
-    return list(run(units(-1), large(-1), []))
-
-
 def in_pieces(forest: Forest, budget: int) -> Forest:
     """Return the same forest, in which longer nodes are chains of nodes with at most ``budget`` tokens."""
-    sizes, parent = forest.sizes.numpy(), forest.parent.numpy()
-    pieces = -(-sizes // budget)
-    last = np.cumsum(pieces) - 1
-    cut = np.full(pieces.sum(), budget)
-    cut[last] = sizes - (pieces - 1) * budget
-    above = np.arange(len(cut)) - 1
-    # The first piece hangs on the last one of the parent.
-    above[last - pieces + 1] = np.where(parent >= 0, last[parent], -1)
-    return Forest(
-        tokens=forest.tokens, sizes=torch.from_numpy(cut), parent=torch.from_numpy(above), place=forest.place, batch_size=[]
-    )
+    sizes, parent = map(on_host, pieces(forest.sizes.numpy(), forest.parent.numpy(), budget))
+    return Forest(tokens=forest.tokens, sizes=sizes, parent=parent, place=forest.place, batch_size=[])
 
 
 def computed_tokens(forest: Forest) -> list[int]:
@@ -121,12 +39,13 @@ def computed_tokens(forest: Forest) -> list[int]:
 
 @dataclass(frozen=True)
 class OpenPack:
-    """A pack of ``pack_path``, whose prefix KV is kept for the following packs."""
+    """A pack of ``pack_path``, whose prefix KV is kept for the following packs. They do not read that of a placeholder."""
 
     pack: Pack
+    is_read: bool = True
 
     def map(self, change: Callable[[Tensor], Tensor]) -> OpenPack:
-        return OpenPack(self.pack.map(change))
+        return replace(self, pack=self.pack.map(change))
 
 
 @dataclass(frozen=True)
@@ -144,10 +63,13 @@ class RunPack:
 PackStep: TypeAlias = OpenPack | RunPack | Close
 
 
-def path_packs(forest: Forest, budget: int) -> list[PackStep]:
-    """Return the packs of the steps of :func:`schedule`. Each sampled token of a selected forest is learned in one of them."""
+def path_packs(forest: Forest, budget: int, word: str | None = None) -> list[PackStep]:
+    """Return the packs of the steps of :func:`schedule`. Each sampled token of a selected forest is learned in one of them.
+
+    Steps without nodes have a pack of one token, so that this rank still runs the same collectives as other ranks.
+    """
     forest = in_pieces(forest, budget)
-    steps, packs = schedule(computed_tokens(forest), forest.parent.tolist(), budget), _Packs(forest)
+    steps, packs = schedule((computed_tokens(forest), forest.parent.tolist()), budget, word), _Packs(forest)
     return [
         packs.opened(step) if isinstance(step, Open) else packs.run(step) if isinstance(step, Run) else packs.close(step)
         for step in steps
@@ -176,6 +98,10 @@ class _Packs:
         self.waiting = np.zeros(0, dtype=np.int64)
 
     def opened(self, step: Open) -> OpenPack:
+        if not step.nodes:
+            self.trunks.append(())
+            self.states.append(np.zeros(0, dtype=np.int64))
+            return OpenPack(pack_path(torch.zeros(1, dtype=torch.int64), 0, np.zeros(1, dtype=np.int64)), is_read=False)
         nodes, entries = list(step.nodes), self._entries(step.nodes)
         node = self.node[entries]
         offset = self.place[entries] - self.start[node]
@@ -192,7 +118,11 @@ class _Packs:
         own = sorted(node for root in step.roots for node in self._subtree(root))
         entries = np.concatenate([self.waiting, self._entries(own)])
         self.waiting = self.waiting[:0]
-        chosen, number, begin = np.array([*opened, *own]), np.full(len(self.sizes) + 1, -1), np.zeros_like(self.sizes)
+        chosen, number, begin = (
+            np.array([*opened, *own], dtype=np.int64),
+            np.full(len(self.sizes) + 1, -1),
+            np.zeros_like(self.sizes),
+        )
         number[chosen] = np.arange(len(chosen))
         begin[chosen] = np.cumsum(self.sizes[chosen]) - self.sizes[chosen]
         place = begin[self.node[entries]] + self.place[entries] - self.start[self.node[entries]]
@@ -210,7 +140,7 @@ class _Packs:
         return self.tokens[on_host(ranges(self.start[nodes], self.sizes[nodes]))]
 
     def _entries(self, nodes: Sequence[int]) -> np.ndarray:
-        return np.concatenate([self.order[self.borders[node] : self.borders[node + 1]] for node in nodes])
+        return np.concatenate([self.order[:0], *(self.order[self.borders[node] : self.borders[node + 1]] for node in nodes)])
 
     def _subtree(self, node: int) -> Iterator[int]:
         left = [node]

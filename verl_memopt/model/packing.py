@@ -260,7 +260,7 @@ def pack_forest(
     size, above, at = (tensor.numpy() for tensor in (sizes, parent, place))
     r = np.asarray(row_lengths, dtype=np.int64)
     assert len(at) == r.sum(), (len(at), r)
-    if not len(at):
+    if not len(at) and not carried:
         return _nothing(tokens[:0], len(r))
     # Each place once, in the order in which the rows come to it.
     learned, first, entry = np.unique(at, return_index=True, return_inverse=True)

@@ -72,8 +72,8 @@ class Budget:
                     f"{self.ranks} devices that share a micro-batch may hold. Raise it to at least "
                     f"{-(-longest // self.ranks)}, or lower data.max_prompt_length or data.max_response_length."
                 )
-            if in_parts and self.learned is not None and self.learned.cuts_rows and tokens.paths is not None:
-                longest = 1
+            if in_parts and tokens.paths is not None and (longest > self.limit or (self.learned and self.learned.cuts_rows)):
+                longest = 1  # no row sets a lower end to what was learned
             limit = self.limit if self.learned is None else self.learned.tokens(longest)
             return pack_groups_under(tokens, limit, names, self.key, in_parts)
         assert self.rows is not None
@@ -211,13 +211,10 @@ def _dealt(tokens: RowTokens, units: Sequence[list[int]], world_size: int) -> li
 def cut_ranks(tokens_per_rank: Sequence[RowTokens], names: Sequence[Sequence[str]], budget: Budget) -> Sequence[list[list[int]]]:
     """Return the micro-batches of each rank. :func:`alike` adjusts them so that the collectives of all ranks match.
 
-    Only a single rank computes micro-batches in parts, because their passes would have to match on all ranks.
-
     Raises:
-        ConfigError: A single row exceeds the limit.
+        ConfigError: A single row exceeds the limit, and is no conversation.
     """
-    alone = len(tokens_per_rank) == 1
-    cut = [budget.micro_batches(tokens, name, alone) for tokens, name in zip(tokens_per_rank, names, strict=True)]
+    cut = [budget.micro_batches(tokens, name, True) for tokens, name in zip(tokens_per_rank, names, strict=True)]
     return alike(cut, tokens_per_rank)
 
 

@@ -77,18 +77,18 @@ class Parts:
 
     def passes(self, model: PackedModel) -> Iterator[tuple[RunPack, PrefixKV | None]]:
         """Yield each pass and the prefix KV that it reads. Backward of the prefix KV runs if the caller's gradients are on."""
-        opened: list[tuple[Pack, PrefixKV]] = []
+        opened: list[tuple[OpenPack, PrefixKV]] = []
         for step in self.steps:
-            above = opened[-1][1] if opened else None
+            above = next((prefix_kv for path, prefix_kv in reversed(opened) if path.is_read), None)
             if isinstance(step, OpenPack):
-                opened.append((step.pack, model.open_prefix(step.pack, above)))
+                opened.append((step, model.open_prefix(step.pack, above if step.is_read else None)))
             elif isinstance(step, RunPack):
                 yield step, above
-            elif torch.is_grad_enabled():
-                model.close_prefix(*opened.pop(), self.context())
-                model.end_backward()
             else:
-                opened.pop()
+                path, prefix_kv = opened.pop()
+                if torch.is_grad_enabled():
+                    model.close_prefix(path.pack, prefix_kv, self.context())
+                    model.end_backward()
 
 
 def _joined(values: Sequence[Tensor | None], places: Tensor) -> Tensor | None:

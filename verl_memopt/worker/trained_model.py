@@ -23,11 +23,12 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.bucketed_adamw_torch import Bucketed
 from verl_memopt.memory.chunked_logprob_torch import TokenGradient
 from verl_memopt.memory.grad_offload_torch import OffloadedGradients, StepInBackward, clip_divisor, is_finite
+from verl_memopt.memory.pass_order import Cut, InParts
 from verl_memopt.memory.resharding_torch import synced
 from verl_memopt.memory.residency import OffloadedParams
 from verl_memopt.memory.sequence_parallel_torch import largest_of_ranks
 from verl_memopt.memory.token_budget_torch import attempts
-from verl_memopt.memory.token_packing import Cut, InParts, spans
+from verl_memopt.memory.token_packing import spans
 from verl_memopt.model.open_path import path_packs
 from verl_memopt.model.packed_model import PackedModel, dtype_of
 from verl_memopt.model.packing import Pack, pack_forest, pack_groups, pack_prompt, pack_rows, pack_suffixes
@@ -166,7 +167,7 @@ def _in_parts(batch: RolloutBatch, rows: InParts) -> MicroBatch:
     assert chosen.forest is not None
     forest, nothing = chosen.forest.select(torch.arange(len(chosen.forest.place))), torch.zeros(0, dtype=torch.int64)
     pack = replace(pack_rows(nothing, [], nothing, []), row=chosen.response_row(), row_lengths=chosen.responses.lengths)
-    return MicroBatch(pack, **_token_tensors(chosen), parts=Parts(path_packs(forest, rows.budget)))
+    return MicroBatch(pack, **_token_tensors(chosen), parts=Parts(path_packs(forest, rows.budget, rows.word)))
 
 
 def _token_tensors(batch: RolloutBatch) -> dict[str, Any]:
