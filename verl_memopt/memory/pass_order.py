@@ -191,14 +191,16 @@ class _Schedule:
         return [child for child in self.children[node] if self.total[child] <= self.budget]
 
 
-def pieces(sizes: Sequence[int], parents: Sequence[int], budget: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut nodes into chains of nodes with at most ``budget`` tokens. Return the sizes and parents of all pieces, int64 each."""
-    whole, above = np.asarray(sizes, dtype=np.int64), np.asarray(parents, dtype=np.int64)
-    count = -(-whole // budget)
+def pieces(sizes: np.ndarray, parents: np.ndarray, budget: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut nodes into chains of nodes with at most ``budget`` tokens. Return the sizes and parents of all pieces, int64 each.
+
+    ``sizes`` and ``parents``, int64, are those of the nodes.
+    """
+    count = -(-sizes // budget)
     last = np.cumsum(count) - 1
     cut = np.full(count.sum(), budget)
-    cut[last] = whole - (count - 1) * budget
-    parent = np.arange(len(cut)) - 1
+    cut[last] = sizes - (count - 1) * budget
+    above = np.arange(len(cut)) - 1
     # The first piece hangs on the last one of the parent.
-    parent[last - count + 1] = np.where(above >= 0, last[above], -1)
-    return cut, parent
+    above[last - count + 1] = np.where(parents >= 0, last[parents], -1)
+    return cut, above

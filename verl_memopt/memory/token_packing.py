@@ -353,8 +353,10 @@ class RowTokens:
         tokens = self.union(range(len(self)))
         chosen = sorted(tokens)
         number = {node: place for place, node in enumerate(chosen)}
-        need, parents = pieces([tokens[node] for node in chosen], [number.get(self.parents[node], -1) for node in chosen], budget)
-        return need.tolist(), parents.tolist()
+        need = np.array([tokens[node] for node in chosen], dtype=np.int64)
+        parents = np.array([number.get(self.parents[node], -1) for node in chosen], dtype=np.int64)
+        cut, above = pieces(need, parents, budget)
+        return cut.tolist(), above.tolist()
 
     def cost(self, rows: Iterable[int]) -> int:
         return sum(self.union(rows).values())

@@ -13,6 +13,7 @@ from tests.memory.limits.test_recutting import MIDDLE, out_of_memory
 from tests.model.test_prefix_kv import OWN, SHARES, cut_for_ranks
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
+from tests.worker.test_conversations import batch_of, conversations
 from tests.worker.test_policy import CPU, batch, shares
 from tests.worker.test_worker import AR, place, plan_of
 from verl_memopt.algorithms.rows import GlobalCounts
@@ -306,3 +307,47 @@ def test_a_worker_with_a_small_device_goes_on_beside_one_with_a_large_one_where_
     _, text = run_ranks(worked, 2, untied_folder, [None, rest + (peak - rest) // 2], ())
     assert text.startswith("DeviceMemoryError: old_log_prob on worker 1: out of device memory at")
     assert "adaptive_token_budget=true" in text
+
+
+def talked(rank, folder, cases):
+    """Gives for each case log-probs and gradients of conversations, the words, and the lowest caps of the pass and of the update."""
+    whole, answers = batch_of(*conversations()), {}
+    longest = max(whole.row_tokens().row_lengths())
+    for case, (budget, pass_fails, update_fails) in cases.items():
+        policy = act.build(folder, training_mesh("cpu", 2, -1), 2, **OWN)
+        mini, found, caps = shares(whole, 2, budget or longest)[rank], {}, []
+        for name, fails, run in (
+            ("log_probs", pass_fails, lambda p, m: p.compute_log_probs(m.batch, m.micro_batches, 0.9, False).log_probs),
+            ("loss", update_fails, lambda p, m: p.trained.forward_backward(m, p.loss_at(0.9))["actor/loss"]),
+        ):
+            with oom_retry(CPU, True) as record, ExitStack() as stack:
+                for where, place, number in fails:
+                    if where == rank:
+                        stack.enter_context(failing(policy.model, place, number))
+                found[name] = run(policy, mini).numpy()
+            caps.append(record.cap)
+        found |= {name: whole_of(weight.grad).numpy() for name, weight in policy.model.named_parameters()}
+        answers[case] = found, [getattr(rows, "word", None) for rows in mini.micro_batches], caps
+    return answers
+
+
+TALKS = {
+    "clean": (None, [], []),
+    # Micro-batches of whole conversations.
+    "whole": (None, [(1, "forward", 0)], [(0, "backward", 1)]),
+    # Passes of parts, at a place where one rank has nodes open.
+    "in parts": (24, [(0, "forward", 2)], [(1, "backward", 2)]),
+}
+"""Budget, None = the longest conversation; then what fails in a pass, and in an update."""
+
+
+def test_conversations_that_have_no_room_on_one_rank_are_computed_in_parts_on_all(untied_folder):
+    answers = run_ranks(talked, 2, untied_folder, TALKS)
+    for case in ("whole", "in parts"):
+        for answer in answers:
+            found, words, caps = answer[case]
+            assert caps == [16, 16]
+            assert words == answers[0][case][1]
+            assert "(" in words[0]
+            for name, values in answer["clean"][0].items():
+                torch.testing.assert_close(*map(torch.from_numpy, (found[name], values)), rtol=0, atol=ATOL, msg=name)
