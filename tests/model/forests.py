@@ -89,15 +89,15 @@ def random_forest(seed):
     """Gives trees of at most 6 levels, and rows that sampled tokens of one or two paths, some of them as other rows did."""
     draw = random.Random(seed)
     sizes, parents, depth = [], [], []
-    for node in range(draw.randint(3, 20)):
-        above = [-1, *(other for other in range(node) if depth[other] < 6)]
-        parent = above[0] if node == 0 or draw.random() < 0.12 else draw.choice(above[1:][-6:])
+    for node in range(draw.randint(8, 24)):
+        above = [other for other in range(node) if depth[other] < 6]
+        parent = -1 if node == 0 or draw.random() < 0.08 else draw.choice(above)
         sizes.append(draw.randint(1, 9))
         parents.append(parent)
         depth.append(1 if parent < 0 else depth[parent] + 1)
     empty = Forest(tuple(sizes), tuple(parents), ())
     rows = []
-    for _ in range(draw.randint(2, 8)):
+    for _ in range(draw.randint(4, 10)):
         row = []
         for _ in range(draw.choice((1, 1, 2))):
             # Runs of sampled tokens and runs that a user or a tool wrote.

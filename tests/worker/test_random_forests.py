@@ -358,7 +358,7 @@ def assert_all_exact(found, ranks):
         assert own.needed <= own.counted <= most, (seed, own)
 
 
-SOME = (2, 29, 34, 45, 46, 48, 57, 67, 73, 80, 87, 90)
+SOME = (5, 11, 22, 26, 45, 48, 57, 67, 73, 80, 87, 90)
 """Seeds with twelve knobs, every loss and every budget."""
 EVERY = range(200)
 

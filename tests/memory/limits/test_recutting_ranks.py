@@ -310,7 +310,7 @@ def test_a_worker_with_a_small_device_goes_on_beside_one_with_a_large_one_where_
 
 
 def talked(rank, folder, cases):
-    """Gives for each case log-probs and gradients of conversations, the words, and the lowest caps of the pass and of the update."""
+    """Gives for each case log-probs and gradients of conversations, the words, and the lowest caps of pass and update."""
     whole, answers = batch_of(*conversations()), {}
     longest = max(whole.row_tokens().row_lengths())
     for case, (budget, pass_fails, update_fails) in cases.items():
