@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from verl_memopt.run.inputs import Inputs
     from verl_memopt.trainer.listener import Listener
 
-CONFIGS = {"ppo": "ppo_trainer", "grpo": "grpo_trainer", "rloo": "rloo_trainer", "sft": "sft_trainer"}
+CONFIGS = {name: f"{name}_trainer" for name in ("ppo", "grpo", "rloo", "sft", "distill")}
 """``algorithm`` -> the packaged config. Any other name is an advantage estimator, which is set in PPO's config."""
 
 BATCH = 32
@@ -45,6 +45,7 @@ VALIDATE_EVERY = 10
 FOLDER, RESUME = "trainer.default_local_dir", "resume_from_checkpoint"
 ARGUMENTS = {
     "actor_rollout_ref.model.path": "model",
+    "teacher.model.path": "teacher",
     "data.train_files": "dataset",
     "data.val_files": "eval_dataset",
     "trainer.total_training_steps": "steps",
@@ -59,7 +60,8 @@ def train(
     dataset: Any = None,
     rewards: Any = None,
     *,
-    algorithm: str = "grpo",
+    algorithm: str | None = None,
+    teacher: Any = None,
     eval_dataset: Any = None,
     reward_weights: Sequence[float] | None = None,
     memory: str | float | None = None,
@@ -86,7 +88,10 @@ def train(
             signature, or ``f(answer, row)`` (:mod:`verl_memopt.rewards.python_functions`). ``"file.py:function"`` names a
             function in a file. A reward model (a folder, hub id or object) may be given instead of a function. None = the
             built-in rule of each row's ``data_source``.
-        algorithm: ``grpo``, ``rloo``, ``ppo``, ``sft``, or another value of ``algorithm.adv_estimator``.
+        algorithm: ``grpo``, ``rloo``, ``ppo``, ``sft``, ``distill``, or another value of ``algorithm.adv_estimator``. None =
+            ``distill`` with a teacher and without rewards, else ``grpo``.
+        teacher: A frozen model with the policy's tokenizer, which judges each token of the answers: a folder, hub id, or model
+            object of transformers. The policy learns from it beside the rewards, with the weight ``distill.coef`` (1).
         eval_dataset: Held-out rows, in any form of ``dataset``, or a dict of name -> rows. None = no validation.
         reward_weights: One weight per reward function. None = 1 each.
         memory: Memory profile, such as ``24g``, or the memory of the card in GB.
@@ -116,7 +121,7 @@ def train(
             model,
             dataset,
             settings,
-            algorithm,
+            algorithm or ("distill" if teacher is not None and rewards is None else "grpo"),
             memory,
             run_dir,
             tokenizer,
@@ -127,6 +132,7 @@ def train(
             resume,
             tools=tools,
             environment_factory=environment_factory,
+            teacher=teacher,
         ),
         None if on_step is None else at_steps(on_step),
     )
@@ -348,6 +354,7 @@ class Call:
     """Tokenizer of each reward model. None = the tokenizer in the reward model's folder."""
     tools: Any = None
     environment_factory: Any = None
+    teacher: Any = None
 
     def load(self) -> tuple[Path, Settings, Inputs]:
         """Return the run's folder, its settings, and the inputs from Python, which :meth:`Inputs.written` moves into the folder.
@@ -472,7 +479,7 @@ class Call:
     def _values(self, inputs: Path) -> dict[str, Any]:
         from verl_memopt.agents.tools import agent_settings
         from verl_memopt.data.python_rows import held_out_files
-        from verl_memopt.model.given import write_model
+        from verl_memopt.model.given import teacher_settings, write_model
         from verl_memopt.rewards.python_functions import reward_settings
 
         values: dict[str, Any] = {
@@ -490,6 +497,7 @@ class Call:
             values["algorithm.adv_estimator"] = self.algorithm
         if self.steps is not None:
             values["trainer.total_training_steps"] = self.steps
+        values |= teacher_settings(self.teacher, inputs)
         values |= agent_settings(self.tools, self.environment_factory, inputs)
         return values | self._apart() | reward_settings(self.rewards, self.reward_weights, self.reward_tokenizers, inputs)
 

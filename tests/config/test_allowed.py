@@ -49,6 +49,7 @@ EDGES = {
     f"{AR}.actor.optim.betas": ([(0, 0), (1 - STEP, 1 - STEP)], [(-STEP, 0.9), (0.9, -STEP), (1, 0.9), (0.9, 1)]),
     f"{AR}.actor.optim.momentum": ([0, 1 - STEP], [-STEP, 1]),
     "custom_reward_function.open_files": ([64], [63]),
+    "distill.beta": ([STEP, 1 - STEP], [0, 1]),
     "algorithm.reward_clip_range": ([[-1.0, 1.0]], [[1.0, 1.0], [2.0, 1.0]]),
     f"{AR}.rollout.stop": ([[], ["x"]], [["x", ""]]),
     "reward_model.rlt.not_matched_penalty": ([0, -STEP], [STEP]),

@@ -26,7 +26,29 @@ def _twins(keys):
     return {twin(key): value for key, value in keys.items()}
 
 
+TAUGHT = {"teacher.model.path": "big", "distill.coef": 1.0}
+OF_A_TEACHER = {
+    "model.trust_remote_code": True, "model.external_lib": "os", "model.override_config": {"a": 1}, "quantization": "int8",
+    "log_prob_micro_batch_size_per_gpu": 2, "log_prob_max_token_len_per_gpu": 50_000,
+    "log_prob_adaptive_token_budget": True, "fsdp_config.wrap_policy.transformer_layer_cls_to_wrap": ["Block"],
+    "fsdp_config.forward_prefetch": True, "fsdp_config.seed": 7, "fsdp_config.full_determinism": True,
+    "fsdp_config.param_offload": True, "fsdp_config.offload_policy": True, "fsdp_config.reshard_after_forward": False,
+    "fsdp_config.fsdp_size": 1, "fsdp_config.ulysses_sequence_parallel_size": 1, "fsdp_config.own_units": False,
+    "fsdp_config.model_dtype": "bfloat16", "fsdp_config.dtype": "fp32",
+    "fsdp_config.mixed_precision.reduce_dtype": "bfloat16",
+}  # fmt: skip
+"""Keys of the section ``teacher`` -> a value that is not the default."""
+
+
 IDLE_CASES = {
+    "teacher.model.path": ({}, "big", {"distill.coef": 1.0}),
+    **{f"teacher.{key}": ({}, value, TAUGHT) for key, value in OF_A_TEACHER.items()},
+    "teacher.log_prob_use_dynamic_bsz": ({}, False, {**TAUGHT, "teacher.log_prob_micro_batch_size_per_gpu": 2}),
+    "distill.divergence": ({}, "jsd", TAUGHT),
+    "distill.teacher_prompt": ({}, "{prompt}", TAUGHT),
+    "distill.top_k": ({}, 64, TAUGHT),
+    "distill.beta": ({}, 0.3, {**TAUGHT, "distill.divergence": "jsd"}),
+    "distill.discount": ({}, 0.3, {**TAUGHT, "distill.divergence": "sampled"}),
     "algorithm.norm_adv_by_std_in_grpo": ({}, True, {ESTIMATOR: "grpo"}),
     "algorithm.normalize_advantages": ({ESTIMATOR: "opo"}, True, {ESTIMATOR: "rloo"}),
     "algorithm.lam": ({}, 0.5, {ESTIMATOR: "gae"}),

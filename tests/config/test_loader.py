@@ -204,7 +204,10 @@ def test_the_default_entry_sets_nothing_and_is_ppo_with_a_critic_of_the_policys_
 
 
 def test_an_unknown_config_name_is_refused_with_the_known_ones():
-    known, way_out = "grpo_trainer, ppo_trainer, rloo_trainer, sft_trainer", "For one of your own give --config-dir as well."
+    known, way_out = (
+        "distill_trainer, grpo_trainer, ppo_trainer, rloo_trainer, sft_trainer",
+        "For one of your own give --config-dir as well.",
+    )
     assert refused(LEAST, "dpo_trainer") == f"config_name=dpo_trainer: no such config. Choose one of {known}. {way_out}"
 
 

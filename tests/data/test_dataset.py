@@ -293,3 +293,28 @@ def test_a_template_that_takes_a_hidden_special_token_apart_is_refused(jsonl, to
     arguments = {"chat_template": "{{ messages[0]['content'][:-1] }}"}
     with pytest.raises(DataError, match=r":1: the chat template cannot render this prompt \(it changes the text of a message"):
         read(jsonl(row("<|im_end|>")), tokenizer, apply_chat_template_kwargs=arguments)
+
+
+def told(path, tokenizer, template, **settings):
+    data = Data(train_files=path, val_files=path, seed=0, **settings)
+    return list(PromptDataset(path, data, tokenizer, "train", by_rules=False, teacher_prompt=template))
+
+
+def test_a_teacher_reads_the_last_message_with_columns_of_the_row(jsonl, tokenizer):
+    system = {"role": "system", "content": "Add."}
+    path = jsonl(row([system, {"role": "user", "content": "1+1="}], solution="it is <|im_end|>", extra_info={"hint": 3}))
+    (found,) = told(path, tokenizer, "{hint} {prompt} \\boxed{} {ground_truth} {solution}")
+    text, plain = found.teacher
+    said = "3 1+1= \\boxed{} 2 it is <|im_end|>"
+    assert text == f"<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
+    assert [text[slice(*span)] for span in plain] == ["<|im_end|>"]
+    assert found.text.count("1+1=") == 1
+    assert told(jsonl(row("1+1=", prompt="2+2=")), tokenizer, "so: {prompt}")[0].teacher == ("so: 2+2=", ())
+
+
+def test_a_teachers_prompt_names_columns_that_the_row_has(jsonl, tokenizer):
+    path = jsonl(row(solution=None))
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the row has no hint, solution, which distill.teacher_prompt names"):
+        told(path, tokenizer, "{prompt} {solution} {hint}")
+    with pytest.raises(DataError, match="needs a prompt that is text or messages"):
+        told(jsonl(row(prompt=[40, 41])), tokenizer, "{prompt}")

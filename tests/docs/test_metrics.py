@@ -92,12 +92,15 @@ AGENT = (
 
 @pytest.fixture(scope="module")
 def logged(toy, tmp_path_factory):
-    """Return every name of short runs: on-policy, all that adds metrics, a critic, supervised, RLT with a quantised student."""
+    """Return every name of short runs: on-policy, all that adds metrics, a critic, supervised, distilled, RLT with int8."""
     folder = tmp_path_factory.mktemp("metrics")
     (folder / "reward.py").write_text(REWARD + TOOLS)
     whole = f"{AR}.actor.ppo_mini_batch_size=4"
     rows = []
-    for number, overrides in enumerate(([whole, VESPO], OFF_POLICY, PPO, [*SFT, whole, "trainer.test_freq=1"], [whole, *AGENT])):
+    taught = [whole, "algorithm.adv_estimator=distill", f"teacher.model.path={toy}/model"]
+    several = [[whole, VESPO], OFF_POLICY, PPO, [*SFT, whole, "trainer.test_freq=1"], [whole, *AGENT]]
+    several += [taught, [*taught, "distill.divergence=sampled"]]
+    for number, overrides in enumerate(several):
         told = [override.format(reward=folder / "reward.py") for override in overrides]
         rows += steps_here(toy, folder / str(number), *SHORT, *told).values()
     quantised = {f"{rlt.MODEL}.quantization": "int8", "trainer.track_memory_every_steps": 1}

@@ -250,8 +250,9 @@ def every_row(rows):
 def test_every_key_of_every_knob_is_turned_or_said_not_to_be():
     turned = {key for levels in FACTORS.values() for options in levels.values() for key in options}
     # Those of the critic are turned in tests/model/test_value_model.py and tests/virtual_gpu/test_knobs.py, those of the
-    # reward model in tests/worker/test_reward_scores.py.
-    keys = {key for knob in knobs() for key in knob.keys if not key.startswith(("critic.", "reward_model."))}
+    # reward model in tests/worker/test_reward_scores.py, those of the teacher in tests/end_to_end/test_distill.py.
+    others = ("critic.", "reward_model.", "teacher.")
+    keys = {key for knob in knobs() for key in knob.keys if not key.startswith(others)}
     assert keys - turned == NO_FACTOR.keys()
 
 

@@ -26,14 +26,14 @@ READ_ELSEWHERE = {
     # read through sequence_ranks, which groups of ranks are made of (tests/memory/batching/test_sequence_parallel.py)
     *(
         f"{role}.fsdp_config.ulysses_sequence_parallel_size"
-        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model", "reward_model.model")
+        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model", "reward_model.model", "teacher")
     ),
     # read through mlp_tiles, over which an MLP runs (tests/memory/activations/test_tiled_mlp.py)
     *(f"{role}.model.tiled_mlp.{key}" for role in ("actor_rollout_ref", "critic") for key in ("enabled", "num_shards")),
     # read only where FSDP2 gathers a model, or one device casts it (tests/end_to_end/test_combinations.py, with several ranks)
     *(
         f"{role}.fsdp_config.forward_prefetch"
-        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model", "reward_model.model")
+        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model", "reward_model.model", "teacher")
     ),
     "critic.model.fsdp_config.reshard_after_forward",
     # read through converses (tests/config/test_agent_settings.py)
@@ -179,6 +179,9 @@ def runs(toy, folder):
     yield load_settings("ppo_trainer", common(toy, folder / "critic") + ppo + critic + further)
     supervised = [*ppo[:2], "data.response_key=extra_info.answer"]
     yield load_settings("sft_trainer", common(toy, folder / "sft") + supervised + ["actor_rollout_ref.rollout.n=1"])
+    for form in ("jsd", "sampled"):
+        taught = [f"teacher.model.path={toy}/model", f"distill.divergence={form}", *dump[1:], *plain[:1]]
+        yield load_settings("distill_trainer", common(toy, folder / form) + taught)
     rollout = "actor_rollout_ref.rollout"
     agent = [
         f"{rollout}.agent.{section}.{key}={value}"

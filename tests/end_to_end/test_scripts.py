@@ -427,6 +427,7 @@ def test_setup_refuses_what_it_does_not_know(setup, argument, variables):
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipe").glob("*/*.yaml")), ids=lambda path: f"{path.parent.name} {path.stem}")
 def test_a_recipe_composes_with_files_and_a_model_and_means_what_it_says(recipe):
     given = ["data.train_files=train.parquet", "data.val_files=val.parquet", f"{AR}.model.path=model"]
+    given += ["teacher.model.path=teacher"] * (recipe.parent.name == "distill")
     settings = flat(to_plain(load_settings(recipe.stem, given, str(recipe.parent))))
     document = yaml.safe_load(recipe.read_text())
     del document["defaults"]

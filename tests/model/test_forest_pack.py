@@ -13,9 +13,12 @@ from tests.model.attention_cases import norm_error
 from tests.model.forests import FORESTS, Forest, agent, forests
 from tests.model.test_build import CPU, filled
 from verl_memopt.config.schema import Fsdp, Model
+from verl_memopt.memory.logit_tiles import Head
 from verl_memopt.memory.sequence_parallel_torch import SequenceGroup
+from verl_memopt.memory.teaching import Divergence, Teaching
 from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.decoder import BlockOptions
+from verl_memopt.model.packed_model import _response_of_target
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
 
@@ -238,6 +241,46 @@ def test_no_knob_of_a_block_changes_a_forest(folder, alone, options, forest):
 @given(forest=LEARNED)
 def test_the_gradient_of_the_head_in_the_forward_sums_over_entries(folder, alone, forest):
     assert_near(together(filled(folder), forest, in_forward=True), alone(forest))
+
+
+TEACHER = Head(torch.randn(200, 6, generator=torch.Generator().manual_seed(6)), None, 0.9, 0, 0)
+
+
+@pytest.mark.parametrize("in_forward", [False, True])
+@settings(max_examples=10, deadline=None)
+@given(forest=LEARNED)
+def test_a_teacher_says_of_each_entry_what_it_says_of_it_alone(folder, in_forward, forest):
+    model, pack, places = filled(folder), forest.pack(), torch.tensor(forest.places)
+    # The teacher's states depend on the place in the forest, which several entries may share.
+    teaching = Teaching(Divergence("jsd", 0.3), TEACHER, torch.randn(sum(forest.sizes), 6)[places])
+    own = weights(torch.empty(len(places)))
+
+    def ahead(entries, *_):
+        return torch.zeros_like(own[entries]), None, own[entries]
+
+    found = []
+    for shared in (True, False):
+        model.zero_grad()
+        if shared:
+            divergences = model(pack, 0.9, False, ahead if in_forward else None, teaching=teaching)[2]
+        else:
+            states = pack.of_entries(model.predicting_states(pack, None))
+            divergences = model.head(states, pack.of_entries(pack.targets), 0.9, teaching=teaching)[2]
+        (divergences * own).sum().backward()
+        found.append([divergences.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+    assert_near(*found)
+
+
+@given(FORESTS, st.integers(2, 4))
+def test_ranks_that_share_a_forest_ask_the_teacher_about_their_own_targets(forest, size):
+    pack = forest.pack()
+    everything = torch.arange(len(pack.targets)) if pack.entry is None else pack.entry
+    for rank in range(size):
+        share, places = pack.share(SequenceGroup(rank, size, None))
+        asked = _response_of_target(share, places)
+        assert torch.equal(pack.targets[everything[asked]], share.targets)
+        if share.entry is not None:
+            assert torch.equal(everything[asked[share.entry]], everything[places])
 
 
 @pytest.mark.parametrize("options", [BlockOptions(), BlockOptions(recompute=True, prune=True)], ids=["plain", "pruned"])

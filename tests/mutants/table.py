@@ -22,7 +22,7 @@ LIST = Path("tests/mutants/survivors.txt")
 PARTS = {
     "algorithms": ("algorithms/",),
     "packing": ("model/packing.py", "model/prefix_layout.py", "memory/token_packing.py", "data/batch.py"),
-    "log-probs": ("memory/chunked_logprob_torch.py", "memory/logit_tiles.py"),
+    "log-probs": ("memory/chunked_logprob_torch.py", "memory/logit_tiles.py", "memory/teaching.py"),
     "residency": ("memory/residency.py",),
     "checkpoints": ("run/", "distributed/"),
 }

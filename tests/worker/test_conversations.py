@@ -20,8 +20,9 @@ from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import PolicyLoss
 from verl_memopt.data.batch import Ragged, RolloutBatch, prompt_rows, rollout_batch
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.logit_tiles import TokenStatistics
+from verl_memopt.memory.logit_tiles import Head, TokenStatistics
 from verl_memopt.memory.pass_order import InParts
+from verl_memopt.memory.teaching import Divergence, Teaching
 from verl_memopt.memory.token_budget_torch import oom_retry
 from verl_memopt.memory.token_packing import spans
 from verl_memopt.model.forest import Turn, build_forest
@@ -262,6 +263,40 @@ def test_rows_in_parts_have_the_gradients_of_one_forward_with_every_option(untie
         policy.trained.forward_backward(cut(batch, budget), policy.loss_at(HEAT))
         found.append(gradients_of(policy.model))
     assert_same(*found)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_teacher_says_the_same_of_rows_in_parts(policy, talks, ahead):
+    _, batch = talks
+    count, draw = int(batch.responses.lengths.sum()), torch.Generator().manual_seed(2)
+    weight, factors = torch.randn(256, 6, generator=draw), torch.randn(count, generator=draw)
+    # Samples that agree up to a token are one place of the forest, and the teacher's states there are the same.
+    states = torch.randn(len(batch.forest.tokens), 6, generator=draw)[batch.forest.place]
+    # In place of old log-probs, each token gets its number.
+    batch = dataclasses.replace(batch, old_log_probs=torch.arange(count).float())
+    found = []
+    for budget in (10_000, 9, 3):
+        divergences = torch.full((count,), torch.nan)
+
+        def loss(micro, counts, prefix_kv, divergences=divergences):
+            places = micro.old_log_probs.long()
+            teaching = Teaching(Divergence("reverse_kl"), Head(weight, None, HEAT, 0, 0), states[places])
+
+            def compute(pack, kv, gradient, taught):
+                return policy.model(pack, HEAT, False, gradient, kv, teaching=taught)
+
+            def gradient(rows, log_probs, entropy):
+                return torch.zeros_like(log_probs), None, factors[places][rows]
+
+            _, _, own = micro.outputs(policy.model, compute, prefix_kv, gradient if ahead else None, teaching)
+            divergences[places] = own.detach()
+            return (own * factors[places]).sum(), {}
+
+        policy.trained.forward_backward(cut(batch, budget), loss)
+        found.append((divergences, gradients_of(policy.model)))
+    for divergences, gradients in found[1:]:
+        torch.testing.assert_close(divergences, found[0][0], rtol=1e-5, atol=1e-6)
+        assert_same(gradients, found[0][1])
 
 
 def test_sliding_windows_go_on_from_open_nodes(tmp_path, one_rank, talks):

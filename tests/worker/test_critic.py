@@ -276,7 +276,9 @@ ROUNDING = {"8-bit moments": 2e-3, "8-bit moments in backward on the host": 2e-3
 
 def two_updates(folder, mesh, rank, world_size, optim, fsdp):
     """Gives the metrics of two optimizer steps, the share of parameters that the rank holds of the head, and the weights."""
-    smooth = dataclasses.replace(CRITIC.optim, override_optimizer_config={"eps": 1e-2}, **optim)
+    # A step is lr * g / (|g| + eps) at first. With this eps a gradient near 0 that is rounded otherwise moves a weight by a tenth
+    # of the rounding; with 1e-2, gradients that are not clipped moved weights by more than 2e-6 on some processors.
+    smooth = dataclasses.replace(CRITIC.optim, override_optimizer_config={"eps": 1e-1}, **optim)
     critic = critic_for(folder, mesh, world_size, optim=smooth, fsdp=fsdp)
     mini = shares(critic_batch(), world_size, WHOLE)[rank]
     metrics = critic.update([mini, mini])

@@ -258,6 +258,11 @@ def sft_advantages(rewards: Tensor) -> Tensor:
     return torch.ones_like(rewards)
 
 
+def distill_advantages(rewards: Tensor) -> Tensor:
+    # The teacher's term is added to the loss, or to these advantages.
+    return torch.zeros_like(rewards)
+
+
 # Generalised advantage estimation (GAE) over flat rows, for PPO with a critic.
 
 

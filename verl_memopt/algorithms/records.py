@@ -23,6 +23,9 @@ CUSTOM = "custom"
 SFT = "sft"
 """Value of ``algorithm.adv_estimator`` for supervised fine-tuning, in which a run learns the responses of the dataset."""
 
+DISTILL = "distill"
+"""Value of ``algorithm.adv_estimator`` for distillation, in which a run learns from a teacher alone."""
+
 _HERE = "verl_memopt.algorithms"
 _LOSS = "actor_rollout_ref.actor.policy_loss"
 
@@ -173,6 +176,10 @@ ESTIMATORS: dict[str, Estimator] = _by_name(
     Estimator(
         SFT, "1 for every token of the dataset's own responses: supervised fine-tuning, without rollouts and rewards",
         ("rewards",), compares=False,
+    ),
+    Estimator(
+        DISTILL, "0 for every token: rewards are not learned from, only the teacher of the section distill", ("rewards",),
+        compares=False,
     ),
     Estimator(CUSTOM, "the function that custom_estimator names", (), compares=False, named="custom.custom_advantages"),
 )  # fmt: skip

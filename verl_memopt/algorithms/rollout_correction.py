@@ -23,7 +23,8 @@ from verl_memopt.algorithms.losses import LossAndMetrics, LossTokens, gpg_loss, 
 from verl_memopt.algorithms.records import LOSSES
 from verl_memopt.algorithms.rows import row_means, row_sums
 from verl_memopt.config.algorithm_rules import importance_bounds, rejection_bounds
-from verl_memopt.config.schema import Actor, Algorithm, RolloutCorrection
+from verl_memopt.config.role_settings import SAMPLED
+from verl_memopt.config.schema import Actor, Algorithm, RolloutCorrection, Settings
 
 # How far the trainer's probabilities are from the rollout engine's: divergences and perplexities.
 
@@ -274,11 +275,14 @@ def corrects_before_update(settings: RolloutCorrection) -> bool:
     return not settings.bypass_mode and (settings.rollout_is is not None or settings.rollout_rs is not None)
 
 
-def update_gives_old_log_probs(actor: Actor, train_batch_size: int, algorithm: Algorithm) -> bool:
+def update_gives_old_log_probs(settings: Settings) -> bool:
     """Return whether the forward of the only optimizer step gives the old log-probs, so that they need no separate pass."""
-    once = actor.ppo_epochs == 1 and train_batch_size == actor.ppo_mini_batch_size
+    actor, algorithm, distill = settings.actor_rollout_ref.actor, settings.algorithm, settings.distill
+    once = actor.ppo_epochs == 1 and settings.data.train_batch_size == actor.ppo_mini_batch_size
     read_before = algorithm.use_kl_in_reward or algorithm.use_pf_ppo or corrects_before_update(algorithm.rollout_correction)
     read_before |= reads_entropy(actor, algorithm) or LOSSES[actor.policy_loss.loss_mode].selects is not None
+    # The sampled divergence from a teacher is a part of the advantages.
+    read_before |= bool(distill.coef) and distill.divergence == SAMPLED
     read_before |= "old_log_probs" in inputs_of(algorithm) or bool(statistics_of(algorithm))
     return actor.old_log_prob_pass == "auto" and once and not read_before
 

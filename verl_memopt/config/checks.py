@@ -25,6 +25,7 @@ from verl_memopt.config.keys import Problem, above, leaf_values, problem, refuse
 from verl_memopt.config.reward_limits import LARGEST_SCORE
 from verl_memopt.config.reward_rules import REWARD_RULES, SANDBOX_RULES, WITHOUT_REWARD_MODEL, even_shards
 from verl_memopt.config.schema import Settings
+from verl_memopt.config.teacher_rules import TEACHER_RULES
 from verl_memopt.config.unused_keys import REFERENCE_RULES, UNUSED_KEYS, warn_unused
 from verl_memopt.config.values import LINKS, check_values, followers_of
 from verl_memopt.memory.critic_rules import refusals
@@ -300,7 +301,7 @@ def _runs() -> Iterator[Refusal]:
 
 
 RULES: tuple[Refusal, ...] = (
-    *_files(), *_streams(), *_best_checkpoint(), *_batches(), *ALGORITHM_RULES, *CORRECTION_RULES, *REWARD_RULES,
+    *_files(), *_streams(), *_best_checkpoint(), *_batches(), *ALGORITHM_RULES, *CORRECTION_RULES, *REWARD_RULES, *TEACHER_RULES,
     *(rule for recipe in RECIPES.values() for rule in recipe.rules()), *SANDBOX_RULES, *_devices(),
     *CRITIC_RULES, *REFERENCE_RULES, *SUPERVISED_RULES, *_runs(), *debug_rules(),
 )  # fmt: skip

@@ -27,7 +27,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_memopt.algorithms.records import LOSSES, SFT
+from verl_memopt.algorithms.records import DISTILL, LOSSES, SFT
 from verl_memopt.config.aliases import translate
 from verl_memopt.config.checks import check
 from verl_memopt.config.keys import (
@@ -40,12 +40,13 @@ from verl_memopt.config.keys import (
     value_at,
 )
 from verl_memopt.config.names import KeySources, read_names
+from verl_memopt.config.role_settings import SAMPLED
 from verl_memopt.config.schema import Algorithm, Settings
 from verl_memopt.config.values import build
 from verl_memopt.config.values_of_python import as_override, with_quotes
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory import lora, profiles
-from verl_memopt.memory.knob import needs_reference
+from verl_memopt.memory.knob import has_teacher, needs_reference
 from verl_memopt.observe.secrets import without_secrets_of
 from verl_memopt.records import parse_json, path_fault, read_record
 
@@ -155,7 +156,8 @@ def settings_from_mapping(
     if not mistyped and (streams := profiles.streamed(settings, _by_user(translated, preset_keys, written))):
         preset_keys, translated = preset_keys | streams.keys(), translated | streams
         settings, values, _ = build(translated)
-        logger.info("on one device the profile streams the reference from the host: %s=%s", *next(iter(streams.items())))
+        shown_keys = ", ".join(f"{key}={value}" for key, value in streams.items())
+        logger.info("on one device the profile streams frozen models from the host: %s", shown_keys)
     problems += mistyped
     wrong = {key for found in problems for key in found.keys}
     problems += check(settings, values, frozenset(translated) - preset_keys, wrong)
@@ -512,23 +514,29 @@ def adapter_settings(model: str, user_values: Mapping[str, Any]) -> tuple[dict[s
 _BYPASS = {"ppo_clip": "one clipped ratio of policy to engine per token", "reinforce": "log-probs without a ratio"}
 
 
-def objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> str:
-    """Describe the estimator, the loss, every KL and the group filter of a run in one line.
+def objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None, teacher: str | None = None) -> str:
+    """Describe the estimator, the loss, every KL, the teacher and the group filter of a run in one line.
 
-    ``kl_in_loss``: coefficient and estimator of the KL in the loss; None = no KL in the loss.
+    ``kl_in_loss``: coefficient and estimator of the KL in the loss; None = no KL in the loss. ``teacher``: what is learned from a
+    teacher; None = there is none.
     """
     if algorithm.adv_estimator == SFT:
-        return "supervised: the mean negative log-prob per token of the dataset's responses"
+        supervised = "supervised: the mean negative log-prob per token of the dataset's responses"
+        return supervised if teacher is None else f"{supervised}, {teacher}"
+    if algorithm.adv_estimator == DISTILL and teacher is not None and kl_in_loss is None:
+        return f"distillation: {teacher}"
     correction, loss_in_words = algorithm.rollout_correction, f"loss {loss} ({LOSSES[loss].ratio})"
     if correction.bypass_mode:
         loss_in_words = f"loss {correction.loss_type} ({_BYPASS[correction.loss_type]})"
     normalized = " (normalised over the step)" if algorithm.normalize_advantages and algorithm.adv_estimator == "rloo" else ""
     parts = [f"advantages {algorithm.adv_estimator}{normalized}", loss_in_words]
+    if teacher is not None:
+        parts.append(teacher)
     if kl_in_loss is not None:
         parts.append(f"KL in the loss {kl_in_loss}")
     if algorithm.use_kl_in_reward:
         parts.append(f"KL in the reward {algorithm.kl_ctrl.kl_coef:g} x {algorithm.kl_penalty}")
-    if len(parts) == 2:
+    if kl_in_loss is None and not algorithm.use_kl_in_reward:
         parts.append("no KL")
     if correction.rollout_is is not None and not (correction.bypass_mode and correction.loss_type == "ppo_clip"):
         parts.append(f"importance weights per {correction.rollout_is}")
@@ -550,11 +558,25 @@ def reference_in_words(settings: Settings) -> str:
     return f"{model.path} with the initial adapters from {model.lora_adapter_path} ({key}=base leaves the adapters out)"
 
 
+def teacher_in_words(settings: Settings) -> str | None:
+    if not has_teacher(settings):
+        return None
+    distill, path = settings.distill, settings.teacher.model.path
+    over = "exact" if distill.top_k is None else f"over the teacher's {distill.top_k} most probable tokens and the rest"
+    names = {
+        "reverse_kl": f"KL from the policy to the teacher, {over}",
+        "forward_kl": f"KL from the teacher to the policy, {over}",
+        "jsd": f"JSD with beta {distill.beta:g}, exact",
+        SAMPLED: "KL from the policy to the teacher, estimated from the sampled token, in the advantage",
+    }
+    return f"{distill.coef:g} x {names[distill.divergence]} (teacher: {'the policy itself' if path is None else path})"
+
+
 def log_objective(settings: Settings) -> None:
     algorithm, actor = settings.algorithm, settings.actor_rollout_ref.actor
     loss = actor.policy_loss.loss_mode
     kl_in_loss = f"{actor.kl_loss_coef:g} x {actor.kl_loss_type}" if actor.use_kl_loss else None
-    logger.info("objective: %s", objective(algorithm, loss, kl_in_loss))
+    logger.info("objective: %s", objective(algorithm, loss, kl_in_loss, teacher_in_words(settings)))
     if needs_reference(settings) and settings.actor_rollout_ref.model.lora_rank:
         logger.info("the KL's reference is %s", reference_in_words(settings))
     bypass_loss = algorithm.rollout_correction.loss_type if algorithm.rollout_correction.bypass_mode else None
@@ -563,7 +585,7 @@ def log_objective(settings: Settings) -> None:
             "actor_rollout_ref.actor.policy_loss.loss_mode=%s has no effect: with algorithm.rollout_correction.bypass_mode=true "
             "the loss is loss_type=%s of that section.", loss, bypass_loss,
         )  # fmt: skip
-    elif algorithm.adv_estimator != "rloo" and loss == "sequence":
+    elif algorithm.adv_estimator not in ("rloo", DISTILL) and loss == "sequence":
         logger.warning(
             "algorithm.adv_estimator=%s with actor_rollout_ref.actor.policy_loss.loss_mode=sequence, which is RLOO's loss and "
             "the value of rloo_trainer. For PPO's loss set it to vanilla, or use --config-name ppo_trainer or grpo_trainer.",

@@ -50,6 +50,10 @@ from verl_memopt.memory.tiled_mlp import TiledMlpSettings
 from verl_memopt.memory.token_budget import CriticBudget, LogProbBudget, UpdateBudget
 from verl_memopt.memory.weight_buckets import WeightBuckets
 
+SAMPLED = "sampled"
+"""The form of ``distill.divergence`` that needs only the teacher's log-probs of the sampled tokens."""
+INSIDE = Range("must lie between 0 and 1, and be neither", lambda value: 0 < value < 1)
+
 # The sections ``optim`` and ``fsdp_config``: how a model is updated and sharded.
 
 Schedule = Literal[
@@ -233,6 +237,54 @@ class Actor(UpdateBudget, SharedPrompt):
     """Sharding and precision of the policy."""
     checkpoint: CheckpointContents = field(default_factory=CheckpointContents)
     """What a checkpoint holds."""
+
+
+@dataclass(frozen=True)
+class TeacherModel:
+    path: str | None = None
+    """Folder in Hugging Face format, or a hub id, of a causal LM with the policy's tokenizer. It may have another size. null =
+    the policy is its own teacher, and ``distill.teacher_prompt`` tells the teacher more than the policy knows."""
+    trust_remote_code: bool = False
+    """Let transformers run code from the model's folder."""
+    external_lib: str | None = None
+    """Module imported before the model is built; follows the policy's."""
+    override_config: dict[str, Any] = field(default_factory=dict)
+    """Merged into the model's config.json; a name the config does not have is an error."""
+
+
+@dataclass(frozen=True)
+class Teacher(LogProbBudget, QuantizedFrozen):
+    """A frozen model that judges the policy's responses token by token; built only if a run distills."""
+
+    model: TeacherModel = field(default_factory=TeacherModel)
+    """Where the teacher comes from. The knobs of ``actor_rollout_ref.model`` apply to it as they apply to the reference."""
+    fsdp_config: Fsdp = field(default_factory=Fsdp)
+    """Sharding and precision of the teacher."""
+
+
+@dataclass(frozen=True)
+class Distill:
+    """What the policy learns from a teacher. A run distills with ``algorithm.adv_estimator=distill`` or ``distill.coef``."""
+
+    coef: Annotated[float | None, NOT_NEGATIVE] = None
+    """Weight of the teacher beside the rewards. 0 = no teacher; null = 1 with ``algorithm.adv_estimator=distill``, else 0."""
+    divergence: Literal["reverse_kl", "forward_kl", "jsd", "sampled"] = "reverse_kl"
+    """What is made small at each token of a response. reverse_kl = KL(policy to teacher); forward_kl = KL(teacher to policy);
+    jsd = the generalised Jensen-Shannon divergence (GKD, arXiv 2306.13649). These three are exact: they read the whole
+    vocabulary of both models, tile by tile, in the loss. sampled = the estimate of reverse_kl from the sampled token alone,
+    which is subtracted from the token's advantage; it needs only the teacher's log-probs, and is far noisier."""
+    beta: Annotated[float, INSIDE] = 0.5
+    """jsd: share of the teacher in the mixture to which both are compared."""
+    top_k: Annotated[int | None, POSITIVE] = None
+    """reverse_kl and forward_kl: compare the teacher's k most probable tokens, and all other tokens as one. The update then needs
+    no head of the teacher. A k of 64 suits forward_kl; for reverse_kl the teacher should give the k more than 0.9. null = compare
+    the whole vocabulary."""
+    discount: Share = 0.0
+    """sampled: weight of the estimates of later tokens in a token's advantage. 0 = each token answers for itself; 1 = the
+    gradient of the divergence between whole responses, which also rewards ending early."""
+    teacher_prompt: str | None = None
+    """What the teacher reads in place of the last message of the prompt: a text in which ``{prompt}`` is that message, and other
+    names in braces are columns of the row, as in ``{prompt} The solution is {solution}.`` null = the policy's prompt."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from verl_memopt.config.role_settings import (
     CustomClass,
     CustomSampler,
     Data,
+    Distill,
     EngineKwargs,
     EntropyControl,
     Fsdp,
@@ -35,6 +36,8 @@ from verl_memopt.config.role_settings import (
     RefModel,
     ResourcePool,
     Rollout,
+    Teacher,
+    TeacherModel,
     TrainedFsdp,
     ValKwargs,
     WrapPolicy,
@@ -435,12 +438,12 @@ class Debug:
 
 __all__ = [
     "REQUIRED", "Actor", "ActorRolloutRef", "Algorithm", "BucketEngine", "CheckpointContents", "Critic", "CriticModel",
-    "CustomClass", "CustomEstimator", "CustomLoss", "CustomReward", "CustomSampler", "Data", "Debug", "EngineKwargs",
+    "CustomClass", "CustomEstimator", "CustomLoss", "CustomReward", "CustomSampler", "Data", "Debug", "Distill", "EngineKwargs",
     "EntropyControl",
     "FilterGroups", "Fsdp", "KlControl", "Memory", "MixedPrecision", "Model", "ModelKnobs", "Optim", "OverlongBuffer", "PfPpo",
     "PolicyLoss", "RayKwargs", "Ref", "RefModel", "ResourcePool", "RewardKwargs", "RewardModel", "Rollout",
-    "RolloutCorrection", "SandboxFusion", "ScoringModel", "Settings", "TrainedFsdp", "Trainer", "ValKwargs",
-    "WrapPolicy",
+    "RolloutCorrection", "SandboxFusion", "ScoringModel", "Settings", "Teacher", "TeacherModel", "TrainedFsdp", "Trainer",
+    "ValKwargs", "WrapPolicy",
 ]  # fmt: skip
 
 
@@ -471,6 +474,8 @@ class Settings:
     actor_rollout_ref: ActorRolloutRef = field(default_factory=ActorRolloutRef)
     critic: Critic = field(default_factory=Critic)
     algorithm: Algorithm = field(default_factory=Algorithm)
+    teacher: Teacher = field(default_factory=Teacher)
+    distill: Distill = field(default_factory=Distill)
     reward_model: RewardModel = field(default_factory=RewardModel)
     custom_reward_function: CustomReward = field(default_factory=CustomReward)
     trainer: Trainer = field(default_factory=Trainer)

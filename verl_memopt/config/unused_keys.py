@@ -17,6 +17,7 @@ from verl_memopt.config.algorithm_rules import CORRECTION_UNUSED
 from verl_memopt.config.keys import IS_SET, Problem, above, belongs, field_types, idle, other_than, problem, refused, shown
 from verl_memopt.config.reward_rules import SANDBOX_UNUSED
 from verl_memopt.config.schema import Fsdp, Settings, TrainedFsdp
+from verl_memopt.config.teacher_rules import TEACHER_UNUSED
 from verl_memopt.memory import lora
 from verl_memopt.memory.critic_rules import twin_unused, unused_keys
 from verl_memopt.memory.knob import Refusal, UnusedKey, needs_reference, num_devices, pool_keys
@@ -207,10 +208,16 @@ _TRAINER = {
     "use_legacy_worker_impl": NoEffect(("auto", "enable", "disable"), "there is one implementation. Remove the key"),
 }
 
+_TEACHER = (
+    "here distillation has other keys. Set algorithm.adv_estimator=distill (or distill.coef), teacher.model.path and "
+    "distill.divergence (docs/distill.md)"
+)
+
 _TOP = {
     "reward_manager.source": NoEffect(("register",), _OWN_REWARD),
     "reward_manager.module.*": NoEffect((), _OWN_REWARD),
-    **_absent("distillation.enabled"),
+    "distillation.enabled": NoEffect((False,), _TEACHER),
+    "distillation.*": NoEffect(ANY, _TEACHER),
     "model_engine": NoEffect(("dp",), _ONE_BACKEND),
     **_absent("transfer_queue.enable"),
     "global_profiler.*": NoEffect(ANY, _PHASE_TABLE),
@@ -439,7 +446,7 @@ UNUSED_KEYS = {
     unused.key: unused
     for unused in (
         *_unused_advantages(), *_unused_losses(), *_unused_rollouts(), *_unused_rewards_and_runs(),
-        *CORRECTION_UNUSED, *REFERENCE_UNUSED,
+        *CORRECTION_UNUSED, *REFERENCE_UNUSED, *TEACHER_UNUSED,
         *idle("critic.enable_resource_pool", False, *pool_keys("critic")), *unused_keys(),
     )
 }  # fmt: skip

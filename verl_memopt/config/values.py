@@ -11,6 +11,7 @@ from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
+from verl_memopt.algorithms.records import DISTILL
 from verl_memopt.config.debug_modes import DATA_KEYS, REPLAYING, WITHOUT_DATA
 from verl_memopt.config.keys import (
     MAIN,
@@ -43,7 +44,7 @@ WHY_NOT: dict[tuple[str, str], str] = {
     (f"{_AR}.actor.kl_loss_type", "full"): "a KL over the whole vocabulary would need all logits in memory",
     **{
         (f"{role}.fsdp_config.{key}", name): "half precision needs loss scaling, which is not available"
-        for role in (f"{_AR}.actor", f"{_AR}.ref", "critic.model", "reward_model.model")
+        for role in (f"{_AR}.actor", f"{_AR}.ref", "critic.model", "reward_model.model", "teacher")
         for key in ("model_dtype", "dtype", "mixed_precision.reduce_dtype")
         for name in ("fp16", "float16")
     },
@@ -167,6 +168,11 @@ LINKS = {
     "trainer.max_critic_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
     f"{_CRITIC}.optim.state_dtype": f"{_CRITIC}.model.fsdp_config.model_dtype",
     f"{_CRITIC}.checkpoint.load_contents": f"{_CRITIC}.checkpoint.save_contents",
+    "teacher.model.external_lib": f"{_AR}.model.external_lib",
+    "teacher.log_prob_micro_batch_size_per_gpu": f"{_AR}.rollout.log_prob_micro_batch_size_per_gpu",
+    "teacher.log_prob_use_dynamic_bsz": f"{_AR}.rollout.log_prob_use_dynamic_bsz",
+    "teacher.log_prob_max_token_len_per_gpu": f"{_AR}.rollout.log_prob_max_token_len_per_gpu",
+    "teacher.log_prob_adaptive_token_budget": f"{_AR}.rollout.log_prob_adaptive_token_budget",
     "reward_model.reward_kwargs.max_resp_len": "data.max_response_length",
     "reward_model.model.external_lib": f"{_AR}.model.external_lib",
     "reward_model.micro_batch_size_per_gpu": f"{_AR}.rollout.log_prob_micro_batch_size_per_gpu",
@@ -182,6 +188,7 @@ DERIVED = {
     "trainer.default_local_dir": ("trainer.project_name", "trainer.experiment_name"),
     "custom_reward_function.on_error": ("reward_model.reward_manager",),
     f"{_AR}.rollout.skip_rollout": ("debug.mode",),
+    "distill.coef": ("algorithm.adv_estimator",),
 }
 """Follower -> the keys from which :func:`derived` computes its value while it is null."""
 
@@ -206,6 +213,8 @@ def derived(key: str, values: Mapping[str, Any]) -> Any:
     parts = [values[part] for part in DERIVED[key]]
     if key.endswith("do_sample"):
         return parts[0] > 0
+    if key == "distill.coef":
+        return float(parts[0] == DISTILL)
     if key.endswith("skip_rollout"):
         return parts[0] in REPLAYING
     if key.endswith("on_error"):

@@ -18,7 +18,7 @@ from verl_memopt.model.prefix_layout import ranges
 
 TOKEN_FIELDS = (
     "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "selected", "old_values", "returns", "weights", "kept",
-    "sampled_log_probs",
+    "sampled_log_probs", "teacher_log_probs", "places",
 )  # fmt: skip
 """Fields with one value per response token, in the order of ``responses.flat``."""
 
@@ -40,6 +40,9 @@ class RolloutBatch(TensorClass):
         returns: fp32 [R], the targets of the critic.
         weights: fp32 [R], importance weights of the rollout correction.
         sampled_log_probs: fp32 [R], the engine's log-probs, if ``actor.off_policy_mask_threshold`` reads them in the update.
+        teacher_log_probs: fp32 [R], log-probs under the teacher, if ``distill.divergence=sampled`` reads them.
+        teacher_prompts: The prompt of each row that the teacher reads. None = it reads ``prompts``.
+        places: int64 [R], numbers by which the update finds the teacher's states of the tokens.
 
     The other optional fields are fp32 [R] too.
     """
@@ -59,6 +62,9 @@ class RolloutBatch(TensorClass):
     weights: Tensor | None = None
     kept: Tensor | None = None
     sampled_log_probs: Tensor | None = None
+    teacher_log_probs: Tensor | None = None
+    places: Tensor | None = None
+    teacher_prompts: Ragged | SharedRows | None = None
 
     @property
     def num_rows(self) -> int:
@@ -93,6 +99,14 @@ class RolloutBatch(TensorClass):
         # int64 [R]: the row of each response token.
         return torch.repeat_interleave(torch.arange(self.num_rows), self.responses.lengths)
 
+    def for_teacher(self) -> RolloutBatch:
+        """Return the batch that the teacher reads: the same responses, after its own prompts if it has any."""
+        if self.teacher_prompts is None:
+            return self
+        batch = self.clone(recurse=False)
+        batch.prompts, batch.forest = self.teacher_prompts, None
+        return batch
+
     def kept_sizes(self) -> list[int]:
         if self.kept is None:
             return self.responses.sizes()
@@ -111,6 +125,7 @@ class RolloutBatch(TensorClass):
             group=self.group[index],
             prompt_group=None if self.prompt_group is None else self.prompt_group[index],
             forest=None if self.forest is None else self.forest.select(tokens),
+            teacher_prompts=None if self.teacher_prompts is None else self.teacher_prompts.select(rows),
             **{name: value[tokens] for name, value in flat.items() if value is not None},
             batch_size=[],
         )

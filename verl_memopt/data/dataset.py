@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
@@ -73,6 +74,8 @@ class PromptRow:
     several turns."""
     environment: str | None = None
     """Name of the environment of a conversation. None = the only one."""
+    teacher: tuple[str, Spans] | None = None
+    """The prompt that a teacher reads instead, like ``text`` and ``plain``. None = it reads the policy's prompt."""
     ids: tuple[int, ...] | None = None
     """The prompt's token ids, if the file has ids instead of text. They are used unchanged."""
     response: tuple[int, ...] = ()
@@ -87,6 +90,11 @@ class PromptRows(Protocol):
     def __getitem__(self, index: int, /) -> PromptRow: ...
 
 
+TEACHER_PROMPT = "distill.teacher_prompt"
+IN_BRACES = re.compile(r"\{([A-Za-z_]\w*)\}")
+"""A name of a column in the template of a teacher's prompt."""
+
+
 class PromptReader:
     """Renders and checks the rows of a split.
 
@@ -99,6 +107,7 @@ class PromptReader:
             missing, and all columns of the row reach the reward function in ``extra_info``.
         streams: Each call reads a few rows of a stream. Each kind of log message then appears only once.
         converses: Prompts are answered by conversations with tools. All columns of a row then reach its environment.
+        teacher_prompt: ``distill.teacher_prompt``, from which each row gets a prompt for the teacher; None = it needs none.
     """
 
     def __init__(
@@ -110,9 +119,11 @@ class PromptReader:
         by_rules: bool = True,
         streams: bool = False,
         converses: bool = False,
+        teacher_prompt: str | None = None,
     ) -> None:
         self._data, self._tokenizer, self._split, self._prepare = data, tokenizer, split, prepare
         self._by_rules, self._streams, self._converses = by_rules, streams, converses
+        self._teacher_prompt = teacher_prompt
         self._special = special_tokens_of(tokenizer)
         self._special_counts: list[tuple[str, int]] = []
         self._said = set[str]()
@@ -181,12 +192,33 @@ class PromptReader:
             ids=ids,
             template=template,
             environment=others.get(ENVIRONMENT_COLUMN),
+            teacher=self._for_teacher(address, columns, prompt if is_text else messages),
         )
 
     def _prompt(self, address: str, columns: dict[str, Any]) -> Any:
         if self._converses and columns.get(self._data.prompt_key) is None:
             return NO_PROMPT
         return _column(address, columns, self._data.prompt_key, "Set data.prompt_key, or add it")
+
+    def _for_teacher(self, address: str, columns: dict[str, Any], prompt: str | Messages | None) -> tuple[str, Spans] | None:
+        template = self._teacher_prompt
+        if template is None:
+            return None
+        if prompt is None:
+            raise DataError(f"{address}: {TEACHER_PROMPT} needs a prompt that is text or messages, and this one is token ids.")
+        extra = columns.get("extra_info") or {}
+        told = {**extra, **columns, "ground_truth": self._ground_truth(address, columns)}
+        told["prompt"] = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        missing = sorted({name for name in IN_BRACES.findall(template) if told.get(name) is None})
+        if missing:
+            raise DataError(
+                f"{address}: the row has no {', '.join(missing)}, which {TEACHER_PROMPT} names. It has "
+                f"{', '.join(sorted(name for name, value in told.items() if value is not None))}. Change the template or the row."
+            )
+        text = IN_BRACES.sub(lambda match: str(told[match[1]]), template)
+        if isinstance(prompt, str):
+            return text, ()
+        return self._render(address, [*prompt[:-1], {**prompt[-1], "content": text}], columns)
 
     def _optional(self, address: str, columns: dict[str, Any], name: str, remedy: str, default: Any) -> Any:
         return default if name not in columns and not self._by_rules else _column(address, columns, name, remedy)
@@ -258,7 +290,7 @@ class PromptDataset(list[PromptRow]):
     Args:
         files: As in :func:`verl_memopt.data.sources.read_source`.
         data: The ``data`` section of the settings.
-        tokenizer: As in :class:`PromptReader`. So are ``prepare``, ``by_rules`` and ``converses``.
+        tokenizer: As in :class:`PromptReader`. So are ``prepare`` and the following arguments.
         split: ``train`` or ``val``. It selects ``{split}_max_samples`` and the keys that errors name.
 
     Raises:
@@ -274,16 +306,24 @@ class PromptDataset(list[PromptRow]):
         prepare: Prepare | None = None,
         by_rules: bool = True,
         converses: bool = False,
+        teacher_prompt: str | None = None,
     ) -> None:
         self._split = split
         chosen = chosen_rows(read_source(files, split, f"data.{split}_files"), data, split)
-        rows = PromptReader(data, tokenizer, split, prepare, by_rules, converses=converses).read(chosen)
+        reader = PromptReader(data, tokenizer, split, prepare, by_rules, False, converses, teacher_prompt)
+        rows = reader.read(chosen)
         # Number the rows after long prompts were dropped. The number seeds the samples, and must be the position in this list.
         super().__init__(replace(row, index=index) for index, row in enumerate(rows))
 
 
 def build_dataset(
-    files: Any, data: schema.Data, tokenizer: Any, split: str, by_rules: bool = True, converses: bool = False
+    files: Any,
+    data: schema.Data,
+    tokenizer: Any,
+    split: str,
+    by_rules: bool = True,
+    converses: bool = False,
+    teacher_prompt: str | None = None,
 ) -> PromptDataset | CustomRows:
     """Build the dataset of a split: a :class:`PromptDataset`, or the class that ``data.custom_cls`` names.
 
@@ -293,7 +333,7 @@ def build_dataset(
         DataError: The user's class cannot be loaded or is not a dataset, or its rows are wrong (see :class:`CustomRows`).
     """
     if data.custom_cls.path is None:
-        return PromptDataset(files, data, tokenizer, split, by_rules=by_rules, converses=converses)
+        return PromptDataset(files, data, tokenizer, split, None, by_rules, converses, teacher_prompt)
     dataset, address = custom_dataset(files, data, tokenizer, split)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         instead = "set data.val_files=null" if split == "val" else "set data.streaming=true for a class with __iter__"

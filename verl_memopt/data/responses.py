@@ -75,7 +75,12 @@ class SupervisedReader:
 
 
 def stream_reader(
-    data: schema.Data, tokenizer: Any, supervised: bool, by_rules: bool, converses: bool = False
+    data: schema.Data,
+    tokenizer: Any,
+    supervised: bool,
+    by_rules: bool,
+    converses: bool = False,
+    teacher_prompt: str | None = None,
 ) -> Callable[[Sequence[Any]], list[PromptRow]]:
     """Return the function that reads items of a stream of training rows. An item is a pair (address, row).
 
@@ -85,7 +90,7 @@ def stream_reader(
         return partial(_own_rows, supervised)
     if supervised:
         return SupervisedReader(data, tokenizer, "train", streams=True).read
-    return PromptReader(data, tokenizer, "train", by_rules=by_rules, streams=True, converses=converses).read
+    return PromptReader(data, tokenizer, "train", None, by_rules, True, converses, teacher_prompt).read
 
 
 def _own_rows(supervised: bool, items: Sequence[tuple[str, PromptRow]]) -> list[PromptRow]:

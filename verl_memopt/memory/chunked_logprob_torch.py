@@ -10,6 +10,9 @@ bytes is needed for entropy and for statistics of estimators, and on a GPU that 
 half precision needs only the n bytes: the buffer holds the logits in the compute dtype, and then their gradient. A chunk then has
 more tokens in the same bytes.
 
+A divergence from a teacher needs its fp32 logits beside those of the student, so a chunk has fewer tokens in the same bytes: c of
+half precision becomes 0.6 c.
+
 The gradient of the head's weight is added in place. If there is a gradient already, this saves a second matrix of V x h elements,
 where h is the hidden size.
 """
@@ -26,12 +29,13 @@ from torch import Tensor
 from verl_memopt.memory.chunked_logprob import FREE_TILE
 from verl_memopt.memory.embedding_gradient import Tiles, added, room_for, tiles_of
 from verl_memopt.memory.logit_tiles import Gradients, Head, LogitGrads, LogitTiles, Tokens, TokenStatistics
+from verl_memopt.memory.teaching import VALUE, Teaching, TopTeaching
 from verl_memopt.observe.byte_tracker import scope
 
-TokenGradient = Callable[[Any, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+TokenGradient = Callable[[Any, Tensor, Tensor | None], LogitGrads]
 """Computes the gradients of the loss for some tokens, before backward. Its arguments are the tokens (a slice, or places int64),
-and their log-probs and entropies (or None), both without gradients. It returns the gradients of log-probs and of entropies, fp32
-each."""
+and their log-probs and entropies (or None), both without gradients. It returns the gradients of log-probs and of entropies, and
+with a teacher of divergences, fp32 each."""
 
 
 def head_log_probs(
@@ -41,15 +45,17 @@ def head_log_probs(
     token_gradient: TokenGradient | None = None,
     in_place: bool = False,
     statistics: TokenStatistics | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    teaching: Teaching | TopTeaching | None = None,
+) -> tuple[Tensor, Tensor | None, *tuple[Tensor, ...]]:
     """Return the log-prob of each target, fp32 [R], and the entropy of its distribution, fp32 [R] or None if not requested.
 
-    Gradients flow to hidden, weight and bias from both outputs.
+    With ``teaching`` the third output is the divergence from the teacher, fp32 [R]. Gradients flow to hidden, weight and bias
+    from all outputs.
 
     Args:
         head: The LM head and its chunk and tile sizes. ``vocab_tile=0`` means the whole vocabulary if there are no chunks or if
-            the forward computes the gradients (``token_gradient``), else ``FREE_TILE``. Statistics of whole rows always use the
-            whole vocabulary.
+            the forward computes the gradients (``token_gradient``) or a JSD is asked for, else ``FREE_TILE``. Statistics of whole
+            rows always use the whole vocabulary.
         hidden: [R, H] in the compute dtype.
         targets: int64 [R].
         token_gradient: Computes the gradients of the loss in the forward. Backward asserts that autograd gives the same
@@ -57,33 +63,36 @@ def head_log_probs(
         in_place: Add to ``.grad`` of weight and bias without autograd (with ``token_gradient`` in the forward), if they are
             leaves without hooks. For callers that call ``backward`` once per forward, and not ``torch.autograd.grad``.
         statistics: Statistics to compute; their values are filled in. Only allowed without gradients.
+        teaching: What a frozen teacher says of the R tokens.
     """
     gradient_in_forward = token_gradient is not None and torch.is_grad_enabled()
     tile = FREE_TILE if head.vocab_tile == 0 and head.chunk_tokens > 0 and not gradient_in_forward else head.vocab_tile
     asked = {} if statistics is None else statistics.asked
+    if teaching is not None and teaching.whole_rows_pay():
+        tile = head.vocab_tile
     if any(statistic.rescaled is None for statistic in asked.values()):
         tile = 0
-    head = replace(head, vocab_tile=tile, statistics=asked)
+    head = replace(head, vocab_tile=tile, statistics=asked, teaching=teaching)
     if not torch.is_grad_enabled():
         tokens = _without_gradients(head, hidden, targets)
         if statistics is not None:
             statistics.values = tokens.further
-        return tokens.log_probs, tokens.entropy
+        return tokens.log_probs, tokens.entropy, *_divergences(tokens)
     assert not asked, f"{', '.join(asked)}: statistics have no gradient"
     if token_gradient is None:
-        log_probs, entropy = _Recomputed.apply(hidden, head.weight, head.bias, targets, head, in_place)
+        outputs: tuple[Tensor, ...] = _Recomputed.apply(hidden, head.weight, head.bias, targets, head, in_place)
     else:
         # This forward also computes the gradients of hidden states, weight and bias. Its backward only returns them.
-        log_probs, entropy = _PrecomputedGradient.apply(hidden, head.weight, head.bias, targets, head, in_place, token_gradient)
-    return log_probs, entropy if head.with_entropy else None
+        outputs = _PrecomputedGradient.apply(hidden, head.weight, head.bias, targets, head, in_place, token_gradient)
+    return outputs[0], outputs[1] if head.with_entropy else None, *outputs[2:]
 
 
 def _without_gradients(head: Head, hidden: Tensor, targets: Tensor) -> Tokens:
-    tokens = _room_for_tokens(head, hidden)
+    tokens = _room_for_tokens(head, hidden, parts=head.teaching is not None)
     with scope(kind="logits"):
         logits = LogitTiles(head, hidden)
         for rows in head.chunks(hidden.shape[0]):
-            _keep(logits.statistics(hidden[rows], targets[rows]), tokens, rows)
+            _keep(logits.statistics(hidden[rows], targets[rows], logits.lesson(rows)), tokens, rows)
     return tokens
 
 
@@ -91,28 +100,29 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head, in_place: bool
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         tokens = _without_gradients(head, hidden, targets)
         entropy = _or_nothing(tokens.entropy, hidden)
         # The weight is not saved: it is a parameter, which FSDP2 frees and gathers again into the same tensor.
-        ctx.save_for_backward(hidden, targets, tokens.log_normalizer, entropy)
+        ctx.save_for_backward(hidden, targets, tokens.log_normalizer, entropy, tokens.normalizer_parts, tokens.taught)
         ctx.head, ctx.in_place = head, in_place
-        return tokens.log_probs, entropy
+        return tokens.log_probs, entropy, *_divergences(tokens)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        hidden, targets, log_normalizer, entropy = ctx.saved_tensors
-        head, (grad_log_probs, grad_entropy) = ctx.head, grads
+        hidden, targets, log_normalizer, entropy, parts, taught = ctx.saved_tensors
+        head = ctx.head
         into, handed, tiles = _gradient_room(head, hidden, ctx.needs_input_grad, ctx.in_place)
         # The gradient does not need the log-probs of the targets. The normalizer only fills that field.
-        statistics = Tokens(log_normalizer, log_normalizer, entropy, normalizer_parts=log_normalizer[:, None])
+        parts = log_normalizer[:, None] if parts is None else parts
+        statistics = Tokens(log_normalizer, log_normalizer, entropy, normalizer_parts=parts, taught=taught)
         with scope(kind="logits"):
             logits = LogitTiles(head, hidden)
             for rows in head.chunks(hidden.shape[0]):
-                tokens, above = _rows_of(statistics, (grad_log_probs, grad_entropy), head, rows)
-                logits.differentiate(hidden[rows], targets[rows], tokens, above, _at(into, rows), False)
+                tokens, above = _rows_of(statistics, grads, head, rows)
+                logits.differentiate(hidden[rows], targets[rows], tokens, above, _at(into, rows), False, logits.lesson(rows))
             if tiles is not None:
-                _add_tiles(logits, tiles, hidden, targets, statistics, (grad_log_probs, grad_entropy))
+                _add_tiles(logits, tiles, hidden, targets, statistics, grads)
         _gradients_added(head, tiles)
         return into.hidden, *handed, None, None, None
 
@@ -133,45 +143,47 @@ class _PrecomputedGradient(torch.autograd.Function):
         head: Head,
         in_place: bool,
         token_gradient: TokenGradient,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         # Normalizers are only needed if logits are computed again later.
         into, ctx.handed, tiles = _gradient_room(head, hidden, ctx.needs_input_grad, in_place)
-        again, precomputed = tiles is not None, _room_for_tokens(head, hidden, normalizer=False)
+        again, precomputed = tiles is not None, _room_for_gradients(head, hidden)
         tokens = _room_for_tokens(head, hidden, normalizer=again, parts=again)
         with scope(kind="logits"):
             logits = LogitTiles(head, hidden)
             for rows in head.chunks(hidden.shape[0]):
-                statistics = logits.statistics(hidden[rows], targets[rows])
-                grad_log_probs, grad_entropy = _gradient_of(token_gradient, rows, statistics)
+                lesson = logits.lesson(rows)
+                statistics = logits.statistics(hidden[rows], targets[rows], lesson)
+                above = _gradient_of(token_gradient, rows, statistics)
                 # The gradient is computed here in the forward, while the logits of the chunk are in the buffer. In backward they
                 # would have to be computed again, which takes one more matrix product.
-                above = grad_log_probs, grad_entropy
-                logits.differentiate(hidden[rows], targets[rows], statistics, above, _at(into, rows), True)
+                logits.differentiate(hidden[rows], targets[rows], statistics, above, _at(into, rows), True, lesson)
                 _keep(statistics, tokens, rows)
                 if tokens.normalizer_parts is not None:
                     torch.stack(logits.normalizer_parts, 1, out=tokens.normalizer_parts[rows])
-                # This record holds the gradients of log-probs and of entropies, not statistics.
-                _keep(Tokens(grad_log_probs, grad_log_probs, grad_entropy), precomputed, rows)
+                for room, gradient in zip(precomputed, above, strict=True):
+                    if room is not None:
+                        assert gradient is not None
+                        room[rows] = gradient
             if tiles is not None:
-                _add_tiles(logits, tiles, hidden, targets, tokens, (precomputed.log_probs, precomputed.entropy))
+                _add_tiles(logits, tiles, hidden, targets, tokens, precomputed)
         _gradients_added(head, tiles)
-        ctx.save_for_backward(precomputed.log_probs, precomputed.entropy, into.hidden)
-        return tokens.log_probs, _or_nothing(tokens.entropy, hidden)
+        ctx.save_for_backward(into.hidden, *precomputed)
+        return tokens.log_probs, _or_nothing(tokens.entropy, hidden), *_divergences(tokens)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         # Nothing is computed here: the forward has computed the gradients, and no logits exist any more.
-        precomputed_log_probs, precomputed_entropy, grad_hidden = ctx.saved_tensors
+        grad_hidden, *precomputed = ctx.saved_tensors
         # Removed from ctx, so that the gradients are freed as soon as autograd has added them.
         handed, ctx.handed = ctx.handed, None
         assert handed is not None, "the gradients of this forward were handed out already"
-        _assert_as_precomputed(precomputed_log_probs, grads[0])
-        if precomputed_entropy is not None:
-            _assert_as_precomputed(precomputed_entropy, grads[1])
+        for known, actual in zip(precomputed, grads, strict=True):
+            if known is not None:
+                _assert_as_precomputed(known, actual)
         return grad_hidden, *handed, None, None, None, None
 
 
-def _gradient_of(token_gradient: TokenGradient, rows: slice, statistics: Tokens) -> tuple[Tensor, Tensor | None]:
+def _gradient_of(token_gradient: TokenGradient, rows: slice, statistics: Tokens) -> LogitGrads:
     # These hooks keep tensors that autograd saves here from being offloaded: they are small, and freed at once.
     with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
         return token_gradient(rows, statistics.log_probs, statistics.entropy)
@@ -199,17 +211,20 @@ def _add_tiles(logits: LogitTiles, tiles: Tiles, hidden: Tensor, targets: Tensor
                 into = part[start - rows_of_weight.start : columns.stop - rows_of_weight.start]
                 for rows in chunks:
                     tokens, above = _rows_of(known, grads, head, rows)
-                    logits.add_weight_gradient(hidden[rows], targets[rows], tokens, above, columns, into, in_buffer)
+                    lesson = logits.lesson(rows)
+                    logits.add_weight_gradient(hidden[rows], targets[rows], tokens, above, columns, into, in_buffer, lesson)
 
 
 def _rows_of(known: Tokens, grads: LogitGrads, head: Head, rows: slice) -> tuple[Tokens, LogitGrads]:
-    # Select some tokens from the statistics and from the gradients of log-probs and entropies.
+    # Select some tokens from the statistics and from the gradients.
     parts = known.normalizer_parts
     assert parts is not None
     entropy = known.entropy[rows] if known.entropy is not None and head.with_entropy else None
     grad_entropy = grads[1][rows] if grads[1] is not None and head.with_entropy else None
-    tokens = Tokens(known.log_probs[rows], known.log_normalizer[rows], entropy, normalizer_parts=parts[rows])
-    return tokens, (grads[0][rows], grad_entropy)
+    taught = None if known.taught is None else known.taught[rows]
+    tokens = Tokens(known.log_probs[rows], known.log_normalizer[rows], entropy, normalizer_parts=parts[rows], taught=taught)
+    grad_taught: tuple[Tensor | None, ...] = tuple(None if grad is None else grad[rows] for grad in grads[2:])
+    return tokens, (grads[0][rows], grad_entropy, *grad_taught)
 
 
 def _gradient_room(
@@ -238,7 +253,18 @@ def _room_for_tokens(head: Head, hidden: Tensor, normalizer: bool = True, parts:
     log_normalizer = room() if normalizer else hidden.new_empty(0, dtype=torch.float32)
     further = {name: room() for name in head.statistics}
     normalizer_parts = hidden.new_empty(count, 2, dtype=torch.float32) if parts else None
-    return Tokens(room(), log_normalizer, room() if head.with_entropy else None, further, normalizer_parts)
+    teaching, taught = head.teaching, None
+    if teaching is not None:
+        taught = hidden.new_empty(count, teaching.record_columns, dtype=torch.float32)
+    return Tokens(room(), log_normalizer, room() if head.with_entropy else None, further, normalizer_parts, taught)
+
+
+def _room_for_gradients(head: Head, hidden: Tensor) -> LogitGrads:
+    # Room for the gradients of the outputs.
+    def room() -> Tensor:
+        return hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+
+    return room(), room() if head.with_entropy else None, *(() if head.teaching is None else (room(),))
 
 
 def _keep(part: Tokens, whole: Tokens, rows: slice) -> None:
@@ -250,6 +276,16 @@ def _keep(part: Tokens, whole: Tokens, rows: slice) -> None:
         whole.entropy[rows] = part.entropy
     for name, values in part.further.items():
         whole.further[name][rows] = values
+    if whole.taught is not None:
+        assert part.taught is not None
+        whole.taught[rows] = part.taught
+        if whole.normalizer_parts is not None:
+            assert part.normalizer_parts is not None
+            whole.normalizer_parts[rows] = part.normalizer_parts
+
+
+def _divergences(tokens: Tokens) -> tuple[Tensor, ...]:
+    return () if tokens.taught is None else (tokens.taught[:, VALUE].clone(),)
 
 
 def _at(into: Gradients, rows: slice) -> Gradients:

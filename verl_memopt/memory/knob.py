@@ -44,12 +44,13 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "optim": ("actor_rollout_ref.actor.optim", "critic.optim"),
     "fsdp": (
         *("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.model.fsdp_config"),
-        "reward_model.model.fsdp_config",
+        *("reward_model.model.fsdp_config", "teacher.fsdp_config"),
     ),
     "trained_fsdp": ("actor_rollout_ref.actor.fsdp_config", "critic.model.fsdp_config"),
     "ref": ("actor_rollout_ref.ref",),
     "scoring_model": ("reward_model.model",),
-    "log_prob_pass": ("actor_rollout_ref.rollout", "actor_rollout_ref.ref"),
+    "teacher": ("teacher",),
+    "log_prob_pass": ("actor_rollout_ref.rollout", "actor_rollout_ref.ref", "teacher"),
     "rollout": ("actor_rollout_ref.rollout",),
     "memory": ("memory",),
 }
@@ -324,7 +325,7 @@ def num_devices(settings: Settings) -> int:
     return settings.trainer.nnodes * settings.trainer.n_gpus_per_node
 
 
-SequenceRole = Literal["actor", "ref", "critic", "reward_model"]
+SequenceRole = Literal["actor", "ref", "teacher", "critic", "reward_model"]
 
 POOL = ("nnodes", "n_gpus_per_node")
 
@@ -347,7 +348,7 @@ def devices_of(settings: Settings, role: SequenceRole) -> int:
 
 
 def for_devices(role: SequenceRole, rule: Callable[[tuple[str, str]], Refusal]) -> Iterator[Refusal]:
-    if role in ("actor", "ref"):
+    if role in ("actor", "ref", "teacher"):
         yield rule(DEVICES)
         return
     for keys, own in ((DEVICES, False), (pool_keys(role), True)):
@@ -359,8 +360,10 @@ def _where(role: SequenceRole, own: bool, when: Predicate) -> Predicate:
     return lambda settings: has_pool(settings, role) == own and when(settings)
 
 
-def fsdp_of(settings: Settings, role: Literal["actor", "ref"]) -> Fsdp:
+def fsdp_of(settings: Settings, role: Literal["actor", "ref", "teacher"]) -> Fsdp:
     roles = settings.actor_rollout_ref
+    if role == "teacher":
+        return settings.teacher.fsdp_config
     return roles.actor.fsdp_config if role == "actor" else roles.ref.fsdp_config
 
 
@@ -370,6 +373,8 @@ def sequence_ranks(settings: Settings, role: SequenceRole) -> int:
     if role == "reward_model":
         return settings.reward_model.model.fsdp_config.sequence_ranks
     roles = settings.actor_rollout_ref
+    if role == "teacher":
+        return teacher_fsdp(settings).sequence_ranks
     return roles.actor.fsdp_config.sequence_ranks if role == "actor" else reference_ranks(roles)
 
 
@@ -392,9 +397,28 @@ def longest_sample(settings: Settings) -> int:
     return settings.data.max_prompt_length + settings.data.max_response_length
 
 
+def has_teacher(settings: Settings) -> bool:
+    return bool(settings.distill.coef)
+
+
+def has_own_teacher(settings: Settings) -> bool:
+    # A teacher that is not the policy itself.
+    return has_teacher(settings) and settings.teacher.model.path is not None
+
+
+def teacher_fsdp(settings: Settings) -> Fsdp:
+    # A policy that is its own teacher is sharded as it is.
+    own = settings.teacher.model.path is not None
+    return settings.teacher.fsdp_config if own else settings.actor_rollout_ref.actor.fsdp_config
+
+
 def needs_reference(settings: Settings) -> bool:
     in_reward, in_loss = settings.algorithm.use_kl_in_reward, settings.actor_rollout_ref.actor.use_kl_loss
     return in_reward or in_loss
+
+
+BUILT: Mapping[str, Predicate] = {"ref": needs_reference, "teacher": has_own_teacher}
+"""Role of a frozen model -> whether a run builds it."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
-from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, needs_reference
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, has_own_teacher, needs_reference
 from verl_memopt.recipes import RECIPES
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def _without_frozen(settings: Settings) -> bool:
     # Whether no frozen model rests on the host. LoRA and offload_policy are left out, because rules of their own refuse them.
     offloaded = settings.actor_rollout_ref.ref.fsdp_config.param_offload
     rests = (offloaded and needs_reference(settings)) or _recipe_rests(settings)
+    rests = rests or (has_own_teacher(settings) and bool(settings.teacher.fsdp_config.param_offload))
     return _maps(settings) and not (rests or _adapts(settings) or _is_native(settings))
 
 

@@ -9,9 +9,9 @@ writes fp32 values to memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from verl_memopt.memory import kernels
 from verl_memopt.memory.fused import fused_statements, over_rows, run_compiled
 from verl_memopt.memory.kernels import has_kernel
 
+if TYPE_CHECKING:
+    from verl_memopt.memory.teaching import Lesson, Teaching, Terms, TopTeaching
+
 BEFORE_ANY = -1e30
 """Initial value of the running statistics of :func:`product_statistics`: so low that it changes no bit, and finite, so that 0
 times it is 0."""
@@ -27,6 +30,8 @@ times it is 0."""
 SCRATCH_COLUMNS = 4096
 """Columns of the scratch tensor beside the logits where functions are not compiled. It is used for entropy, and for exponentials
 on a GPU."""
+TAUGHT_COLUMNS = 1024
+"""Columns that statements with a teacher compute at a time where they are not compiled. They need several temporary tensors."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class Head:
     """The LM head, and for how many tokens and vocabulary entries logits exist at once (0 = all).
 
     Logits are divided by ``temperature`` in fp32. If there is a ``cap``, ``cap * tanh(product / cap)`` is computed before that.
-    ``compiled``: compile what runs between the matrix products.
+    ``compiled``: compile what runs between the matrix products. ``teaching``: what a teacher says of the tokens of this pass.
     """
 
     weight: Tensor  # [V, H]
@@ -69,6 +74,7 @@ class Head:
     compiled: bool = False
     statistics: Mapping[str, Statistic] = field(default_factory=dict)
     cap: float | None = None
+    teaching: Teaching | TopTeaching | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -84,25 +90,27 @@ class Head:
 
     @property
     def one_buffer(self) -> bool:
-        # Statistics and the slope of a cap need fp32 log-probs in memory.
-        return self.compiled and not self.statistics and self.cap is None
+        # Statistics, the slope of a cap and a teacher need fp32 log-probs in memory.
+        return self.compiled and not self.statistics and self.cap is None and self.teaching is None
 
     @property
     def rows_at_once(self) -> int:
         """Number of tokens whose logits exist at once; 0 = all.
 
         Without the fp32 buffer more tokens fit in the bytes of ``chunk_tokens``: three times as many in half precision, or
-        slightly fewer where the gradients of tiles are summed in fp32.
+        slightly fewer where the gradients of tiles are summed in fp32. Beside the logits of a teacher fewer fit.
         """
         entry, summed = self.weight.itemsize, 0 if self.whole_rows else self.weight.shape[1] * (4 + self.weight.itemsize)
         both = (entry if entry == 4 else 4 + entry) * self.tile + summed
+        if self.teaching is not None and self.chunk_tokens:
+            return max(self.chunk_tokens * both // (both + self.teaching.row_bytes(self)), 1)
         return self.chunk_tokens * both // (entry * self.tile + summed) if self.one_buffer else self.chunk_tokens
 
     def chunks(self, tokens: int) -> list[slice]:
-        return list(_slices(tokens, self.rows_at_once or max(tokens, 1)))
+        return list(slices(tokens, self.rows_at_once or max(tokens, 1)))
 
     def tiles(self) -> list[slice]:
-        return list(_slices(self.vocabulary, self.tile))
+        return list(slices(self.vocabulary, self.tile))
 
 
 @dataclass(frozen=True)
@@ -114,10 +122,12 @@ class Tokens:
     entropy: Tensor | None
     further: dict[str, Tensor] = field(default_factory=dict)
     normalizer_parts: Tensor | None = None  # [c, 2]: the largest logit, and log_normalizer minus it; more exact than their sum
+    taught: Tensor | None = None  # [c, 4 or 5]: the record of a :class:`~verl_memopt.memory.teaching.Lesson`
 
 
-LogitGrads = tuple[Tensor, Tensor | None]
-"""Gradients of the loss with respect to log-probs and entropies, fp32 [c] each; None = not requested."""
+LogitGrads = tuple[Tensor, Tensor | None, *tuple[Tensor | None, ...]]
+"""Gradients of the loss with respect to log-probs, entropies and divergences from a teacher, fp32 [c] each; None = not requested.
+The third may be left out."""
 
 
 @dataclass(frozen=True)
@@ -130,11 +140,15 @@ class Gradients:
 class LogitTiles:
     """Buffers for the chunks of one head and one hidden dtype. They are kept for one pass over hidden states [R, H]."""
 
-    def __init__(self, head: Head, hidden: Tensor) -> None:
+    def __init__(self, head: Head, hidden: Tensor, narrow: Tensor | None = None) -> None:
+        """``narrow``: a buffer in the dtype of ``hidden`` to use, if it has that dtype; None = make one if it is needed."""
         self.head = head
         size = min(head.rows_at_once or hidden.shape[0], hidden.shape[0]) * head.tile
         self._wide = None if head.one_buffer and hidden.dtype != torch.float32 else hidden.new_empty(size, dtype=torch.float32)
-        self._narrow = None if hidden.dtype == torch.float32 else hidden.new_empty(size)
+        if hidden.dtype == torch.float32:
+            self._narrow = None
+        else:
+            self._narrow = narrow if narrow is not None and narrow.dtype == hidden.dtype else hidden.new_empty(size)
         in_parts = head.with_entropy or bool(head.statistics)
         scratch = in_parts and not head.compiled
         columns = min(SCRATCH_COLUMNS, head.tile) if scratch else 0
@@ -144,42 +158,63 @@ class LogitTiles:
         self._starts = None if head.whole_rows else torch.arange(0, head.vocabulary, head.tile, device=hidden.device)[:, None]
         self._normalizer = hidden.new_empty(0)
         self.normalizer_parts: tuple[Tensor, ...] = ()  # of the last statistics, fp32 [c] each
-        self._soft = head.whole_rows and not in_parts and head.cap is None
+        self._soft = head.whole_rows and not in_parts and head.cap is None and head.teaching is None
         self._run: Callable[..., Any] = _compiled if head.compiled else _plain
+        self._lessons = None if head.teaching is None else head.teaching.lessons(head, self._narrow, self._run)
 
-    def statistics(self, hidden: Tensor, targets: Tensor) -> Tokens:
+    def lesson(self, rows: slice) -> Lesson | None:
+        """Return what the teacher says of a chunk, if there is one. It serves the other methods for this chunk."""
+        return None if self._lessons is None else self._lessons(rows)
+
+    def statistics(self, hidden: Tensor, targets: Tensor, lesson: Lesson | None = None) -> Tokens:
         """Return the statistics of a chunk of tokens: hidden states [c, H], targets int64 [c].
 
-        If a tile is the whole vocabulary, the buffer then holds log-probs (if entropies are requested or logits are capped) or
-        probabilities. The next :meth:`differentiate` may use them.
+        If a tile is the whole vocabulary, the buffer then holds log-probs (if entropies are requested, logits are capped
+        or there is a teacher) or probabilities. The next :meth:`differentiate` may use them.
         """
         tiles = zip(self.head.tiles(), self._within_tiles(targets), strict=True)
         if self.head.one_buffer:
-            top, log_sum, picked, entropy, further = self._from_products(hidden, tiles)
+            top, log_sum, picked, entropy, further, known = self._from_products(hidden, tiles)
         else:
-            parts = (self._tile_statistics(hidden, local, columns) for columns, local in tiles)
-            top, log_sum, picked, entropy, further = reduce(partial(_merged, statistics=self.head.statistics), parts)
+            parts = (self._tile_statistics(hidden, local, columns, lesson) for columns, local in tiles)
+            merged = partial(_merged, statistics=self.head.statistics, lesson=lesson)
+            top, log_sum, picked, entropy, further, known = reduce(merged, parts)
         self.normalizer_parts = top, log_sum
         # picked - top is computed first, because both are close and the difference loses no digits. top + log_sum is as large as
         # the logits, so its rounding would cost the log-prob digits.
-        return Tokens((picked - top) - log_sum, top + log_sum, entropy, further)
+        tokens = Tokens((picked - top) - log_sum, top + log_sum, entropy, further)
+        if lesson is None:
+            return tokens
+        record = lesson.record(known)
+        for columns in self.head.tiles() if lesson.reads_again else ():
+            lesson.read_again(self.logits(hidden, columns).sub_(top[:, None]).sub_(log_sum[:, None]), columns, record)
+        return replace(tokens, normalizer_parts=torch.stack(self.normalizer_parts, 1), taught=record)
 
     def differentiate(
-        self, hidden: Tensor, targets: Tensor, tokens: Tokens, grads: LogitGrads, into: Gradients, in_buffer: bool
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        tokens: Tokens,
+        grads: LogitGrads,
+        into: Gradients,
+        in_buffer: bool,
+        lesson: Lesson | None = None,
     ) -> None:
         """Add a chunk's gradients ``into`` their tensors, given its hidden states [c, H], targets int64 [c] and statistics.
 
-        ``grads`` are the gradients of log-probs and entropies. ``in_buffer``: the last call was :meth:`statistics` of this chunk,
+        ``grads`` are the gradients of the outputs. ``in_buffer``: the last call was :meth:`statistics` of this chunk,
         so the buffer still holds its values if a tile is the whole vocabulary. Afterwards it holds the gradient of the logits.
         """
         still = in_buffer and self.head.whole_rows
         # For products in the buffer both parts of the normalizer are known. They are more exact than their sum.
         normalizer = self._normalizer if still else tokens.log_normalizer[:, None]
+        if lesson is not None and tokens.normalizer_parts is not None:
+            normalizer = tokens.normalizer_parts
         tiles = self.head.tiles()
         # The gradients of several tiles are summed in fp32, whatever the compute dtype.
         total = hidden.new_zeros(hidden.shape, dtype=torch.float32) if into.hidden is not None and len(tiles) > 1 else None
         for columns, local in zip(tiles, self._within_tiles(targets), strict=True):
-            matrix = self._logit_gradient(hidden, columns, local, tokens, grads, normalizer, still)
+            matrix = self._logit_gradient(hidden, columns, local, tokens, grads, normalizer, still, lesson)
             weight = self.head.weight[columns]
             if total is not None:
                 total += hidden_gradient(matrix, weight, local, hidden.new_empty(hidden.shape))
@@ -195,7 +230,15 @@ class LogitTiles:
             into.hidden.copy_(total)
 
     def add_weight_gradient(
-        self, hidden: Tensor, targets: Tensor, tokens: Tokens, grads: LogitGrads, columns: slice, into: Tensor, in_buffer: bool
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        tokens: Tokens,
+        grads: LogitGrads,
+        columns: slice,
+        into: Tensor,
+        in_buffer: bool,
+        lesson: Lesson | None = None,
     ) -> None:
         """Add the contribution of a chunk to some rows of the head's gradient, ``into`` [v, H]. The rows are at most one tile.
 
@@ -206,31 +249,48 @@ class LogitTiles:
         else:
             normalizer = tokens.normalizer_parts
             assert normalizer is not None
-            matrix = self._logit_gradient(hidden, columns, targets - columns.start, tokens, grads, normalizer, False)
+            matrix = self._logit_gradient(hidden, columns, targets - columns.start, tokens, grads, normalizer, False, lesson)
         add_product_(into, matrix, hidden)
 
     def _logit_gradient(
-        self, hidden: Tensor, columns: slice, local: Tensor, tokens: Tokens, grads: LogitGrads, normalizer: Tensor, still: bool
+        self,
+        hidden: Tensor,
+        columns: slice,
+        local: Tensor,
+        tokens: Tokens,
+        grads: LogitGrads,
+        normalizer: Tensor,
+        still: bool,
+        lesson: Lesson | None,
     ) -> Tensor:
         """Return the gradient of the logits before the temperature, [c, tile] in the compute dtype.
 
         ``still``: the buffer still holds the values of :meth:`statistics`. The columns of ``normalizer``, fp32 [c, 1 or 2], sum
         to the log of the sum of exponentials of the logits.
         """
-        inverse, (grad_log_probs, grad_entropy) = 1.0 / self.head.temperature, grads
+        inverse, (grad_log_probs, grad_entropy, *taught) = 1.0 / self.head.temperature, grads
         if self.head.one_buffer:
             products = self._products_in(hidden, columns) if still else self._products(hidden, columns)
             entropy_terms = (None, None) if grad_entropy is None else (tokens.entropy, grad_entropy)
             _over_rows(product_gradient_, (products, local, normalizer, grad_log_probs, *entropy_terms), inverse)
             return products
-        log_p = self._shaped(self._wide, hidden, columns) if still else self._logits(hidden, columns)
+        log_p = self._shaped(self._wide, hidden, columns) if still else self.logits(hidden, columns)
         assert log_p is not None
         for part in () if still else normalizer.unbind(1):
             log_p.sub_(part[:, None])
         narrow = self._shaped(self._narrow, hidden, columns)
         divided = grad_log_probs * inverse, None if grad_entropy is None else grad_entropy * inverse
-        if self.head.cap is not None:
-            capped_gradient_(log_p, local, tokens, divided, self.head.cap * inverse)
+        if self.head.cap is not None or lesson is not None:
+            bound = None if self.head.cap is None else self.head.cap * inverse
+            terms, run, width = None, _plain, SCRATCH_COLUMNS
+            if lesson is not None:
+                (grad,), width = taught, TAUGHT_COLUMNS
+                assert tokens.taught is not None
+                assert grad is not None
+                terms = lesson.terms(columns, tokens.taught, grad * inverse, still)
+                if self.head.compiled and lesson.compiles and bound is None:
+                    run, width = self._run, log_p.shape[1]
+            gradient_in_parts_(log_p, local, tokens, divided, bound, terms, run, width)
             return log_p if narrow is None else narrow.copy_(log_p)
         if grad_entropy is None:
             self._run(probability_gradient_ if still else log_prob_gradient_, log_p, divided[0])
@@ -254,22 +314,22 @@ class LogitTiles:
             before, running = running, torch.empty_like(running)
             _over_rows(product_statistics, (self._products(hidden, columns), local, before, running), 1.0 / self.head.temperature)
         self._normalizer = running[:, :2]
-        return *running[:, :3].unbind(1), running[:, 3] if self.head.with_entropy else None, {}
+        return *running[:, :3].unbind(1), running[:, 3] if self.head.with_entropy else None, {}, None
 
-    def _tile_statistics(self, hidden: Tensor, local: Tensor, columns: slice) -> tuple[Any, ...]:
+    def _tile_statistics(self, hidden: Tensor, local: Tensor, columns: slice, lesson: Lesson | None) -> tuple[Any, ...]:
         # Return [c] each: the largest logit, the log of the sum of exponentials relative to it, the logit of the target, the
-        # entropy or None, and the further statistics by name.
-        logits = self._logits(hidden, columns)
+        # entropy or None, the further statistics by name, and what the lesson says.
+        logits = self.logits(hidden, columns)
         scratch, picked = self._scratch_for(logits), target_logits(logits, local)
         if self._soft:
-            return *self._run(softmax_, logits), picked, None, {}
+            return *self._run(softmax_, logits), picked, None, {}, None
         top, log_sum, entropy = self._run(log_softmax_, logits, scratch, self.head.with_entropy)
         further = {
             # A statistic that needs the whole vocabulary may be code of a user, which is never compiled.
             name: (_plain if statistic.rescaled is None else self._run)(statistic.compute, logits, scratch)
             for name, statistic in self.head.statistics.items()
         }
-        return top, log_sum, picked, entropy, further
+        return top, log_sum, picked, entropy, further, None if lesson is None else lesson.read(logits, columns)
 
     def _products_in(self, hidden: Tensor, columns: slice) -> Tensor:
         return self._shaped(self._wide if self._narrow is None else self._narrow, hidden, columns)
@@ -291,8 +351,8 @@ class LogitTiles:
             torch.addmm(bias, hidden, weight, beta=factor, alpha=factor, out=product)
         return product
 
-    def _logits(self, hidden: Tensor, columns: slice) -> Tensor:
-        # Return fp32 logits [c, tile], divided by the temperature, in the fp32 buffer.
+    def logits(self, hidden: Tensor, columns: slice) -> Tensor:
+        """Return fp32 logits [c, tile], divided by the temperature, in the fp32 buffer."""
         product, wide = self._products(hidden, columns), self._shaped(self._wide, hidden, columns)
         assert wide is not None
         cap, temperature = self.head.cap, self.head.temperature
@@ -476,27 +536,50 @@ def both_gradients_(log_p: Tensor, entropy: Tensor, grad_log_probs: Tensor, grad
         part.exp_().mul_(factor.sub_(constant[:, None]))
 
 
-def capped_gradient_(log_p: Tensor, targets: Tensor, tokens: Tokens, grads: LogitGrads, bound: float) -> None:
-    """Turn log-probs [c, v] into the gradient of the product before the cap, including the targets' terms, in place.
+def gradient_in_parts_(
+    log_p: Tensor,
+    targets: Tensor,
+    tokens: Tokens,
+    grads: LogitGrads,
+    bound: float | None,
+    terms: Terms | None,
+    run: Callable[..., Any],
+    width: int,
+) -> None:
+    """Turn log-probs [c, v] into the gradient of the product with the head, including the targets' terms, in place.
 
-    Targets may be outside the columns. ``grads`` are the gradients of log-probs and of entropies (or None), divided by the
-    temperature, fp32 [c] each. ``bound`` is the cap divided by the temperature.
+    Args:
+        log_p: fp32 [c, v].
+        targets: int64 [c], may be outside the columns.
+        tokens: Statistics of the tokens.
+        grads: The gradients of log-probs and of entropies (or None), divided by the temperature, fp32 [c] each.
+        bound: The cap of the logits divided by the temperature. None = there is no cap.
+        terms: Computes the gradient of the divergences from a teacher. None = there is no teacher.
+        run: Calls a statement, compiled or not.
+        width: Columns at a time. Each part needs temporary tensors of its size, unless the statements are compiled.
     """
-    for columns in _slices(log_p.shape[1], SCRATCH_COLUMNS):
-        part = log_p[:, columns]
-        # d cap tanh(u / cap) / d u = 1 - tanh^2. It is computed from the logits, before the log-probs, which give them, are
-        # overwritten.
-        slope = (part + tokens.log_normalizer[:, None]).div_(bound).square_().neg_().add_(1.0)
+    for columns in slices(log_p.shape[1], width):
+        part, slope = log_p[:, columns], None
+        # Both are computed from the log-probs before these are overwritten.
+        more = None if terms is None else terms(part, columns)
+        if bound is not None:
+            # d cap tanh(u / cap) / d u = 1 - tanh^2, where the logits give the tanh.
+            slope = (part + tokens.log_normalizer[:, None]).div_(bound).square_().neg_().add_(1.0)
         if grads[1] is None:
-            log_prob_gradient_(part, grads[0])
+            run(log_prob_gradient_, part, grads[0])
         else:
             assert tokens.entropy is not None
-            both_gradients_(part, tokens.entropy, grads[0], grads[1], None)
+            run(both_gradients_, part, tokens.entropy, grads[0], grads[1], None)
         add_target_terms_(part, targets - columns.start, grads[0])
-        part.mul_(slope)
+        if more is not None:
+            part[:, : more.shape[1]].add_(more)
+        if slope is not None:
+            part.mul_(slope)
 
 
-def _merged(one: tuple[Any, ...], other: tuple[Any, ...], statistics: Mapping[str, Statistic]) -> tuple[Any, ...]:
+def _merged(
+    one: tuple[Any, ...], other: tuple[Any, ...], statistics: Mapping[str, Statistic], lesson: Lesson | None
+) -> tuple[Any, ...]:
     # Combine the statistics of two sets of columns.
     top = torch.maximum(one[0], other[0])
     first, second = one[0] - top + one[1], other[0] - top + other[1]
@@ -509,7 +592,8 @@ def _merged(one: tuple[Any, ...], other: tuple[Any, ...], statistics: Mapping[st
         assert statistic.rescaled is not None, f"{name} needs the whole vocabulary in one tile"
         # The value of each part is relative to its own normalizer, so its probabilities are multiplied by its share.
         further[name] = statistic.rescaled(one[4][name], shares[0]) + statistic.rescaled(other[4][name], shares[1])
-    return top, log_sum, one[2] + other[2], entropy, further
+    known = None if lesson is None else lesson.merged(one[5], other[5], (first - log_sum, second - log_sum))
+    return top, log_sum, one[2] + other[2], entropy, further, known
 
 
 def _mixed_entropy(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], log_sum: Tensor) -> Tensor:
@@ -523,11 +607,11 @@ def column_parts(wide: Tensor, scratch: Tensor | None) -> Iterator[tuple[Tensor,
     if scratch is None:
         yield wide, None
         return
-    for columns in _slices(wide.shape[1], scratch.shape[1]):
+    for columns in slices(wide.shape[1], scratch.shape[1]):
         yield wide[:, columns], scratch[:, : columns.stop - columns.start]
 
 
-def _slices(total: int, step: int) -> Iterator[slice]:
+def slices(total: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, total)) for start in range(0, total, step))
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from verl_memopt.memory.knob import Claim, Knob, LadderRow, Predicate, Refusal, fsdp_of, needs_reference
+from verl_memopt.memory.knob import BUILT, Claim, Knob, LadderRow, Predicate, Refusal, fsdp_of
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
@@ -28,12 +28,12 @@ class NativeOffload:
     It is the last resort, and cannot be combined with ``param_offload`` or ``optimizer_offload``."""
 
 
-def not_beside_native_offload(role: Literal["actor", "ref"], name: str, is_on: Predicate) -> Refusal:
-    prefix = f"actor_rollout_ref.{role}.fsdp_config"
+def not_beside_native_offload(role: Literal["actor", "ref", "teacher"], name: str, is_on: Predicate) -> Refusal:
+    prefix = "teacher.fsdp_config" if role == "teacher" else f"actor_rollout_ref.{role}.fsdp_config"
 
     def both(settings: Settings) -> bool:
         both_on = fsdp_of(settings, role).offload_policy and is_on(settings)
-        return both_on and (role == "actor" or needs_reference(settings))
+        return both_on and (role == "actor" or BUILT[role](settings))
 
     return Refusal(
         (f"{prefix}.offload_policy", f"{prefix}.{name}"),
@@ -49,6 +49,7 @@ KNOB = Knob(
     refuses=(
         not_beside_native_offload("actor", "param_offload", lambda settings: bool(fsdp_of(settings, "actor").param_offload)),
         not_beside_native_offload("ref", "param_offload", lambda settings: bool(fsdp_of(settings, "ref").param_offload)),
+        not_beside_native_offload("teacher", "param_offload", lambda settings: bool(fsdp_of(settings, "teacher").param_offload)),
     ),
     claims=(
         Claim("update_actor", "params", lambda before, _: before.params * before.master_bytes + before.reference_bytes),

@@ -16,25 +16,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from verl_memopt.memory.critic_rules import twin
-from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, Predicate, Range
+from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, Predicate, Range, has_own_teacher
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
 
 _KEYS = tuple(f"actor_rollout_ref.{role}.fsdp_config.param_offload" for role in ("actor", "ref"))
 ACTOR_KEY, REFERENCE_KEY = _KEYS
 SCORER_KEY = "reward_model.model.fsdp_config.param_offload"
+TEACHER_KEY = "teacher.fsdp_config.param_offload"
 STREAM = "stream"
 """Value with which a frozen model is not whole on the device even in its own phase: see ``streamed_params``."""
 CHOICE = Range("must be true, false or stream", lambda value: value in (True, False, STREAM))
-WITHOUT_ACTOR = ("init", "gen", "testing", "reward", "ref", "values", "update_critic", "save_checkpoint")
+WITHOUT_ACTOR = ("init", "gen", "testing", "reward", "ref", "teacher", "values", "update_critic", "save_checkpoint")
 """Phases that do not use the policy's parameters."""
 WITHOUT_REFERENCE = (
-    *("init", "gen", "testing", "reward", "old_log_prob", "values", "update_critic", "update_actor", "update_weights"),
-    "save_checkpoint",
+    *("init", "gen", "testing", "reward", "old_log_prob", "teacher", "values", "update_critic", "update_actor"),
+    *("update_weights", "save_checkpoint"),
 )
 """Phases that do not use the reference's parameters."""
-WITHOUT_CRITIC = ("init", "gen", "testing", "reward", "old_log_prob", "ref", "update_actor", "update_weights", "save_checkpoint")
+WITHOUT_TEACHER = (*(phase for phase in WITHOUT_REFERENCE if phase != "teacher"), "ref")
+"""Phases that do not use the teacher's parameters. An update reads its head at most."""
+WITHOUT_CRITIC = (
+    *("init", "gen", "testing", "reward", "old_log_prob", "ref", "teacher", "update_actor", "update_weights"),
+    "save_checkpoint",
+)
 """Phases that do not use the critic's parameters."""
 WITHOUT_SCORER = (*(phase for phase in WITHOUT_CRITIC if phase != "reward"), "values", "update_critic")
 """Phases that do not use the parameters of the model that scores."""
@@ -56,6 +65,10 @@ def _stays(key: str) -> Predicate:
     return lambda settings: not attrgetter(key)(settings)
 
 
+def _rests_on_device(settings: Settings) -> bool:
+    return has_own_teacher(settings) and not settings.teacher.fsdp_config.param_offload
+
+
 KNOB = Knob(
     cost="host memory, copies per phase",
     settings={"fsdp": ParamOffload},
@@ -66,6 +79,7 @@ KNOB = Knob(
         Advice("params", _KEYS[0], True, phases=WITHOUT_ACTOR),
         Advice("params", twin(_KEYS[0]), True, phases=WITHOUT_CRITIC),
         Advice("params", SCORER_KEY, True, _stays(SCORER_KEY), phases=WITHOUT_SCORER),
+        Advice("params", TEACHER_KEY, True, _rests_on_device, phases=WITHOUT_TEACHER),
     ),
     claims=(
         Claim("update_actor", "params", lambda _, after: after.reference_bytes),

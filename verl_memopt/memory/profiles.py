@@ -20,8 +20,8 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory import grad_offload, shared_weights, split_masters, streamed_params
 from verl_memopt.memory.cards import CARDS, check_card, gigabytes, names_card
 from verl_memopt.memory.critic_rules import has_critic, twin, twin_refusal
-from verl_memopt.memory.knob import Knob, devices_of, needs_reference, num_devices
-from verl_memopt.memory.param_offload import ACTOR_KEY, REFERENCE_KEY, STREAM
+from verl_memopt.memory.knob import Knob, devices_of, has_own_teacher, needs_reference, num_devices
+from verl_memopt.memory.param_offload import ACTOR_KEY, REFERENCE_KEY, STREAM, TEACHER_KEY
 
 if TYPE_CHECKING:
     from verl_memopt.config.role_settings import TrainedFsdp
@@ -83,14 +83,17 @@ def one_copy(settings: Settings, written: Set[str]) -> dict[str, object]:
 
 
 def streamed(settings: Settings, written: Set[str]) -> dict[str, object]:
-    """Return the key that makes the reference stream, where a profile offloads it and it can stream: key -> value, or {}.
+    """Return the keys that make reference and teacher stream, where a profile offloads them and they can stream: key -> value.
 
     With the profiles' micro-batches a block computes for about as long as the next one takes to arrive. So streaming takes no
-    longer than copying the whole reference before its phase, and it needs less memory on device and host.
+    longer than copying the whole model before its phase, and it needs less memory on device and host.
     """
-    rests = settings.actor_rollout_ref.ref.fsdp_config.param_offload is True and needs_reference(settings)
-    may = REFERENCE_KEY not in written and streamed_params.may_stream(REFERENCE_KEY)(settings)
-    return {REFERENCE_KEY: STREAM} if rests and may else {}
+    rests = {
+        REFERENCE_KEY: settings.actor_rollout_ref.ref.fsdp_config.param_offload is True and needs_reference(settings),
+        TEACHER_KEY: settings.teacher.fsdp_config.param_offload is True and has_own_teacher(settings),
+    }
+    may = {key: key not in written and streamed_params.may_stream(key)(settings) for key in rests}
+    return {key: STREAM for key in rests if rests[key] and may[key]}
 
 
 def _has_remainder(fsdp: TrainedFsdp) -> bool:

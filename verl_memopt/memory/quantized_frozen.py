@@ -52,7 +52,7 @@ class QuantizedFrozen:
 
 KNOB = Knob(
     cost="inexact reference",
-    settings={"ref": QuantizedFrozen, "scoring_model": QuantizedFrozen},
+    settings={"ref": QuantizedFrozen, "scoring_model": QuantizedFrozen, "teacher": QuantizedFrozen},
     claims=(Claim("update_actor", "params", lambda _, after: after.linear_params * (after.master_bytes - 1.03)),),
     row=LadderRow(220, on=(f"{_KEY}=int8",), off=(f"{_KEY}=none",), on_top_of="rollout_memory"),
 )

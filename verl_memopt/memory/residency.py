@@ -339,6 +339,9 @@ REFERENCE = "reference params"
 CRITIC = "critic params"
 REWARD_MODEL = "reward model params"
 """Parameters of the model that scores: a reward model, or the frozen model of a recipe."""
+TEACHER = "teacher params"
+TEACHER_HEAD = "teacher head"
+"""The LM head of a teacher whose divergence is exact, which the update of the policy reads."""
 
 NEEDS: dict[str, frozenset[str]] = {
     "gen": frozenset(),
@@ -348,7 +351,8 @@ NEEDS: dict[str, frozenset[str]] = {
     "ref": frozenset({REFERENCE}),
     "values": frozenset({CRITIC}),
     "update_critic": frozenset({CRITIC}),
-    "update_actor": frozenset({POLICY}),
+    "teacher": frozenset({TEACHER}),
+    "update_actor": frozenset({POLICY, TEACHER_HEAD}),
     "update_weights": frozenset({POLICY}),
     "sync_ref": frozenset(),
     "save_checkpoint": frozenset(),
@@ -363,7 +367,7 @@ where the parts rest, and a reference that follows the policy is updated where b
 for a whole phase: its blocks come and go during its own pass.
 """
 
-PASSES = frozenset({"reward", "old_log_prob", "ref", "values", "update_critic", "update_actor"})
+PASSES = frozenset({"reward", "old_log_prob", "ref", "values", "teacher", "update_critic", "update_actor"})
 """Phases in which a forward is the first to read the parameters of the needed parts. It waits for them unit by unit. Code that
 reads or writes them earlier must call :meth:`OffloadedParams.arrive`."""
 

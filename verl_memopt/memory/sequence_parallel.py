@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.knob import (
+    BUILT,
     DEVICES,
     POSITIVE,
     Knob,
@@ -26,7 +27,6 @@ from verl_memopt.memory.knob import (
     devices_of,
     for_devices,
     has_pool,
-    needs_reference,
     sequence_ranks,
 )
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _SECTIONS: dict[SequenceRole, str] = {
     "actor": "actor_rollout_ref.actor",
     "ref": "actor_rollout_ref.ref",
+    "teacher": "teacher",
     "critic": "critic.model",
     "reward_model": "reward_model.model",
 }
@@ -55,7 +56,9 @@ class SequenceParallel:
 
 
 def is_built(settings: Settings, role: SequenceRole) -> bool:
-    return role == "actor" or (needs_reference(settings) if role == "ref" else settings.reward_model.enable)
+    if role in BUILT:
+        return BUILT[role](settings)
+    return role == "actor" or settings.reward_model.enable
 
 
 def _refusal(role: SequenceRole, keys: tuple[str, str] = DEVICES) -> Refusal:
@@ -95,7 +98,7 @@ KNOB = Knob(
     cost="four exchanges per block",
     settings={"fsdp": SequenceParallel},
     refuses=(
-        *(_refusal(role) for role in ("actor", "ref")),
+        *(_refusal(role) for role in ("actor", "ref", "teacher")),
         *for_devices("reward_model", partial(_refusal, "reward_model")),
     ),
 )

@@ -123,7 +123,7 @@ def _to_tokens(x: Tensor, group: SequenceGroup, sizes: tuple[int, ...]) -> Tenso
 
 
 def combine_ranks(values: Tensor, places: Tensor, count: int, group: SequenceGroup) -> Tensor:
-    """Combine the ``values`` of all ranks, fp32 [r], at their ``places``, int64 [r], into the same fp32 [count] on each rank.
+    """Combine the ``values`` of all ranks, [r, ...], at their ``places``, int64 [r], into the same [count, ...] on each rank.
 
     Each place belongs to one rank of the group. All ranks compute the same loss from the result, so backward needs no reduction:
     each rank takes the gradient at its own places.
@@ -136,7 +136,7 @@ class _CombineRanks(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, places: Tensor, count: int, group: SequenceGroup) -> Tensor:
         ctx.save_for_backward(places)
         # Places of other ranks are zero, so a sum over ranks combines all values.
-        whole = values.new_zeros(count).index_copy_(0, places, values)
+        whole = values.new_zeros(count, *values.shape[1:]).index_copy_(0, places, values)
         if count:
             dist.all_reduce(whole, group=group.group)
         return whole

@@ -1,6 +1,6 @@
 """Copy a frozen model from host memory while it computes: the next block arrives while the present one computes.
 
-Use it when: a reference, a student or a reward model does not fit in its own phase, even with ``param_offload=true``.
+Use it when: a reference, a teacher, a student or a reward model does not fit in its own phase, even with ``param_offload=true``.
 Saves: in that phase, all parameters of the model except two blocks, or except the vocabulary matrix where that is larger.
     Building the model takes no more device memory either. On the host the parameters have the compute dtype, which halves their
     bytes with fp32 master weights and bfloat16 compute.
@@ -29,9 +29,10 @@ from verl_memopt.memory.knob import (
     SequenceRole,
     devices_of,
     for_devices,
+    has_own_teacher,
     needs_reference,
 )
-from verl_memopt.memory.param_offload import ACTOR_KEY, REFERENCE_KEY, SCORER_KEY, STREAM
+from verl_memopt.memory.param_offload import ACTOR_KEY, REFERENCE_KEY, SCORER_KEY, STREAM, TEACHER_KEY
 from verl_memopt.memory.precision import width
 
 if TYPE_CHECKING:
@@ -49,11 +50,13 @@ def _streams(key: str) -> Predicate:
 
 def _has(key: str, settings: Settings) -> bool:
     scorer = settings.reward_model
-    return needs_reference(settings) if key == REFERENCE_KEY else scorer.enable and scorer.model.path is not None
+    built = {REFERENCE_KEY: needs_reference(settings), TEACHER_KEY: has_own_teacher(settings)}
+    return built.get(key, scorer.enable and scorer.model.path is not None)
 
 
 def _role(key: str) -> SequenceRole:
-    return "reward_model" if key == SCORER_KEY else "ref"
+    roles: dict[str, SequenceRole] = {SCORER_KEY: "reward_model", TEACHER_KEY: "teacher"}
+    return roles.get(key, "ref")
 
 
 def _refuses(key: str) -> Iterator[Refusal]:
@@ -107,7 +110,7 @@ def _saved(before: Shapes, _: Shapes) -> float:
 
 KNOB = Knob(
     cost="host memory, copies per micro-batch",
-    shared_keys=(REFERENCE_KEY, SCORER_KEY),
+    shared_keys=(REFERENCE_KEY, SCORER_KEY, TEACHER_KEY),
     same_numbers=True,
     refuses=(
         Refusal(
@@ -124,6 +127,7 @@ KNOB = Knob(
         ),
         *_refuses(REFERENCE_KEY),
         *_refuses(SCORER_KEY),
+        *_refuses(TEACHER_KEY),
         Refusal(
             (REFERENCE_KEY, _FOLLOWS, *_DTYPES),
             lambda settings: _streams(REFERENCE_KEY)(settings) and _would_lose_masters(settings),
@@ -134,6 +138,7 @@ KNOB = Knob(
     advice=(
         Advice("params", REFERENCE_KEY, STREAM, may_stream(REFERENCE_KEY), phases=("ref",)),
         Advice("params", SCORER_KEY, STREAM, may_stream(SCORER_KEY), phases=("reward",)),
+        Advice("params", TEACHER_KEY, STREAM, may_stream(TEACHER_KEY), phases=("teacher",)),
     ),
     claims=(Claim("ref", "params", _saved),),
     row=LadderRow(235, on=(f"{REFERENCE_KEY}=stream",), off=(f"{REFERENCE_KEY}=false",), on_top_of="param_offload"),

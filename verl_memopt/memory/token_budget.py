@@ -33,6 +33,7 @@ from verl_memopt.memory.knob import (
     UnusedKey,
     activation_saving,
     enough_rows,
+    has_teacher,
     longest_sample,
     needs_reference,
     sequence_ranks,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
 
 _AR = "actor_rollout_ref"
-Role = Literal["actor", "rollout", "ref", "values"]
+Role = Literal["actor", "rollout", "ref", "teacher", "values"]
 ADAPTIVE_KEY, _IN_BACKWARD = f"{_AR}.actor.adaptive_token_budget", f"{_AR}.actor.optim.in_backward"
 _CRITIC_ADAPTIVE, _REWARD_ADAPTIVE = "critic.adaptive_token_budget", "reward_model.adaptive_token_budget"
 _REWARD_TOKENS, _REWARD_ROWS = "reward_model.forward_max_token_len_per_gpu", "reward_model.micro_batch_size_per_gpu"
@@ -98,7 +99,7 @@ def _keys(role: Role | Literal["critic"]) -> tuple[str, str, str]:
         return start + _ROWS, f"critic.{_BY_TOKENS}", start + _TOKENS
     if role == "actor":
         return f"{_AR}.actor.ppo_{_ROWS}", f"{_AR}.actor.{_BY_TOKENS}", f"{_AR}.actor.ppo_{_TOKENS}"
-    start = f"{_AR}.{role}.log_prob_"
+    start = "teacher.log_prob_" if role == "teacher" else f"{_AR}.{role}.log_prob_"
     return start + _ROWS, start + _BY_TOKENS, start + _TOKENS
 
 
@@ -114,7 +115,8 @@ def _is_checked(settings: Settings, role: Role) -> bool:
         return True
     if role == "values":
         return has_critic(settings) and sizes_of(settings, role) != sizes_of(as_critic(settings), "actor")
-    return sizes_of(settings, role) != sizes_of(settings, "actor") and (role == "rollout" or needs_reference(settings))
+    built = {"ref": needs_reference, "teacher": has_teacher}
+    return sizes_of(settings, role) != sizes_of(settings, "actor") and (role == "rollout" or built[role](settings))
 
 
 def _refusals(role: Role) -> Iterator[Refusal]:
@@ -125,7 +127,8 @@ def _refusals(role: Role) -> Iterator[Refusal]:
         return not by_tokens and rows is None and _is_checked(settings, role)
 
     def least(settings: Settings) -> int:
-        budget_role: SequenceRole = "critic" if role == "values" else "ref" if role == "ref" else "actor"
+        own: dict[Role, SequenceRole] = {"values": "critic", "ref": "ref", "teacher": "teacher"}
+        budget_role = own.get(role, "actor")
         return -(-longest_sample(settings) // sequence_ranks(settings, budget_role))
 
     def is_too_small(settings: Settings) -> bool:
@@ -186,9 +189,11 @@ def _scores_may_adapt(settings: Settings) -> bool:
 
 def _advice() -> Iterator[Advice]:
     # Advice for bytes that grow with the cap: learn the cap, or lower the key of the phase.
-    phases: dict[Role, str] = {"rollout": "old_log_prob", "ref": "ref", "actor": "update_actor", "values": "values"}
+    phases: dict[Role, str] = {
+        "rollout": "old_log_prob", "ref": "ref", "teacher": "teacher", "actor": "update_actor", "values": "values",
+    }  # fmt: skip
     for kind in ("activations", "logits"):
-        yield Advice(kind, ADAPTIVE_KEY, True, _may_adapt, ("update_actor", "old_log_prob", "ref"), ends_it=True)
+        yield Advice(kind, ADAPTIVE_KEY, True, _may_adapt, ("update_actor", "old_log_prob", "ref", "teacher"), ends_it=True)
         for role, phase in phases.items():
             rows, _, tokens = _keys(role)
             yield Advice(kind, tokens, LOWER, _counts(role, tokens=True), (phase,), to=_enough_tokens)
@@ -230,7 +235,14 @@ KNOB = Knob(
         UnusedKey(BUDGET_KEY, lambda settings: not _counts_tokens(settings), "actor.use_dynamic_bsz is false"),
         UnusedKey(ADAPTIVE_KEY, lambda settings: not _counts_tokens(settings), "actor.use_dynamic_bsz is false"),
     ),
-    refuses=(*_refusals("actor"), *_refusals("rollout"), *_refusals("ref"), *_refusals("values"), _STEPS_IN_BACKWARD),
+    refuses=(
+        *_refusals("actor"),
+        *_refusals("rollout"),
+        *_refusals("ref"),
+        *_refusals("teacher"),
+        *_refusals("values"),
+        _STEPS_IN_BACKWARD,
+    ),
     advice=tuple(_advice()),
     claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(40, on=(f"{BUDGET_KEY}={{pair}}",), off=(f"{BUDGET_KEY}={{all}}",)),

@@ -49,6 +49,26 @@ def write_model(model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
     return settings
 
 
+def teacher_settings(teacher: Any, inputs: Path) -> dict[str, Any]:
+    """Return the settings, by key, for a teacher. An object is written into a folder in ``inputs``; it reads the policy's ids.
+
+    Raises:
+        ConfigError: The object is no model of transformers, or has adapters or quantised weights.
+    """
+    if teacher is None:
+        return {}
+    path = teacher
+    if not isinstance(teacher, str | Path):
+        if not hasattr(teacher, "save_pretrained") or is_adapted(teacher) or getattr(teacher, "is_quantized", False):
+            raise ConfigError(
+                f"teacher: {type(teacher).__name__} is no plain model of transformers. Give a folder, a hub id, or a model "
+                "without adapters and quantised weights."
+            )
+        path = inputs / "teacher"
+        teacher.save_pretrained(path)
+    return {"teacher.model.path": str(path), "distill.coef": 1.0}
+
+
 def is_adapted(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 

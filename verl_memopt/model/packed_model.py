@@ -18,12 +18,13 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.chunked_logprob_torch import TokenGradient, head_log_probs
 from verl_memopt.memory.embedding_gradient import TrainedEmbedding, gathered_for_forward, is_plain
-from verl_memopt.memory.logit_tiles import Head, TokenStatistics
+from verl_memopt.memory.logit_tiles import Head, LogitGrads, TokenStatistics
 from verl_memopt.memory.precision_torch import CastUnits
 from verl_memopt.memory.resharding_torch import reshard_units
 from verl_memopt.memory.sequence_parallel_torch import SequenceGroup, combine_ranks
 from verl_memopt.memory.shared_weights_torch import GatheredWeights
 from verl_memopt.memory.streamed_params_torch import StreamedParams
+from verl_memopt.memory.teaching import Teaching, TopTeaching
 from verl_memopt.model.attention import KERNELS, REGISTERED, Attend, AttentionArgs
 from verl_memopt.model.captured_block import CapturedBlocks
 from verl_memopt.model.decoder import BlockOptions, Decoder, is_llama_like
@@ -108,10 +109,10 @@ class PackedModel(nn.Module):
         return list(layers)
 
     def read(self, pack: Pack, head: Callable[[Pack, Tensor | None], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
-        """Return tensors fp32 [R], one value per response token of the pack, on every rank that shares the pack.
+        """Return tensors [R, ...], one value or state per response token of the pack, on every rank that shares the pack.
 
         Without sequence parallelism ``head`` gets the pack and None. With it ``head`` gets this rank's share of the pack, and the
-        places of the share's response tokens among all of them, int64 [r]. It returns tensors fp32 [U], one value per target of
+        places of the share's response tokens among all of them, int64 [r]. It returns tensors [U, ...], one value per target of
         the pack that it gets, or None. None stays None.
         """
         if self.sequence is None:
@@ -303,8 +304,11 @@ class LogProbHead(nn.Module):
         with_entropy: bool = False,
         token_gradient: TokenGradient | None = None,
         statistics: TokenStatistics | None = None,
+        teaching: Teaching | TopTeaching | None = None,
     ) -> Any:
         """Return log-probs and entropies (or None) of hidden states [R, h], fp32 [R] each.
+
+        With ``teaching``, which covers the R tokens, the divergences from the teacher follow, fp32 [R].
 
         Without ``targets`` it returns the matrix product [..., V], which transformers itself scales and caps. ``statistics`` is
         filled in a pass without gradients. The other arguments are as in :meth:`PolicyModel.forward`.
@@ -317,7 +321,7 @@ class LogProbHead(nn.Module):
         # The head works with unscaled logits. So a factor of the logits becomes a divisor of the temperature and of the cap.
         cap = None if self.cap is None else self.cap / self.scale
         head = Head(self.weight, self.bias, temperature / self.scale, chunk, tile, with_entropy, self.compiled, cap=cap)
-        return head_log_probs(head, hidden, targets, token_gradient, in_place=True, statistics=statistics)
+        return head_log_probs(head, hidden, targets, token_gradient, True, statistics, teaching)
 
 
 class PolicyModel(PackedModel):
@@ -355,8 +359,12 @@ class PolicyModel(PackedModel):
         prefix_kv: Prefix | None = None,
         unpacked: bool = False,
         statistics: TokenStatistics | None = None,
+        states_only: bool = False,
+        teaching: Teaching | TopTeaching | None = None,
     ) -> Any:
         """Return log-probs fp32 [R] of the response tokens of a pack, and their entropies fp32 [R] if requested.
+
+        With ``teaching`` the divergences from the teacher follow, fp32 [R].
 
         Args:
             pack: The tokens and targets of a micro-batch.
@@ -368,7 +376,12 @@ class PolicyModel(PackedModel):
                 result is that of :meth:`PackedModel.recorded`.
             unpacked: Compute a pack of one row with eager attention and all logits at once, for comparisons.
             statistics: As in :class:`LogProbHead`.
+            states_only: Leave the head out, and return the normed states [R, h] that predict the response tokens.
+            teaching: What a teacher says of the R response tokens, in the order of the pack. If several of them share a target,
+                what it says of the first of them counts.
         """
+        if states_only:
+            return self._response_states(pack, prefix_kv)
         if unpacked:
             return self._unpacked(pack, temperature)
         if isinstance(prefix_kv, PrefixRecorder):
@@ -376,14 +389,23 @@ class PolicyModel(PackedModel):
 
         def head(own: Pack, places: Tensor | None) -> tuple[Tensor | None, ...]:
             states, gradient = self.predicting_states(own, prefix_kv), _at_places(token_gradient, own, places)
-            log_probs, entropy = self.head(states, own.targets, temperature, with_entropy, gradient, statistics)
-            return log_probs, entropy, *(() if statistics is None else statistics.values.values())
+            taught = None if teaching is None else teaching.at(_response_of_target(own, places))
+            found = self.head(states, own.targets, temperature, with_entropy, gradient, statistics, taught)
+            return *found, *(() if statistics is None else statistics.values.values())
 
         # All ranks of a sequence group get the values of all targets, and compute the same loss.
-        log_probs, entropy, *further = self.read(pack, head)
+        found, outputs = self.read(pack, head), 2 if teaching is None else 3
         if statistics is not None:
-            statistics.values = {name: value for name, value in zip(statistics.values, further, strict=True) if value is not None}
-        return log_probs, entropy
+            values = zip(statistics.values, found[outputs:], strict=True)
+            statistics.values = {name: value for name, value in values if value is not None}
+        return found[:outputs]
+
+    def _response_states(self, pack: Pack, prefix_kv: Prefix | None) -> Tensor:
+        if isinstance(prefix_kv, PrefixRecorder):
+            raise TypeError("a recorder gets the states of a prompt, not of response tokens")
+        (states,) = self.read(pack, lambda own, _: (self.predicting_states(own, prefix_kv),))
+        assert states is not None
+        return states
 
     def _unpacked(self, row: Pack, temperature: float) -> tuple[Tensor, None]:
         if isinstance(self.decoder, Decoder):
@@ -404,15 +426,28 @@ def _at_places(token_gradient: TokenGradient | None, pack: Pack, places: Tensor 
     targets = pack.entry[entries]
     ends = np.searchsorted(np.sort(pack.entry_on_host), np.arange(pack.targets.shape[0] + 1)).tolist()
 
-    def summed(rows: slice, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def summed(rows: slice, log_probs: Tensor, entropy: Tensor | None) -> LogitGrads:
         # A chunk of targets has neighbouring entries, after these are sorted by target.
         chunk = slice(ends[rows.start], ends[rows.stop])
         at, own = targets[chunk] - rows.start, entries[chunk] if places is None else places[entries[chunk]]
-        grad, grad_entropy = token_gradient(own, log_probs[at], None if entropy is None else entropy[at])
-        zeros = torch.zeros_like(log_probs)
-        return zeros.index_add(0, at, grad), None if grad_entropy is None else zeros.index_add(0, at, grad_entropy)
+        grads, zeros = token_gradient(own, log_probs[at], None if entropy is None else entropy[at]), torch.zeros_like(log_probs)
+        first, *others = (None if grad is None else zeros.index_add(0, at, grad) for grad in grads)
+        assert first is not None
+        return first, others[0], *others[1:]
 
     return summed
+
+
+def _response_of_target(pack: Pack, places: Tensor | None) -> Any:
+    # The place of a response token of each target of a pack, int64 [U], among those of all ranks. ``places`` is as above.
+    if pack.entry is None:
+        return slice(None) if places is None else places
+    count = pack.entry.shape[0]
+    # The first of several.
+    first = torch.full_like(pack.targets, count).scatter_reduce(
+        0, pack.entry, torch.arange(count, device=pack.entry.device), "amin"
+    )
+    return first if places is None else places[first]
 
 
 DTYPES = {

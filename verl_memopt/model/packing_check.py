@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PretrainedConfig
 
-from verl_memopt.config.schema import Actor, CriticModel, Model, ModelKnobs, ScoringModel
+from verl_memopt.config.schema import Actor, CriticModel, Model, ModelKnobs, ScoringModel, TeacherModel
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import chosen_layers
 from verl_memopt.memory.shared_prompt import prompt_groups
@@ -309,6 +309,18 @@ class RewardFolder:
 
     folder: Path
     tokenizer: Any
+
+
+TEACHER_KEY = "teacher"
+"""Section of the settings for the teacher."""
+
+
+def frozen_causal_model(own: ScoringModel | TeacherModel, policy: Model) -> Model:
+    """Return the settings of a frozen causal LM: the policy's knobs without those that need training."""
+    without_training = {"enable_gradient_checkpointing": False, "lora_rank": 0, "lora_adapter_path": None}
+    kept = {name: getattr(own, name) for name in ("trust_remote_code", "external_lib", "override_config")}
+    changes: dict[str, Any] = {"path": str(own.path), "hf_config_path": None, **kept, **without_training}
+    return replace(policy, **changes)
 
 
 def frozen_value_model(model: ScoringModel, policy: Model) -> CriticModel:

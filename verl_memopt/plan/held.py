@@ -58,6 +58,8 @@ class Held:
     device: str
     trained: bool = False
     has_logits: bool = True
+    reads_head: bool = True
+    """Its own passes read its head. False = they end at the states."""
     quantization: str = "none"
     whole: bool = False
     """Each rank holds all weights, because its engine computes with them too."""
@@ -293,6 +295,8 @@ class Held:
         return kept + max(s.compute_bytes, 4) * share * (forest.held * pairs + forest.states * s.hidden)
 
     def _logits(self, s: Shapes, update: bool) -> float:
+        if not self.reads_head:
+            return 0
         if not self.has_logits:
             return 16 * s.responses + 8 * s.hidden
         entropy = self.roles.actor.entropy_coeff != 0 or self.roles.actor.calculate_entropy

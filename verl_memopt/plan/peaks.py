@@ -14,14 +14,15 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 from verl_memopt.config.keys import value_at
+from verl_memopt.config.role_settings import SAMPLED
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, CriticModel, Fsdp, Model, Settings, TrainedFsdp
 from verl_memopt.memory.critic_rules import CRITIC_PHASES, has_critic, own_pools
 from verl_memopt.memory.host_buffers import ALIGNMENT, GIB
-from verl_memopt.memory.knob import devices_of, needs_reference, sequence_ranks
+from verl_memopt.memory.knob import SequenceRole, devices_of, has_own_teacher, has_teacher, needs_reference, sequence_ranks
 from verl_memopt.memory.lora import slot_rank
 from verl_memopt.memory.precision import width
 from verl_memopt.memory.quantized_frozen import QUANTIZED_AT_ONCE
-from verl_memopt.memory.residency import CRITIC, NEEDS, POLICY, REFERENCE, REWARD_MODEL
+from verl_memopt.memory.residency import CRITIC, NEEDS, POLICY, REFERENCE, REWARD_MODEL, TEACHER
 from verl_memopt.memory.rollout_memory import AUTO, kv_bytes_per_token, sampler_bytes
 from verl_memopt.memory.shared_weights import why_not
 from verl_memopt.memory.token_budget import Role, sizes_of
@@ -55,6 +56,7 @@ class Sizes:
 
     policy: ModelSize
     reference: ModelSize | None = None
+    teacher: ModelSize | None = None
     critic: ModelSize | None = None
     student: ModelSize | None = None
     """Size of the model that scores: reward model or student."""
@@ -218,6 +220,14 @@ class _Prediction:
         return self._frozen(REFERENCE, ref.fsdp_config, self.sizes.reference or self.sizes.policy, ref.quantization)
 
     @cached_property
+    def teacher(self) -> Held | None:
+        teacher = self.settings.teacher
+        if not has_own_teacher(self.settings):
+            return None
+        held = self._frozen(TEACHER, teacher.fsdp_config, self.sizes.teacher or self.sizes.policy, teacher.quantization)
+        return replace(held, reads_head=not self._keeps_states)
+
+    @cached_property
     def critic(self) -> Held | None:
         if not has_critic(self.settings):
             return None
@@ -257,7 +267,7 @@ class _Prediction:
             apart = own_pools(self.settings)
             others = [model for role, models in own.items() if role not in apart for model in models]
             # A worker builds the models in this order.
-            held = [self.policy, self.reference, *others]
+            held = [self.policy, self.reference, self.teacher, *others]
         return [model for model in held if model is not None]
 
     # The rollout engine.
@@ -385,15 +395,49 @@ class _Prediction:
         start = {"params": 0 if reference or self.roles.ref.adapter == "base" else self._start_bytes}
         scored = reference or policy
         found["ref"] = lambda: [start, *self._with(scored, "ref", self._most(scored.forward, "ref"))]
+        judge = self.teacher or replace(policy, trained=False, reads_head=not self._keeps_states)
+        found["teacher"] = lambda: self._with(self.teacher or policy, "teacher", self._most(judge.forward, "teacher"))
         if critic is not None:
             update_critic = partial(critic.update, exact_ratio=False)
             found["values"] = lambda: self._with(critic, "values", self._most(critic.forward, "values"))
             found["update_critic"] = lambda: self._with(critic, "update_critic", self._most(update_critic, "critic"))
         update = partial(policy.update, exact_ratio=self.roles.actor.old_log_prob_pass == "always")
-        found["update_actor"] = lambda: self._with(policy, "update_actor", self._most(update, "actor"))
+        found["update_actor"] = lambda: [
+            *self._with(policy, "update_actor", self._most(update, "actor")),
+            self._taught(self._pass("actor")),
+        ]
         found["update_weights"] = self._sync
         found["save_checkpoint"] = self._save
         return found
+
+    @property
+    def _is_taught(self) -> bool:
+        return has_teacher(self.settings) and self.settings.distill.divergence != SAMPLED
+
+    @property
+    def _keeps_states(self) -> bool:
+        # Otherwise the teacher's own pass reads its head.
+        return self._is_taught and self.settings.distill.top_k is None
+
+    def _kept(self, held: Held) -> int:
+        # Bytes per response token that the teacher's pass leaves for the update.
+        top = self.settings.distill.top_k
+        return held.size.hidden * held.at_rest.compute_bytes if top is None else 8 * top + 4
+
+    def _taught(self, work: Pass) -> Kinds:
+        # What an exact divergence adds to an update: the teacher's head, and what is kept of a micro-batch's tokens.
+        if not self._is_taught:
+            return {}
+        held = self.teacher or self.policy
+        kept = {"activations": work.responses * self._kept(held)}
+        if not self._keeps_states:
+            return kept
+        size, shapes, away = held.size, held.at_rest, held.leaves or held.fsdp.streams
+        matrix = size.vocab * size.hidden
+        copied = held.is_cast or (self.teacher is not None and away) or held.fsdp.streams
+        moved = shapes.master_bytes if held.fsdp.param_offload is True and self.teacher is not None and held.is_cast else 0
+        head = matrix * ((shapes.compute_bytes if copied else 0) + moved / held.ranks)
+        return {"params": head, **kept}
 
     def _others(self, phase: str, but: Held | None = None) -> Kinds:
         needed = NEEDS[phase]
@@ -504,6 +548,10 @@ class _Prediction:
         for held, role, on in offloading:
             if held is not None and on and held in self.models:
                 parts.append({"activations": max(map(held.offloaded, self._passes(role)))})
+        if self._is_taught:
+            held, data = self.teacher or self.policy, self.settings.data
+            rows = -(-data.train_batch_size * self.roles.rollout.n // self.ranks)
+            parts.append({"teacher states": rows * data.max_response_length * self._kept(held)})
         return sum_kinds(*parts)
 
     # The largest micro-batch of each pass.
@@ -516,7 +564,8 @@ class _Prediction:
         turns = most_turns(self.settings)
         answer = response * (turns or 1)
         per_mini = {"actor": actor.ppo_mini_batch_size, "critic": critic.ppo_mini_batch_size or actor.ppo_mini_batch_size}
-        sharing = sequence_ranks(self.settings, "critic" if role in ("critic", "values") else "ref" if role == "ref" else "actor")
+        own: dict[str, SequenceRole] = {"critic": "critic", "values": "critic", "ref": "ref", "teacher": "teacher"}
+        sharing = sequence_ranks(self.settings, own.get(role, "actor"))
         rows = -(-per_mini.get(role, data.train_batch_size) * n // (self.ranks // sharing))
         most_rows, by_tokens, most_tokens = sizes_of(self.settings, role)
         most_tokens = None if most_tokens is None else most_tokens * sharing

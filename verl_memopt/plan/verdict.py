@@ -17,7 +17,7 @@ from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.cards import CARDS, DATASHEETS, check_card, gigabytes
 from verl_memopt.memory.critic_rules import has_critic
-from verl_memopt.memory.knob import longest_sample, needs_reference, sequence_ranks
+from verl_memopt.memory.knob import has_teacher, longest_sample, needs_reference, sequence_ranks
 from verl_memopt.memory.rollout_memory import AUTO, CACHE
 from verl_memopt.memory.sequence_parallel import KEYS as SEQUENCE
 from verl_memopt.memory.sequence_parallel import check_heads
@@ -36,8 +36,8 @@ _AR = "actor_rollout_ref"
 
 
 def phases_of(settings: Settings) -> tuple[str, ...]:
-    actor, data, supervised = settings.actor_rollout_ref.actor, settings.data, settings.algorithm.adv_estimator == SFT
-    in_update = supervised or update_gives_old_log_probs(actor, data.train_batch_size, settings.algorithm)
+    data, supervised = settings.data, settings.algorithm.adv_estimator == SFT
+    in_update = supervised or update_gives_old_log_probs(settings)
     critic, forged = has_critic(settings), settings.debug.mode == "forge"
     has = {
         "init": True,
@@ -46,6 +46,7 @@ def phases_of(settings: Settings) -> tuple[str, ...]:
         "reward": settings.reward_model.enable,
         "old_log_prob": not in_update or (critic and settings.trainer.critic_warmup > 1),
         "ref": needs_reference(settings),
+        "teacher": has_teacher(settings),
         "values": critic,
         "update_critic": critic,
         "update_actor": True,
@@ -66,17 +67,29 @@ def sizes_of_models(settings: Settings) -> Sizes:
     """
     own, critic, rewards = settings.actor_rollout_ref.model, settings.critic.model, settings.reward_model
     reference = settings.actor_rollout_ref.ref.model.path if needs_reference(settings) else None
+    teacher = settings.teacher.model.path if has_teacher(settings) else None
     scorer, further = (rewards.model.path, rewards.further_models.values()) if rewards.enable else (None, ())
 
     def named(path: str) -> Model:
         return dataclasses.replace(own, path=path, hf_config_path=None, override_config={})
 
-    named_by = (own.path, own.hf_config_path, own.override_config, reference, scorer, list(further), has_critic(settings), critic)
+    named_by = (
+        own.path,
+        own.hf_config_path,
+        own.override_config,
+        reference,
+        teacher,
+        scorer,
+        list(further),
+        has_critic(settings),
+        critic,
+    )
     key = tuple(map(str, named_by))
     if key not in _KNOWN:
         _KNOWN[key] = Sizes(
             size_of(own, f"{_AR}.model"),
             None if reference in (None, own.path) else size_of(named(str(reference)), f"{_AR}.ref.model"),
+            None if teacher in (None, own.path) else size_of(named(str(teacher)), "teacher.model"),
             size_of(critic, "critic.model") if has_critic(settings) and critic.path != own.path else None,
             None if scorer is None else size_of(named(scorer), "reward_model.model"),
             tuple(size_of(named(path), "reward_model.further_models") for path in further),
@@ -252,5 +265,6 @@ def is_here(settings: Settings) -> bool:
     paths = [str(roles.model.hf_config_path or roles.model.path), rewards.model.path if rewards.enable else None]
     paths += rewards.further_models.values() if rewards.enable else ()
     paths += [roles.ref.model.path if needs_reference(settings) else None]
+    paths += [settings.teacher.model.path if has_teacher(settings) else None]
     paths += [settings.critic.model.path if has_critic(settings) else None]
     return all(path is None or path in PUBLISHED or (Path(path).expanduser() / "config.json").is_file() for path in paths)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.config.schema import Critic, CriticModel, RayKwargs, ResourcePool, Rollout, Settings, Trainer
+from verl_memopt.config.schema import Critic, RayKwargs, ResourcePool, Rollout, Settings, Trainer
 from verl_memopt.distributed.device import device_count, resolve_device
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.folder import TOKENIZER_FILES, check_vocabulary, end_tokens, load_tokenizer, read_tokenizer, resolve_folder
-from verl_memopt.model.packing_check import check_architecture
+from verl_memopt.model.packing_check import TEACHER_KEY, check_architecture, frozen_causal_model
 from verl_memopt.run.builds import vllm_build
 
 CRITIC_PATH = "critic.model.path"
@@ -42,6 +42,7 @@ class Environment:
         weights: Name -> shape of each weight of the policy, without adapters.
         critic_folder: Folder of the critic's model; None in a run without a critic.
         critic_weights: Name -> shape of each weight of the critic, without adapters.
+        teacher_folder: Folder of the teacher's model; None in a run without a teacher that is a model of its own.
         slides: A model of the run has attention with a sliding window.
         features: Entries of the policy's config, ``field=value``, that make its forward unusual.
     """
@@ -59,6 +60,7 @@ class Environment:
     weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
     critic_folder: Path | None = None
     critic_weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    teacher_folder: Path | None = None
     slides: bool = False
     features: tuple[str, ...] = ()
 
@@ -73,7 +75,11 @@ class Environment:
 
 
 def resolve_environment(
-    settings: Settings, reference_path: str | None, critic: Critic | None, pools: Mapping[str, ResourcePool]
+    settings: Settings,
+    reference_path: str | None,
+    critic: Critic | None,
+    pools: Mapping[str, ResourcePool],
+    with_teacher: bool = False,
 ) -> Environment:
     """Find out what a run can use on this machine, before any worker starts.
 
@@ -82,6 +88,7 @@ def resolve_environment(
         reference_path: None if the run needs no model for the reference.
         critic: None in a run without a critic.
         pools: Section of the settings -> the devices that only its role uses.
+        with_teacher: The run builds a teacher.
 
     Raises:
         ConfigError: The machine cannot do what the settings ask for.
@@ -123,7 +130,16 @@ def resolve_environment(
         critic_weights = checked_critic.weights
         windows.append(checked_critic.window)
         check_vocabulary(tokenizer, checked_critic.embedding_rows, f"{CRITIC_PATH}={critic_folder}")
-        _check_same_tokenizer(tokenizer, tokenizer_folder, critic.model, critic_folder)
+        key, own, trusted = CRITIC_PATH, critic_folder, bool(critic.model.trust_remote_code)
+        if critic.model.tokenizer_path is not None:
+            key = "critic.model.tokenizer_path"
+            own = resolve_folder(critic.model.tokenizer_path, key, trusted, needs_model=False)
+        way_out = f"The critic reads the policy's token ids: give a critic of the same family, or leave {key} out."
+        _check_same_tokenizer(tokenizer, tokenizer_folder, own, key, trusted, way_out)
+    teacher_folder = None
+    if with_teacher and settings.teacher.model.path is not None:
+        teacher_folder, window = _find_teacher(settings, tokenizer, tokenizer_folder, longest)
+        windows.append(window)
     return Environment(
         device=device,
         num_devices=sum(pool.nnodes * pool.n_gpus_per_node for pool in asked.values()),
@@ -138,17 +154,30 @@ def resolve_environment(
         weights=checked.weights,
         critic_folder=critic_folder,
         critic_weights=critic_weights,
+        teacher_folder=teacher_folder,
         slides=any(size is not None for size in windows),
         features=checked.features,
     )
 
 
-def _check_same_tokenizer(tokenizer: Any, folder: Path, critic: CriticModel, critic_folder: Path) -> None:
-    # Refuse a critic whose tokenizer differs from the policy's. A folder without a tokenizer uses the policy's.
-    key, own, trusted = CRITIC_PATH, critic_folder, bool(critic.trust_remote_code)
-    if critic.tokenizer_path is not None:
-        key = "critic.model.tokenizer_path"
-        own = resolve_folder(critic.tokenizer_path, key, trusted, needs_model=False)
+def _find_teacher(settings: Settings, tokenizer: Any, tokenizer_folder: Path, longest: int) -> tuple[Path, int | None]:
+    """Return the folder of the teacher, and the size of its sliding window or None.
+
+    Raises:
+        ConfigError: There is no such folder, its model cannot run here, or its tokenizer is another than the policy's.
+    """
+    teacher, roles, key = settings.teacher.model, settings.actor_rollout_ref, f"{TEACHER_KEY}.model"
+    folder = resolve_folder(str(teacher.path), f"{key}.path", teacher.trust_remote_code)
+    checked = check_architecture(frozen_causal_model(teacher, roles.model), folder, longest, roles.actor, key)
+    check_vocabulary(tokenizer, checked.embedding_rows, f"{key}.path={folder}")
+    way_out = "Teacher and policy are compared token by token: give a teacher of the policy's family."
+    _check_same_tokenizer(tokenizer, tokenizer_folder, folder, f"{key}.path", teacher.trust_remote_code, way_out)
+    return folder, checked.window
+
+
+def _check_same_tokenizer(tokenizer: Any, folder: Path, own: Path, key: str, trusted: bool, way_out: str) -> None:
+    # Refuse a model whose tokenizer, in its folder ``own``, differs from the policy's in ``folder``. A folder without a tokenizer
+    # uses the policy's.
     if own == folder or not any((own / name).is_file() for name in TOKENIZER_FILES):
         return
     mine, others = tokenizer.get_vocab(), read_tokenizer(own, key, trusted).get_vocab()
@@ -157,7 +186,7 @@ def _check_same_tokenizer(tokenizer: Any, folder: Path, critic: CriticModel, cri
         example = f", such as {different[0]!r}" if different else ""
         raise ConfigError(
             f"{key}={own}: its tokenizer is another than the policy's in {folder} ({len(others)} and {len(mine)} tokens"
-            f"{example}). The critic reads the policy's token ids: give a critic of the same family, or leave {key} out."
+            f"{example}). {way_out}"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,12 +15,13 @@ from verl_memopt.agents.environments import EnvironmentKind
 from verl_memopt.agents.loop import AgentPlan, check_agents, environment_of, unknown_environment
 from verl_memopt.algorithms.custom import check_custom, statistics_of
 from verl_memopt.algorithms.kl import EntropyController, KlController
-from verl_memopt.algorithms.records import WITH_GREEDY_RESPONSES, WITHOUT_BASELINE
+from verl_memopt.algorithms.records import DISTILL, WITH_GREEDY_RESPONSES, WITHOUT_BASELINE
 from verl_memopt.algorithms.rollout_correction import reads_entropy, update_gives_old_log_probs
 from verl_memopt.config.agent_settings import Agent
 from verl_memopt.config.keys import replaced
+from verl_memopt.config.role_settings import SAMPLED
 from verl_memopt.config.schema import Critic, Data, Model, ResourcePool, Settings, Trainer
-from verl_memopt.data.dataset import PromptDataset, PromptRow, PromptRows, build_dataset
+from verl_memopt.data.dataset import CustomRows, PromptDataset, PromptRow, PromptRows, build_dataset
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.prompts import LOOKAHEAD, PromptPrefetcher, StepLoader, check_prompts, load_sampler
 from verl_memopt.data.python_rows import Item, PythonRows
@@ -28,7 +29,7 @@ from verl_memopt.data.responses import build_supervised_dataset, stream_reader
 from verl_memopt.data.streaming import StreamLoader, open_stream
 from verl_memopt.errors import ConfigError, DataError
 from verl_memopt.memory.critic_rules import has_critic, own_pools
-from verl_memopt.memory.knob import needs_reference
+from verl_memopt.memory.knob import has_teacher, needs_reference
 from verl_memopt.model.export import export_folder
 from verl_memopt.model.packing_check import find_reward_model
 from verl_memopt.model.weights import load_model_config
@@ -59,9 +60,10 @@ from verl_memopt.trainer.micro_batching import (
     budgets,
     critic_budgets,
     role_updates,
+    teacher_budget,
 )
 from verl_memopt.trainer.replay import NoPrompts, mode_of, record_folder, replay_of, replayed_steps, written_dump
-from verl_memopt.trainer.rollouts import Generator, LogProbPass
+from verl_memopt.trainer.rollouts import Generator, LogProbPass, TeacherPass
 from verl_memopt.trainer.scoring import (
     Conversations,
     ModelScores,
@@ -111,6 +113,7 @@ class RunContext:
         further_conversations: Name of each further reward model -> the same for that model.
         recipe: The recipe that scores the answers; None = a function or a reward model scores them.
         environments: The environments of conversations by name (None = the only one).
+        unscored: The answers get no scores, because a teacher alone is learned from and no rule fits the rows.
     """
 
     settings: Settings
@@ -129,6 +132,7 @@ class RunContext:
     further_conversations: Mapping[str, Conversations] = field(default_factory=dict)
     recipe: PreparedRecipe | None = None
     environments: Mapping[str | None, EnvironmentKind] = field(default_factory=dict)
+    unscored: bool = False
 
     @property
     def continued_step(self) -> int | None:
@@ -162,7 +166,8 @@ def build_run(
     pools: dict[str, ResourcePool] = {"critic": settings.critic} if critic is not None else {}
     pools |= {"reward_model": settings.reward_model} if _scores_with_model(settings) else {}
     own: dict[str, ResourcePool] = {role: pools[role] for role in own_pools(settings) if role in pools}
-    environment = resolve_environment(settings, reference, critic, own)
+    distills = has_teacher(settings) and mode.updates
+    environment = resolve_environment(settings, reference, critic, own, distills)
     settings = _shares_prompts(settings, environment)
     folder = record_folder(settings, environment.run_dir)
     with ExitStack() as released_on_error:
@@ -177,8 +182,13 @@ def build_run(
         check_own_files(settings, environment, folder, is_of(checkpoint, folder))
         data = settings.data
         agent, environments = _agents(settings, environment, folder)
-        by_rules = _by_rules(settings, environments)
+        by_rules, unscored = _by_rules(settings, environments), False
+        # A teacher needs no rewards, so rows that no rule can score are no mistake then.
+        optional = by_rules and settings.algorithm.adv_estimator == DISTILL
+        by_rules = by_rules and not optional
         train, validation = _datasets(settings, environment, by_rules) if mode.reads_data else (None, None)
+        if optional:
+            unscored = _has_no_rule(settings, (train, validation))
         _check_environments(environments, settings.actor_rollout_ref.rollout.agent, (train, validation))
         recipe = settings.reward_model.recipe if _scores_with_model(settings) else None
         prepared = None if recipe is None else recipe.hooks().prepare(settings, environment, (train, validation))
@@ -207,7 +217,7 @@ def build_run(
         encoder=encoder, store=store, checkpoint=checkpoint, total_steps=total_steps,
         worker_plan=plan, contents=contents,
         conversations=conversations, further_conversations={name: texts for name, (_, texts) in further.items()},
-        recipe=prepared, environments=environments,
+        recipe=prepared, environments=environments, unscored=unscored,
     )  # fmt: skip
 
 
@@ -293,6 +303,9 @@ def _worker_plan(
         adaptive_phases=adaptive_phases(settings),
         rewards=settings.reward_model if settings.reward_model.enable else None,
         role=role,
+        teacher=settings.teacher if environment.teacher_folder is not None else None,
+        teacher_folder=None if environment.teacher_folder is None else str(environment.teacher_folder),
+        distill=settings.distill if has_teacher(settings) and mode_of(settings).updates else None,
     )
 
 
@@ -325,8 +338,12 @@ def _datasets(settings: Settings, environment: Environment, by_rules: bool) -> t
     if rewards.recipe is not None:
         return rewards.recipe.hooks().datasets(settings, environment.tokenizer)
     converses = settings.actor_rollout_ref.rollout.converses
-    read = build_supervised_dataset if mode.supervised else partial(build_dataset, by_rules=by_rules, converses=converses)
-    train = None if data.streaming else read(data.train_files, data, environment.tokenizer, "train")
+    read: Callable[..., list[PromptRow] | CustomRows] = build_supervised_dataset
+    if not mode.supervised:
+        read = partial(build_dataset, by_rules=by_rules, converses=converses)
+    # Only training rows have a teacher.
+    told = {} if mode.supervised or not has_teacher(settings) else {"teacher_prompt": settings.distill.teacher_prompt}
+    train = None if data.streaming else read(data.train_files, data, environment.tokenizer, "train", **told)
     validation = None if data.val_files is None else read(data.val_files, data, environment.tokenizer, "val")
     for split in (train, validation):
         if isinstance(split, PromptDataset):  # rows of another class are checked when they are read
@@ -345,6 +362,19 @@ def _check_rows(settings: Settings, rows: Iterable[PromptRow]) -> None:
     rewards = settings.reward_model
     scored = ((row.data_source, row.address, row.ground_truth, row.text) for row in rows)
     check_rows(scored, rewards.sandbox_fusion.url is not None, rewards.tolerant_rules)
+
+
+def _has_no_rule(settings: Settings, datasets: Sequence[PromptRows | None]) -> bool:
+    # Whether no built-in rule can score these rows. The rows of a stream are not known yet.
+    train, _ = datasets
+    try:
+        if train is None:
+            raise DataError("data.streaming=true: the rows are not known before the run.")
+        _check_rows(settings, (rows[index] for rows in datasets if rows is not None for index in range(len(rows))))
+    except DataError as problem:
+        logger.info("the responses get no scores, and only the teacher is learned from. %s", problem)
+        return True
+    return False
 
 
 def _reward_models(
@@ -399,7 +429,8 @@ def _stream_loader(
     by_rules: bool,
 ) -> StreamLoader:
     data, tokenizer, converses = settings.data, environment.tokenizer, settings.actor_rollout_ref.rollout.converses
-    reader = stream_reader(data, tokenizer, mode_of(settings).supervised, by_rules, converses)
+    told = settings.distill.teacher_prompt if has_teacher(settings) else None
+    reader = stream_reader(data, tokenizer, mode_of(settings).supervised, by_rules, converses, told)
 
     def read(items: Sequence[Item]) -> list[PromptRow]:
         read = reader(items)
@@ -452,8 +483,9 @@ def scorer_of(context: RunContext, workers: TimedGroup, runner: RewardRunner | N
     is_function, agent = settings.custom_reward_function.path is not None, settings.actor_rollout_ref.rollout.agent
     alone = not is_function and model is None and any(kind.has_reward for kind in context.environments.values())
     return Rewarder(
-        runner, dapo, model, not is_function, workers.clock, failed_reward=agent.failed_reward, environment_alone=alone
-    )
+        runner, dapo, model, not is_function, workers.clock, failed_reward=agent.failed_reward, environment_alone=alone,
+        unscored=context.unscored,
+    )  # fmt: skip
 
 
 def build_validator(context: RunContext, generator: Generator, scorer: Scorer) -> Validator | LossValidator | None:
@@ -511,14 +543,20 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
         follower = ScoringFollower.of(scorer, environment.tokenizer, environment.run_dir)
     group_filter = GroupFilter(data.train_batch_size, rollout.n, filters.metric, filters.max_num_gen_batches)
     bypasses = correction.bypass_mode and mode.updates and not mode.supervised
+    teacher = None
+    if context.worker_plan.distill is not None:
+        tokenizer = None if settings.distill.teacher_prompt is None or mode.supervised else environment.tokenizer
+        teacher = TeacherPass(workers, teacher_budget(settings), balance, tokenizer)
+    is_sampled = settings.distill.divergence == SAMPLED
     # A scorer that reads log-probs runs before the update, so the update cannot compute them.
-    on_policy = mode.updates and not scorer.reads and update_gives_old_log_probs(actor, data.train_batch_size, algorithm)
+    on_policy = mode.updates and not scorer.reads and update_gives_old_log_probs(settings)
     options = reads_entropy(actor, algorithm), statistics_of(algorithm)
     old_pass = LogProbPass(workers, "old_log_prob", Worker.old_log_probs, old_budget, balance, options)
     cutter = MiniBatchCutter(workers.world_size, actor, rollout.n, update_budget, balance)
     adapts_entropy = actor.entropy_ctrl.target is not None
     entropy = EntropyController(actor.entropy_ctrl, actor.entropy_coeff) if adapts_entropy else None
-    policy_update = PolicyUpdate(cutter, actor, context.store, entropy)
+    states = None if teacher is None or is_sampled else teacher.states
+    policy_update = PolicyUpdate(cutter, actor, context.store, entropy, states)
     # The engine's log-probs in a dump may come from other weights, so a difference is not a fault.
     compared = rollout if replay is None else replace(rollout, max_logprob_diff=None)
     mismatch = MismatchCheck(compared, actor.fsdp_config, environment.features if replay is None else ())
@@ -549,6 +587,8 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
         critic=_build_critic_training(context, workers, old_pass),
         algorithm=algorithm,
         kl_control=KlController(algorithm.kl_ctrl),
+        teacher=teacher,
+        distill=context.worker_plan.distill,
         step_metrics=StepMetrics(
             data.max_prompt_length, data.max_response_length, data.truncation != "error", not mode.supervised
         ),

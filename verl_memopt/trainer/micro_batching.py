@@ -13,10 +13,10 @@ import torch
 from verl_memopt.algorithms.kl import EntropyController
 from verl_memopt.algorithms.records import LOSSES, load
 from verl_memopt.algorithms.rows import GlobalCounts
-from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, Ref, Rollout, Settings
+from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, Ref, Rollout, Settings, Teacher
 from verl_memopt.data.batch import RolloutBatch, token_index
 from verl_memopt.errors import ConfigError, TrainingError
-from verl_memopt.memory.knob import reference_ranks
+from verl_memopt.memory.knob import has_teacher, reference_ranks, sequence_ranks
 from verl_memopt.memory.token_budget import LearnedBudget, PassFigures
 from verl_memopt.memory.token_packing import RowTokens, alike, balance, largest_pass, pack_fixed, pack_groups_under
 from verl_memopt.run.checkpoints import CheckpointStore
@@ -99,9 +99,14 @@ def budgets(roles: ActorRolloutRef) -> tuple[Budget, Budget, Budget]:
     return update, _log_prob_budget(roles.rollout, "rollout", ranks), _log_prob_budget(roles.ref, "ref", reference_ranks(roles))
 
 
-def _log_prob_budget(role: Rollout | Ref, name: str, ranks: int) -> Budget:
+def teacher_budget(settings: Settings) -> Budget:
+    return _log_prob_budget(settings.teacher, "teacher", sequence_ranks(settings, "teacher"))
+
+
+def _log_prob_budget(role: Rollout | Ref | Teacher, name: str, ranks: int) -> Budget:
     tokens, rows = role.log_prob_max_token_len_per_gpu or 0, role.log_prob_micro_batch_size_per_gpu
-    key = f"actor_rollout_ref.{name}.log_prob_max_token_len_per_gpu"
+    section = name if isinstance(role, Teacher) else f"actor_rollout_ref.{name}"
+    key = f"{section}.log_prob_max_token_len_per_gpu"
     budget = Budget(bool(role.log_prob_use_dynamic_bsz), tokens, rows, key, ranks=ranks)
     return budget.learning(role.log_prob_adaptive_token_budget)
 
@@ -121,6 +126,9 @@ def adaptive_phases(settings: Settings) -> tuple[str, ...]:
         "update_actor": roles.actor.adaptive_token_budget and roles.actor.use_dynamic_bsz,
         "old_log_prob": roles.rollout.log_prob_adaptive_token_budget and roles.rollout.log_prob_use_dynamic_bsz,
         "ref": roles.ref.log_prob_adaptive_token_budget and roles.ref.log_prob_use_dynamic_bsz,
+        "teacher": has_teacher(settings)
+        and settings.teacher.log_prob_adaptive_token_budget
+        and settings.teacher.log_prob_use_dynamic_bsz,
         "values": critic.adaptive_token_budget and critic.use_dynamic_bsz,
         "update_critic": critic.adaptive_token_budget and critic.use_dynamic_bsz,
         "reward": rewards.adaptive_token_budget and (rewards.use_dynamic_bsz or rewards.recipe is not None),
@@ -321,8 +329,20 @@ class PolicyUpdate:
     store: CheckpointStore
     entropy: EntropyController | None = None
     """Adapts the weight of the entropy bonus; None = the weight is constant."""
+    teacher_states: Callable[[RolloutBatch, Sequence[str], list[list[MiniBatch]]], None] | None = None
+    """Lets the teacher compute the states that the update of these mini-batches reads; None = it reads none."""
 
     def cut(self, batch: RolloutBatch, names: Sequence[str], step: int) -> list[list[MiniBatch]]:
+        """Return the mini-batches of each rank. If their update reads states of a teacher, the workers have them then."""
+        if self.teacher_states is not None:
+            batch = batch.clone(recurse=False)
+            batch.places = torch.arange(batch.responses.flat.shape[0])
+        per_rank = self._cut(batch, names, step)
+        if self.teacher_states is not None:
+            self.teacher_states(batch, names, per_rank)
+        return per_rank
+
+    def _cut(self, batch: RolloutBatch, names: Sequence[str], step: int) -> list[list[MiniBatch]]:
         per_rank = self.cutter.cut(batch, names, step, lambda rows, seed: with_selection(batch, rows, self.actor, seed))
         if self.entropy is None:
             return per_rank

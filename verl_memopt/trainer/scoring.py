@@ -141,6 +141,7 @@ class Rewarder:
         reads: Empty, because only the text is read, see :class:`Scorer`.
         failed_reward: Reward of a conversation whose environment failed. None = it has no reward.
         environment_alone: The environments of conversations give the reward, and there is no reward function.
+        unscored: No answer gets a score.
     """
 
     runner: RewardRunner | None
@@ -151,6 +152,7 @@ class Rewarder:
     reads: frozenset[str] = frozenset()
     failed_reward: float | None = None
     environment_alone: bool = False
+    unscored: bool = False
 
     @property
     def learned_budget(self) -> LearnedBudget | None:
@@ -176,7 +178,9 @@ class Rewarder:
             if answers.begun is not None:
                 self.clock.add(REWARD_IN_ROLLOUT, answers.begun.busy_seconds)
         with timed:
-            if self.environment_alone:
+            if self.unscored:
+                results = [RewardResult(math.nan)] * len(answers.rows)
+            elif self.environment_alone:
                 results = [RewardResult(0.0)] * len(answers.rows)
             elif model_scores is not None and self.model_alone:
                 results = [RewardResult(score) for score in model_scores]
@@ -251,7 +255,7 @@ class ScoringFollower:
     @classmethod
     def of(cls, scorer: Scorer, tokenizer: Any, folder: Path) -> Self | None:
         # Scoring cannot begin early if a function is called once for all rows, or if a reward model needs the engine's device.
-        if not isinstance(scorer, Rewarder) or scorer.runner is None or scorer.model is not None:
+        if not isinstance(scorer, Rewarder) or scorer.runner is None or scorer.model is not None or scorer.unscored:
             return None
         return None if MANAGERS[scorer.runner.manager].whole_batch else cls(scorer.runner, tokenizer, folder)
 

@@ -16,7 +16,8 @@ from verl_memopt.agents.loop import conversation_metrics, prompt_tokens
 from verl_memopt.algorithms.kl import KlController, kl_estimate
 from verl_memopt.algorithms.losses import explained_variance
 from verl_memopt.algorithms.rollout_correction import corrects_before_update
-from verl_memopt.config.schema import Actor, Algorithm, Critic
+from verl_memopt.config.role_settings import SAMPLED
+from verl_memopt.config.schema import Actor, Algorithm, Critic, Distill
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.data.prompts import PromptPrefetcher, StepPrompts
 from verl_memopt.memory.token_budget import LearnedBudget, budget_metrics
@@ -33,6 +34,7 @@ from verl_memopt.trainer.rollouts import (
     LogProbPass,
     RowAnswers,
     StepBatch,
+    TeacherPass,
     dataset_answers,
     to_batch,
 )
@@ -63,6 +65,8 @@ class TrainingStep:
         critic: Computes values, and is trained on returns; None = the estimator needs no critic.
         kl_control: Adapts the coefficient of the KL in the reward.
         reference_sync: Moves the reference towards the policy; None = the reference keeps its weights.
+        teacher: The teacher's pass over the responses; None = there is no teacher.
+        distill: What is learned from it.
         before_update: Called just before the update. It may raise Stopped, because a step can be abandoned until then.
     """
 
@@ -76,6 +80,8 @@ class TrainingStep:
     kl_control: KlController
     step_metrics: StepMetrics
     reference_sync: ReferenceSync | None = None
+    teacher: TeacherPass | None = None
+    distill: Distill | None = None
     before_update: Callable[[], None] = lambda: None
 
     def train_step(self, step: int) -> StepResult:
@@ -109,6 +115,11 @@ class TrainingStep:
         self.metrics(batch)
         return self.result(batch)
 
+    @property
+    def reads_teacher(self) -> bool:
+        # Whether the advantages read the teacher's log-probs.
+        return self.distill is not None and self.distill.divergence == SAMPLED
+
     def warms_up(self, step: int) -> bool:
         return self.critic is not None and self.critic.warms_up(step)
 
@@ -124,6 +135,10 @@ class TrainingStep:
             score(self.scorer, batch)
         if self.ref_pass is not None:
             batch.rows.ref_log_probs = self.ref_pass.compute(batch.rows, batch.names).log_probs
+        if self.teacher is not None:
+            self.teacher.tell(batch)
+            if self.reads_teacher:
+                batch.rows.teacher_log_probs = self.teacher.log_probs(batch.rows, batch.names)
         if "ref_log_probs" in reads or batch.answers.model_scores is not None:
             score(self.scorer, batch)
         return batch
@@ -143,7 +158,7 @@ class TrainingStep:
         with self.workers.clock.phase("adv"):
             # The rollout correction comes first, because the advantages may use its weights.
             self.correct(batch)
-            batch.advantages = batch.estimate(algorithm, self.kl_control)
+            batch.advantages = batch.estimate(algorithm, self.kl_control, self.distill)
             batch.rows.advantages = batch.advantages.per_token
             batch.rows.returns = None if self.critic is None else batch.advantages.returns
             if algorithm.use_pf_ppo:

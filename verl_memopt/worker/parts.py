@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from verl_memopt.memory.chunked_logprob_torch import TokenGradient
+from verl_memopt.memory.logit_tiles import LogitGrads
+from verl_memopt.memory.teaching import Teaching, TopTeaching
 from verl_memopt.model.open_path import OpenPack, PackStep, RunPack
 from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.packing import Pack
 from verl_memopt.model.prefix_kv import PrefixKV
 
-Compute: TypeAlias = Callable[[Pack, PrefixKV | None, TokenGradient | None], tuple[Tensor | None, ...]]
-"""Runs a model on a pack, with the prefix KV that it reads and the gradient of each log-prob, if that is known before."""
+Teacher: TypeAlias = Teaching | TopTeaching
+
+Compute: TypeAlias = Callable[[Pack, PrefixKV | None, TokenGradient | None, Teacher | None], tuple[Tensor | None, ...]]
+"""Runs a model on a pack, with the prefix KV that it reads, the gradient of each log-prob, if that is known before, and what a
+teacher says of the tokens."""
 
 
 @dataclass(eq=False)
@@ -38,12 +43,17 @@ class Parts:
     def map(self, change: Callable[[Tensor], Tensor]) -> Parts:
         return Parts([step.map(change) for step in self.steps])
 
-    def outputs(self, model: PackedModel, compute: Compute, token_gradient: TokenGradient | None) -> tuple[Tensor | None, ...]:
-        """Return the values of all sampled tokens, as leaves of a new graph."""
-        self._compute, self._learned = compute, token_gradient is not None
+    def outputs(
+        self, model: PackedModel, compute: Compute, token_gradient: TokenGradient | None, teaching: Teacher | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """Return the values of all sampled tokens, as leaves of a new graph. ``teaching`` covers these tokens."""
+        self._compute, self._learned, self._teaching = compute, token_gradient is not None, teaching
         if token_gradient is None:
             with torch.no_grad():
-                found = [(part.entries, compute(part.pack, prefix_kv, None)) for part, prefix_kv in self.passes(model)]
+                found = [
+                    (part.entries, compute(part.pack, prefix_kv, None, self._taught(part)))
+                    for part, prefix_kv in self.passes(model)
+                ]
         else:
             found = [
                 (part.entries, self._learn(model, part, prefix_kv, _of_entries(token_gradient, part.entries)))
@@ -58,14 +68,16 @@ class Parts:
         if self._learned:
             return
         for part, prefix_kv in self.passes(model):
-            gradients = [None if leaf is None or leaf.grad is None else leaf.grad[part.entries] for leaf in self._leaves]
-            self._learn(model, part, prefix_kv, _known(*gradients))
+            log_probs, *others = (None if leaf is None or leaf.grad is None else leaf.grad[part.entries] for leaf in self._leaves)
+            # A loss of divergences alone has no gradient of log-probs.
+            log_probs = torch.zeros(len(part.entries), device=part.entries.device) if log_probs is None else log_probs
+            self._learn(model, part, prefix_kv, _known(log_probs, *others))
 
     def _learn(
         self, model: PackedModel, part: RunPack, prefix_kv: PrefixKV | None, gradient: TokenGradient
     ) -> tuple[Tensor | None, ...]:
         with self.context():
-            values = self._compute(part.pack, prefix_kv, gradient)
+            values = self._compute(part.pack, prefix_kv, gradient, self._taught(part))
         found = tuple(None if value is None else value.detach() for value in values)
         log_probs, entropy = (*found, None)[:2]
         assert log_probs is not None
@@ -74,6 +86,9 @@ class Parts:
         torch.autograd.backward([value for value, _ in used], [own for _, own in used])
         model.end_backward()
         return found
+
+    def _taught(self, part: RunPack) -> Teacher | None:
+        return None if self._teaching is None else self._teaching.at(part.entries)
 
     def passes(self, model: PackedModel) -> Iterator[tuple[RunPack, PrefixKV | None]]:
         """Yield each pass and the prefix KV that it reads. Backward of the prefix KV runs if the caller's gradients are on."""
@@ -103,7 +118,10 @@ def _of_entries(token_gradient: TokenGradient, entries: Tensor) -> TokenGradient
     return lambda rows, log_probs, entropy: token_gradient(entries[rows], log_probs, entropy)
 
 
-def _known(log_probs: Tensor | None, entropy: Tensor | None = None) -> TokenGradient:
-    # The gradients of log-probs and entropies, as a function of tokens.
-    assert log_probs is not None
-    return lambda rows, *_: (log_probs[rows], None if entropy is None else entropy[rows])
+def _known(log_probs: Tensor, entropy: Tensor | None = None, *others: Tensor | None) -> TokenGradient:
+    # The gradients of the outputs, as a function of tokens.
+    def at(rows: Any, *_: Any) -> LogitGrads:
+        of_others: tuple[Tensor | None, ...] = tuple(None if other is None else other[rows] for other in others)
+        return log_probs[rows], None if entropy is None else entropy[rows], *of_others
+
+    return at

@@ -33,10 +33,11 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory import residency
 from verl_memopt.memory.activation_offload_torch import BYTES_MOVED, CRITIC_BYTES_MOVED
 from verl_memopt.memory.chunked_logprob_torch import TokenGradient
-from verl_memopt.memory.logit_tiles import TokenStatistics
+from verl_memopt.memory.logit_tiles import LogitGrads, TokenStatistics
 from verl_memopt.memory.lora_torch import StartingAdapter, adapters_off, starting_adapter
-from verl_memopt.memory.residency import POLICY, REFERENCE
+from verl_memopt.memory.residency import POLICY, REFERENCE, TEACHER
 from verl_memopt.memory.split_masters import KEY as SPLIT_KEY
+from verl_memopt.memory.teaching import Teaching, TopTeaching
 from verl_memopt.memory.token_budget_torch import attempts
 from verl_memopt.model.assembly import build_critic, build_trained_policy, materialize, materialize_critic
 from verl_memopt.model.families import POLICY_KEY
@@ -44,6 +45,7 @@ from verl_memopt.model.packed_model import PackedModel, PolicyModel
 from verl_memopt.model.packing import Pack
 from verl_memopt.model.prefix_kv import PrefixKV
 from verl_memopt.model.value_model import CRITIC_KEY, ValueModel, stored_head
+from verl_memopt.worker.parts import Teacher
 from verl_memopt.worker.roles import RoleBuilder, compiles_functions, fill_masters, start_adapters
 from verl_memopt.worker.trained_model import (
     ACTOR,
@@ -90,6 +92,10 @@ class Policy:
     ) -> None:
         self.model = model
         self.bypass: RolloutCorrection | None = None
+        self.distill_coef = 0.0
+        """Weight of the divergences from the teacher in the loss. 0 = no exact divergence is computed."""
+        self.teaching: Callable[[MicroBatch], Teaching | TopTeaching] | None = None
+        """Returns what the head needs for these divergences."""
         self.start: StartingAdapter | None = None
         """The adapters that training started from. None = it started from the base model."""
         self.actor = actor
@@ -121,6 +127,7 @@ class Policy:
             policy.start = starting_adapter(Path(model.lora_adapter_path), policy_model, policy_model.compute, roles.device)
         # With LoRA the reference is the policy with its starting adapters, or without adapters.
         also = (REFERENCE, *roles.also) if model.lora_rank > 0 else ()
+        also += (TEACHER,) if plan.distill is not None and plan.teacher_folder is None else ()  # it is its own teacher
         policy.trained.home = roles.home_of(POLICY, policy_model, fsdp, also)
         return policy
 
@@ -164,20 +171,22 @@ class Policy:
         """
 
         def loss(micro: MicroBatch, counts: GlobalCounts, prefix_kv: PrefixKV | None) -> tuple[Tensor, dict[str, Tensor]]:
-            objective = Objective(micro, counts, self.actor, self.bypass)
+            teaching = None if self.teaching is None else self.teaching(micro)
+            coefficient = 0.0 if teaching is None else self.distill_coef
+            objective = Objective(micro, counts, self.actor, self.bypass, coefficient)
             token_gradient = objective.token_gradient(self.trained.world_size)
 
-            def compute(pack: Pack, kv: PrefixKV | None, gradient: TokenGradient | None) -> Any:
-                return self.model(pack, temperature, objective.with_entropy, gradient, kv)
+            def compute(pack: Pack, kv: PrefixKV | None, gradient: TokenGradient | None, taught: Teacher | None) -> Any:
+                return self.model(pack, temperature, objective.with_entropy, gradient, kv, teaching=taught)
 
             # With a token_gradient the head computes its gradient in this forward. The backward() of the loss, which
             # TrainedModel runs, then only passes it on to the blocks.
-            log_probs, entropy = micro.outputs(self.model, compute, prefix_kv, token_gradient)
+            log_probs, *others = micro.outputs(self.model, compute, prefix_kv, token_gradient, teaching)
             assert log_probs is not None
             if kept is not None:
                 # Detached, because the list outlives the graph of the micro-batch.
                 kept.append(log_probs.detach())
-            return objective.loss(log_probs, entropy)
+            return objective.loss(log_probs, *others)
 
         return loss
 
@@ -203,22 +212,24 @@ class Objective:
     counts: GlobalCounts
     actor: Actor
     bypass: RolloutCorrection | None = None
+    distill_coef: float = 0.0
+    """Weight of the divergences from the teacher. 0 = the head computes none."""
 
     @property
     def with_entropy(self) -> bool:
         # An adaptive coefficient needs the measured entropy even while the coefficient is 0.
         return self.actor.entropy_coeff != 0 or self.actor.entropy_ctrl.target is not None
 
-    def loss(self, log_probs: Tensor, entropy: Tensor | None) -> LossAndMetrics:
+    def loss(self, log_probs: Tensor, entropy: Tensor | None, divergence: Tensor | None = None) -> LossAndMetrics:
         """Return this rank's share of the loss (a scalar with gradient) and of its metrics (scalars without gradient).
 
-        ``log_probs`` and ``entropy`` are fp32 [R], in the order of ``pack.targets``. ``with_entropy`` says whether ``entropy``
-        is required.
+        ``log_probs``, ``entropy`` and ``divergence`` are fp32 [R], in the order of ``pack.targets``. ``with_entropy`` says
+        whether ``entropy`` is required. ``divergence``: None = the run has no exact divergence from a teacher.
         """
         old = self._old(log_probs, EVERYTHING)
         loss, parts = self._policy(log_probs, old, EVERYTHING)
         metrics = {f"actor/{name}": value for name, value in parts.items()}
-        for weight, name, value in self._penalties(log_probs, old, entropy, EVERYTHING):
+        for weight, name, value in self._penalties(log_probs, old, entropy, divergence, EVERYTHING):
             metrics[f"actor/{name}"] = value.detach()
             loss = loss + weight * value
         metrics["actor/loss"] = loss.detach()
@@ -227,7 +238,8 @@ class Objective:
     def token_gradient(self, scale: float) -> TokenGradient | None:
         """Return a function that computes the gradient of ``scale * loss`` for some of the tokens, before any backward.
 
-        The function maps (indices of tokens, their log-probs, their entropies) to the gradients of log-probs and entropies.
+        The function maps (indices of tokens, their log-probs, their entropies) to the gradients of log-probs and entropies, and
+        if the head computes divergences from a teacher, also to the gradients of these.
         The result is None if the gradient of a token depends on the log-probs of other tokens. This is so off-policy if the
         tokens of a response share one ratio, and always for terms that read a whole response.
         """
@@ -238,10 +250,12 @@ class Objective:
         is_constant = on_policy and (self.bypass is not None or LOSSES[self.actor.policy_loss.loss_mode].is_ratio)
         on_policy_gradient = self._on_policy_gradient() if is_constant else None
         alone = None if on_policy_gradient is None or self.actor.use_kl_loss else on_policy_gradient * scale
+        taught = self._teacher_gradient(scale) if self.distill_coef else None
 
-        def gradient(rows: Any, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        def gradient(rows: Any, log_probs: Tensor, entropy: Tensor | None) -> LogitGrads:
+            further = () if taught is None else (taught[rows],)
             if alone is not None and entropy is None:
-                return alone[rows], None
+                return alone[rows], None, *further
             with torch.enable_grad():
                 # Leaves of a new small graph, because the graph of the head does not exist yet.
                 log_probs = log_probs.detach().requires_grad_()
@@ -251,14 +265,27 @@ class Objective:
                     loss, _ = self._policy(log_probs, old, rows)
                 else:
                     loss = (log_probs * on_policy_gradient[rows]).sum()
-                for weight, _, value in self._penalties(log_probs, old, entropy, rows):
+                for weight, _, value in self._penalties(log_probs, old, entropy, None, rows):
                     loss = loss + weight * value
                 # TrainedModel runs the backward of the loss times the number of ranks, so this gradient needs the same factor.
                 loss = loss * scale
             found = torch.autograd.grad(loss, [log_probs] if entropy is None else [log_probs, entropy])
-            return found[0], None if entropy is None else found[1]
+            return found[0], None if entropy is None else found[1], *further
 
         return gradient
+
+    def _teacher_gradient(self, scale: float) -> Tensor:
+        # The gradients of all divergences, fp32 [R]. They do not depend on the divergences, because the loss averages these.
+        with torch.enable_grad():
+            divergence = torch.zeros_like(self.micro.pack.row, dtype=torch.float32, requires_grad=True)
+            loss = self.distill_coef * scale * self._mean(divergence, self.actor.loss_agg_mode, EVERYTHING)
+        return torch.autograd.grad(loss, divergence)[0]
+
+    def _mean(self, values: Tensor, mode: str, rows: Any) -> Tensor:
+        micro = self.micro
+        # Set to 0 before the sum. A product with a mask would keep a NaN of a rejected token.
+        values = values if micro.kept is None else values.where(micro.kept[rows], 0.0)
+        return aggregate(values, micro.pack.row[rows], micro.lengths, mode, self.counts, self.actor.loss_scale_factor)
 
     def _policy(self, log_probs: Tensor, old: Tensor, rows: Any) -> LossAndMetrics:
         micro = self.micro
@@ -313,25 +340,22 @@ class Objective:
             return log_probs.detach()
         return old[rows] if kept is None else old[rows].where(kept[rows], log_probs.detach())
 
-    def _penalties(self, log_probs: Tensor, old: Tensor, entropy: Tensor | None, rows: Any) -> list[tuple[float, str, Tensor]]:
-        actor, pack, kept = self.actor, self.micro.pack, self.micro.kept
+    def _penalties(
+        self, log_probs: Tensor, old: Tensor, entropy: Tensor | None, divergence: Tensor | None, rows: Any
+    ) -> list[tuple[float, str, Tensor]]:
+        actor = self.actor
         penalties = []
-
-        def mean(values: Tensor, mode: str) -> Tensor:
-            scale_factor = actor.loss_scale_factor
-            # Set to 0 before the sum. A product with a mask would keep a NaN of a rejected token.
-            values = values if kept is None else values.where(kept[rows], 0.0)
-            return aggregate(values, pack.row[rows], self.micro.lengths, mode, self.counts, scale_factor)
-
         if entropy is not None:
             weight = actor.entropy_coeff if self.counts.entropy_coeff is None else self.counts.entropy_coeff
-            penalties.append((-weight, "entropy", mean(entropy, actor.entropy_agg_mode or actor.loss_agg_mode)))
+            penalties.append((-weight, "entropy", self._mean(entropy, actor.entropy_agg_mode or actor.loss_agg_mode, rows)))
+        if divergence is not None:
+            penalties.append((self.distill_coef, "distill_loss", self._mean(divergence, actor.loss_agg_mode, rows)))
         if actor.use_kl_loss:
             assert self.micro.ref_log_probs is not None
             divergence = kl_estimate(log_probs, self.micro.ref_log_probs[rows], actor.kl_loss_type)
             if actor.kl_loss_by_ratio:
                 divergence = divergence * self._kl_weights(log_probs, old)
-            penalties.append((actor.kl_loss_coef, "kl_loss", mean(divergence, actor.loss_agg_mode)))
+            penalties.append((actor.kl_loss_coef, "kl_loss", self._mean(divergence, actor.loss_agg_mode, rows)))
         return penalties
 
     def _on_policy_gradient(self) -> Tensor:
@@ -349,8 +373,9 @@ class Objective:
 Output = TypeVar("Output")
 
 
-Forward = Callable[[Pack, PrefixKV | None, Sequence[int]], Output]
-"""Runs a model. Its arguments are some rows packed into one sequence, the prefix KV of their prompt or None, and the rows."""
+Forward = Callable[[Pack, PrefixKV | None, Sequence[int] | Tensor], Output]
+"""Runs a model. Its arguments are some rows packed into one sequence, the prefix KV of their prompt or None, and the rows. For a
+part of rows, the last argument has the places of its sampled tokens in the batch instead, int64 on the host."""
 
 
 def forward_pass(
@@ -377,7 +402,8 @@ def forward_pass(
             for rows, micro in zip(micro_batches, micros, strict=True):
                 if micro.parts is not None:
                     places, passes = token_index(batch.responses.sizes(), rows), micro.parts.passes(model)
-                    outputs.append([(places[part.entries_on_host], forward(part.pack, kv, rows)) for part, kv in passes])
+                    own = ((places[part.entries_on_host], part, kv) for part, kv in passes)
+                    outputs.append([(chosen, forward(part.pack, kv, chosen)) for chosen, part, kv in own])
                     continue
                 if micro.prompt is not None and prefix_kv is None:
                     prefix_kv = model.compute_prefix(micro.prompt)
@@ -436,7 +462,7 @@ def compute_log_probs(
     """
     asked = {name: load_statistic(address) for name, address in statistics.items()}
 
-    def forward(pack: Pack, prefix_kv: PrefixKV | None, rows: Sequence[int]) -> LogProbs:
+    def forward(pack: Pack, prefix_kv: PrefixKV | None, _: Sequence[int] | Tensor) -> LogProbs:
         found = TokenStatistics(asked)
         log_probs, entropy = pack_log_probs(policy, pack, temperature, with_entropy, prefix_kv, found)
         return LogProbs(log_probs, entropy, found.values)
@@ -468,7 +494,7 @@ def compute_scores(
     """
     assert all(batch.responses.sizes()), "each conversation must end with one token more"
 
-    def forward(pack: Pack, prefix_kv: PrefixKV | None, rows: Sequence[int]) -> Tensor:
+    def forward(pack: Pack, prefix_kv: PrefixKV | None, _: Sequence[int] | Tensor) -> Tensor:
         return model(pack, prefix_kv)[pack.row_lengths.cumsum(0) - 1]
 
     scores = torch.empty(batch.num_rows, dtype=torch.float32)
@@ -520,7 +546,7 @@ class TrainedCritic:
         self, micro: MicroBatch, counts: GlobalCounts, prefix_kv: PrefixKV | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         (predictions,) = micro.outputs(
-            self.model, lambda pack, kv, _: (self.model(pack, kv),), prefix_kv, self._token_gradient(micro, counts)
+            self.model, lambda pack, kv, *_: (self.model(pack, kv),), prefix_kv, self._token_gradient(micro, counts)
         )
         assert predictions is not None
         loss, metrics = self._loss(micro, counts, predictions, EVERYTHING)

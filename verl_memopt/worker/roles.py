@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,9 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from verl_memopt.agents.loop import AgentPlan
 from verl_memopt.config import schema
+from verl_memopt.config.role_settings import SAMPLED
 from verl_memopt.config.schema import (
     ActorRolloutRef,
     CriticModel,
+    Distill,
     Fsdp,
     Memory,
     Model,
@@ -40,7 +43,7 @@ from verl_memopt.memory.activation_offload_torch import ActivationOffload
 from verl_memopt.memory.fused import compiler_works
 from verl_memopt.memory.lora_torch import initialize_adapters, load_adapter
 from verl_memopt.memory.quantized_frozen_torch import exact_weights
-from verl_memopt.memory.residency import REFERENCE, REWARD_MODEL, OffloadedParams, Residency
+from verl_memopt.memory.residency import REFERENCE, REWARD_MODEL, TEACHER, TEACHER_HEAD, OffloadedParams, Residency
 from verl_memopt.model.assembly import (
     ModelUse,
     build_policy,
@@ -52,9 +55,9 @@ from verl_memopt.model.assembly import (
 from verl_memopt.model.families import POLICY_KEY
 from verl_memopt.model.packed_model import PackedModel, PolicyModel
 from verl_memopt.model.packing import pack_rows
-from verl_memopt.model.packing_check import REWARD_KEY, check_packing
+from verl_memopt.model.packing_check import REWARD_KEY, TEACHER_KEY, check_packing, frozen_causal_model
 from verl_memopt.model.value_model import ValueModel
-from verl_memopt.model.weights import WeightFolder, local_region, named_weights
+from verl_memopt.model.weights import WeightFolder, load_model_config, local_region, named_weights
 from verl_memopt.observe.byte_tracker import HOST, scope
 from verl_memopt.observe.phase import GIB, MIB
 from verl_memopt.worker.group import Placement
@@ -134,6 +137,12 @@ class WorkerPlan:
     responses."""
     role: RolePlan | None = None
     """The further role of a recipe. None = there is none."""
+    teacher: schema.Teacher | None = None
+    """The ``teacher`` section of the settings. None = the run does not distill, or the policy is its own teacher."""
+    teacher_folder: str | None = None
+    """Folder of the teacher's model."""
+    distill: Distill | None = None
+    """The ``distill`` section of the settings. None = the run does not distill."""
     beside_cache_bytes: int | None = None
     """With ``rollout.kv_cache_memory_gb=auto``: bytes on the device that are not KV cache, by the planner's formulas. None = the
     settings give the size of the cache."""
@@ -145,15 +154,18 @@ class WorkerPlan:
     """False = the worker has only one other role, and its own device."""
 
     def alone(self, role: str) -> WorkerPlan:
-        absent: dict[str, Any] = dict.fromkeys(("engine_folder", "reference_folder", "role", "beside_cache_bytes"))
+        absent: dict[str, Any] = dict.fromkeys(ALONE)
         snapshots = None if self.snapshot_folder is None else f"{self.snapshot_folder}/{role}"
-        # Only the policy's workers have an engine, a reference and the role of a recipe.
+        # Only the policy's workers have an engine, a reference, a teacher and the role of a recipe.
         own = {**absent, **_absent({*OWN_ROLES} - {role}), "snapshot_folder": snapshots}
         return dataclasses.replace(self, **own, has_policy=False)
 
     def without(self, roles: Iterable[str]) -> WorkerPlan:
         return dataclasses.replace(self, **_absent(roles))
 
+
+ALONE = ("engine_folder", "reference_folder", "role", "teacher", "teacher_folder", "distill", "beside_cache_bytes")
+"""Fields of the plan that only the policy's workers have."""
 
 OWN_ROLES = {
     "critic": ("critic", "critic_folder"),
@@ -182,6 +194,10 @@ class FrozenModel:
     compiled: bool
     """Whether the settings request compiled functions."""
     quantization: str = "none"
+    head_part: str | None = None
+    """Name of its head in the residency table, if phases need the head alone. None = the head belongs to ``part``."""
+    head_also: tuple[str, ...] = ()
+    """Further names of the head."""
 
 
 @dataclass(frozen=True)
@@ -224,13 +240,25 @@ class RoleBuilder:
                 materialize(model, folder, self.device)
         if plan.quantization != "none":
             self.log_quantization_error(model, folder, plan.key, plan.quantization)
-        home = self.home_of(plan.part, model, fsdp, also, mapped)
-        # Moving to the host and back copies the values from the mapped file to the device.
-        if home is not None and mapped is not None:
-            home.to_host()
-            home.to_device()
+        head = None if plan.head_part is None else (plan.head_part, plan.head_also)
+        self.home_of(plan.part, model, fsdp, also, mapped, head)
         self.check_packing(model, folder, plan.model_key)
         return model
+
+    def teacher(self, folder: Path) -> PolicyModel:
+        settings, teacher, distill = self.plan.settings, self.plan.teacher, self.plan.distill
+        assert teacher is not None
+        assert distill is not None
+        compiled = bool(settings.actor.use_torch_compile)
+        model = frozen_causal_model(teacher.model, settings.model)
+        frozen = FrozenModel(
+            TEACHER, TEACHER_KEY, f"{TEACHER_KEY}.model", model, teacher.fsdp_config, compiled, teacher.quantization
+        )
+        if distill.divergence != SAMPLED and distill.top_k is None:
+            # The update reads the head. The teacher's own pass reads it only if it is also the embedding.
+            tied = bool(load_model_config(model, folder, f"{TEACHER_KEY}.model").get_text_config().tie_word_embeddings)
+            frozen = dataclasses.replace(frozen, head_part=TEACHER_HEAD, head_also=(TEACHER,) if tied else ())
+        return self.frozen(frozen, folder)
 
     def moving_reference(self, reference: PolicyModel, policy: TrainedModel) -> MovingReference:
         """Wrap the reference, so that it can follow the policy.
@@ -280,6 +308,7 @@ class RoleBuilder:
         fsdp: Fsdp,
         also: tuple[str, ...] = (),
         mapped: list[torch.Tensor] | None = None,
+        head: tuple[str, tuple[str, ...]] | None = None,
     ) -> OffloadedParams | None:
         stream, home = model.stream, None
         if stream is not None:
@@ -290,8 +319,26 @@ class RoleBuilder:
                 part, stream.num_bytes / MIB, stream.most_bytes / MIB,
             )  # fmt: skip
         elif fsdp.param_offload:
-            home = OffloadedParams(part, model.parameters(), self.device, mapped, *arriving_units(model, fsdp))
-            self.residency.add(home, also)
+            pairs = list(zip(model.parameters(), mapped or repeat(None), strict=False))
+            if head is not None:
+                in_head = {id(parameter) for parameter in model.head.parameters()}
+                own = [pair for pair in pairs if id(pair[0]) in in_head]
+                pairs = [pair for pair in pairs if id(pair[0]) not in in_head]
+                self._rest(head[0], own, (), head[1])
+            home = self._rest(part, pairs, arriving_units(model, fsdp), also)
+        return home
+
+    def _rest(
+        self, name: str, pairs: Sequence[tuple[Tensor, Tensor | None]], units: tuple[Any, ...], also: tuple[str, ...]
+    ) -> OffloadedParams:
+        # Each parameter with its values in the mapped file, or None.
+        values = [value for _, value in pairs if value is not None]
+        home = OffloadedParams(name, [parameter for parameter, _ in pairs], self.device, values or None, *units)
+        if values:
+            # Moving to the host and back copies the values from the mapped file to the device.
+            home.to_host()
+            home.to_device()
+        self.residency.add(home, also)
         return home
 
     @property

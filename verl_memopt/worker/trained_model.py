@@ -35,7 +35,7 @@ from verl_memopt.model.packing import Pack, pack_forest, pack_groups, pack_promp
 from verl_memopt.model.prefix_kv import PrefixKV
 from verl_memopt.observe.device_ledger import gradient_kinds, optimizer_scope, state_tensors
 from verl_memopt.worker.optimizer import build_optimizer, build_schedule
-from verl_memopt.worker.parts import Compute, Parts
+from verl_memopt.worker.parts import Compute, Parts, Teacher
 
 # Micro-batches: the rows of one forward, packed into one sequence, with the fields that the loss reads.
 
@@ -66,6 +66,8 @@ class MicroBatch:
     them, and ``ends`` is True in the last of them. ``reads`` is False if the rows do not read this prompt, which is then computed
     only to run the same collectives as other ranks.
 
+    ``places`` are those of :class:`RolloutBatch`, int64 [R]. They stay on the host.
+
     ``parts`` is None unless the rows are too long for one forward. ``pack`` then has no tokens, only the numbers of rows.
     """
 
@@ -83,6 +85,7 @@ class MicroBatch:
     ends: bool = True
     reads: bool = True
     parts: Parts | None = None
+    places: Tensor | None = None
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -110,16 +113,21 @@ class MicroBatch:
         return replace(self, pack=self.pack.map(change), prompt=prompt, parts=parts, **fields)
 
     def outputs(
-        self, model: PackedModel, compute: Compute, prefix_kv: PrefixKV | None, token_gradient: TokenGradient | None = None
+        self,
+        model: PackedModel,
+        compute: Compute,
+        prefix_kv: PrefixKV | None,
+        token_gradient: TokenGradient | None = None,
+        teaching: Teacher | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Return what ``compute`` returns, one value per sampled token of the rows.
+        """Return what ``compute`` returns, one value per sampled token of the rows. ``teaching`` covers these tokens.
 
         If the rows are computed in parts, the values are leaves of a new graph. After the backward of a loss of them,
         :meth:`Parts.backward` is needed.
         """
         if self.parts is None:
-            return compute(self.pack, prefix_kv, token_gradient)
-        return self.parts.outputs(model, compute, token_gradient)
+            return compute(self.pack, prefix_kv, token_gradient, teaching)
+        return self.parts.outputs(model, compute, token_gradient, teaching)
 
 
 def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
@@ -171,7 +179,7 @@ def _in_parts(batch: RolloutBatch, rows: InParts) -> MicroBatch:
 
 
 def _token_tensors(batch: RolloutBatch) -> dict[str, Any]:
-    return {name: getattr(batch, name) for name in TOKEN_TENSORS}
+    return {name: getattr(batch, name) for name in (*TOKEN_TENSORS, "places")}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 
 from verl_memopt.agents.loop import AgentLoop, Conversation, LoopTimes, Task, build_loop
 from verl_memopt.config.keys import replaced
-from verl_memopt.config.schema import ActorRolloutRef
+from verl_memopt.config.schema import ActorRolloutRef, Distill
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.distributed.device import empty_cache, join_process_group, leave_process_group, local_device
 from verl_memopt.distributed.file_records import Records
@@ -67,6 +67,7 @@ from verl_memopt.worker.policy import (
     compute_scores,
 )
 from verl_memopt.worker.roles import FrozenRole, MovingReference, RoleBuilder, WorkerPlan, compiles_functions, make_deterministic
+from verl_memopt.worker.teacher import Teacher
 from verl_memopt.worker.trained_model import MiniBatch, TrainedModel
 
 logger = logging.getLogger(__name__)
@@ -116,6 +117,7 @@ class Worker:
         self.reward_model: ValueModel | None = None
         self.further_reward_models: list[ValueModel] = []
         self.role: FrozenRole | None = None
+        self.teacher: Teacher | None = None
         self.limits = ExitStack()
         try:
             self.limits.enter_context(memory_limits(plan.memory, self.device))
@@ -279,6 +281,13 @@ class Worker:
     def policy_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float) -> LogProbs:
         return _built(self.policy).compute_log_probs(batch, micro_batches, temperature, False)
 
+    def teacher_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> LogProbs:
+        return compute_log_probs(_built(self.teacher).model, batch, micro_batches, self.temperature, False, self.device)
+
+    def teacher_states(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> None:
+        """Compute what the next update reads of the teacher, for all response tokens of ``batch``."""
+        _built(self.teacher).compute(batch, micro_batches)
+
     def call_role(self, method: Callable[..., Result], *args: Any) -> Result:
         # This runs in the phase ``reward``, in which the role's model is on the device.
         return method(self.role, *args)
@@ -287,10 +296,15 @@ class Worker:
         _built(self.moving_reference).follow(self.settings.ref.sync_mixup_alpha)
 
     def update_actor(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
-        return _built(self.policy).update(mini_batches, self.temperature)
+        with self._taught(len(mini_batches)):
+            return _built(self.policy).update(mini_batches, self.temperature)
 
     def update_on_policy(self, mini: MiniBatch) -> Updated:
-        return _built(self.policy).update_on_policy(mini, self.temperature)
+        with self._taught(1):
+            return _built(self.policy).update_on_policy(mini, self.temperature)
+
+    def _taught(self, steps: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.teacher is None else self.teacher.in_update(steps)
 
     def use_loss(self, changes: Mapping[str, Any]) -> None:
         policy = _built(self.policy)
@@ -321,7 +335,8 @@ class Worker:
     def update_bypass(self, mini_batches: Sequence[MiniBatch]) -> list[Updated]:
         # The engine's log-probs serve as old log-probs. The policy's log-probs, which the metrics need, come from each step.
         policy, last = _built(self.policy), len(mini_batches) - 1
-        return [policy.update_on_policy(mini, self.temperature, place == last) for place, mini in enumerate(mini_batches)]
+        with self._taught(len(mini_batches)):
+            return [policy.update_on_policy(mini, self.temperature, place == last) for place, mini in enumerate(mini_batches)]
 
     # Checkpoints and exported models.
 
@@ -374,7 +389,7 @@ class Worker:
         for trained in self._trained():
             if trained.offload is not None:
                 trained.offload.close()
-        self.policy = self.reference = self.moving_reference = self.critic = self.reward_model = self.role = None
+        self.policy = self.reference = self.moving_reference = self.critic = self.reward_model = self.role = self.teacher = None
         self.further_reward_models = []
         self.residency = Residency(self.device)
 
@@ -404,6 +419,9 @@ class Worker:
             if self.settings.ref.sync_every_steps is not None:
                 self.moving_reference = roles.moving_reference(self.reference, _built(self.policy).trained)
             self.residency.rest()
+        if self.plan.distill is not None:
+            self.teacher = self._build_teacher(roles, self.plan.distill)
+            self.residency.rest()
         if self.plan.critic is not None:
             self.critic = TrainedCritic.built(roles, self.plan.critic, Path(str(self.plan.critic_folder)))
             self.residency.rest()
@@ -416,6 +434,15 @@ class Worker:
         if self.plan.role is not None:
             self.role = self.plan.role.build(roles, _built(self.policy).model, self.reference)
             self.residency.rest()
+
+    def _build_teacher(self, roles: RoleBuilder, distill: Distill) -> Teacher:
+        policy, folder = _built(self.policy), self.plan.teacher_folder
+        model = policy.model if folder is None else roles.teacher(Path(folder))
+        teacher = Teacher(model, distill, self.temperature, self.device, policy.model.head.weight.shape[0])
+        if teacher.is_exact:
+            assert distill.coef is not None, "derived from the estimator"
+            policy.distill_coef, policy.teaching = distill.coef, teacher.of
+        return teacher
 
     def _engine_place(self, folder: str) -> EnginePlace:
         place, plan, model, beside = self.placement, self.plan, self.settings.model, self.plan.beside_cache_bytes
@@ -446,7 +473,8 @@ class Worker:
         # A recipe may use the model of another role. Report each model only once.
         if role is self.reference or (self.policy is not None and role is self.policy.model):
             role = None
-        models = (self.reference, self.reward_model, *self.further_reward_models, role)
+        teacher = None if self.teacher is None or self.plan.teacher_folder is None else self.teacher.model
+        models = (self.reference, teacher, self.reward_model, *self.further_reward_models, role)
         return [model for model in models if model is not None]
 
     @contextmanager
@@ -463,6 +491,7 @@ class Worker:
     def _sequence_ranks(self, phase: str) -> int:
         own = {
             "ref": self.reference,
+            "teacher": None if self.teacher is None else self.teacher.model,
             # Phases that are not named here use the policy.
             "reward": self.reward_model if self.role is None else self.role.model,
             **dict.fromkeys(CRITIC_PHASES, None if self.critic is None else self.critic.model),

@@ -15,7 +15,7 @@ from verl_memopt.algorithms.estimators import (
     rloo_advantages,
 )
 from verl_memopt.algorithms.kl import token_level_rewards
-from verl_memopt.algorithms.records import CUSTOM, ESTIMATORS, SFT, STATISTICS, load, with_input, with_option
+from verl_memopt.algorithms.records import CUSTOM, DISTILL, ESTIMATORS, SFT, STATISTICS, load, with_input, with_option
 from verl_memopt.config.schema import Algorithm
 
 NAN = float("nan")
@@ -41,7 +41,7 @@ def estimated(name, given, **options):
 
 
 def test_every_estimator_of_verl_for_one_reward_has_its_record():
-    assert ESTIMATORS.keys() == VERLS | {CUSTOM, SFT}
+    assert ESTIMATORS.keys() == VERLS | {CUSTOM, DISTILL, SFT}
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,11 @@ AR = "actor_rollout_ref"
         ({"algorithm.rollout_correction.preset": "bypass_pg_is"}, True),
         ({"algorithm.use_pf_ppo": True}, False),
         ({"algorithm.adv_estimator": "remax"}, True),
+        ({"algorithm.adv_estimator": "distill", "teacher.model.path": "big"}, True),
+        ({"algorithm.adv_estimator": "distill", "teacher.model.path": "big", "distill.divergence": "sampled"}, False),
         ({"algorithm.adv_estimator": "optimal_token_baseline", f"{AR}.actor.calculate_sum_pi_squared": True}, False),
     ],
 )
 def test_the_old_pass_is_left_out_where_one_update_follows_a_rollout_and_nothing_else_reads_it(more, left_out):
     settings = settings_from_mapping(LEAST | {"data.train_batch_size": 4, f"{AR}.actor.ppo_mini_batch_size": 4} | more)
-    assert update_gives_old_log_probs(settings.actor_rollout_ref.actor, 4, settings.algorithm) is left_out
+    assert update_gives_old_log_probs(settings) is left_out

@@ -21,6 +21,7 @@ from verl_memopt.config.schema import Fsdp, ScoringModel
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.residency import NEEDS, REWARD_MODEL
+from verl_memopt.model.packing_check import frozen_causal_model
 from verl_memopt.model.tiny import TinyShape, build_tokenizer, make_tiny_model
 from verl_memopt.model.weights import named_weights
 from verl_memopt.recipes.rlt.settings import RltReward
@@ -31,7 +32,6 @@ from verl_memopt.recipes.rlt.student import (
     check_same_tokenizer,
     find_student,
     logits_in_chunks,
-    student_model,
 )
 
 OFFLOADED = {f"{AR}.{role}.fsdp_config.param_offload": True for role in ("actor", "ref")}
@@ -231,7 +231,7 @@ def find(path, roles, tokenizer=None):
 def test_a_student_has_the_policys_knobs_and_nothing_that_trains(tiny_folder):
     more = {f"{AR}.model.lora_rank": 4, f"{AR}.model.tiled_mlp.enabled": True, f"{AR}.model.hf_config_path": "elsewhere"}
     policy = settings_from_mapping(LEAST | more).actor_rollout_ref.model
-    model = student_model(ScoringModel(path="student", override_config={"rope_theta": 5.0}), policy)
+    model = frozen_causal_model(ScoringModel(path="student", override_config={"rope_theta": 5.0}), policy)
     assert (model.path, model.lora_rank, model.hf_config_path) == ("student", 0, None)
     assert model.override_config == {"rope_theta": 5.0}
     assert model.tiled_mlp.enabled

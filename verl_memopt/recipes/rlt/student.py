@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from verl_memopt.memory.token_packing import RowTokens, pack_groups_under
 from verl_memopt.model.folder import check_vocabulary, resolve_folder
 from verl_memopt.model.packed_model import PolicyModel
 from verl_memopt.model.packing import Pack
-from verl_memopt.model.packing_check import REWARD_KEY, check_architecture
+from verl_memopt.model.packing_check import REWARD_KEY, check_architecture, frozen_causal_model
 from verl_memopt.model.prefix_kv import PrefixKV
 from verl_memopt.model.weights import fill_from_folder, load_model_config, mapped_weights
 from verl_memopt.recipes.rlt.settings import RltReward
@@ -47,14 +47,6 @@ _WITHOUT_EFFECT = frozenset(
     )
 )
 """Entries of a model's config that change nothing in its forward at a given position."""
-
-
-def student_model(student: ScoringModel, policy: Model) -> Model:
-    # The settings of the student's model: the policy's knobs without those that need training.
-    without_training = {"enable_gradient_checkpointing": False, "lora_rank": 0, "lora_adapter_path": None}
-    own = {name: getattr(student, name) for name in ("trust_remote_code", "external_lib", "override_config")}
-    changes: dict[str, Any] = {"path": str(student.path), "hf_config_path": None, **own, **without_training}
-    return replace(policy, **changes)
 
 
 def find_student(
@@ -75,7 +67,7 @@ def find_student(
             the tokenizer has tokens or than the policy's embedding has.
     """
     folder = resolve_folder(str(student.path), f"{REWARD_KEY}.path", student.trust_remote_code)
-    checked = check_architecture(student_model(student, policy), folder, longest, actor, REWARD_KEY)
+    checked = check_architecture(frozen_causal_model(student, policy), folder, longest, actor, REWARD_KEY)
     check_vocabulary(policy_tokenizer, checked.embedding_rows, f"{REWARD_KEY}.path={folder}")
     if checked.embedding_rows < sampled_ids:
         raise ConfigError(
@@ -93,7 +85,7 @@ def check_same_shape(student: ScoringModel, folder: Path, policy: Model, referen
     Raises:
         ConfigError: The configs of the models differ. The message names each entry that differs.
     """
-    student_config = load_model_config(student_model(student, policy), folder, REWARD_KEY).to_dict()
+    student_config = load_model_config(frozen_causal_model(student, policy), folder, REWARD_KEY).to_dict()
     reference_config = load_model_config(policy, reference).to_dict()
     names = sorted((student_config.keys() | reference_config.keys()) - _WITHOUT_EFFECT)
     different = [
@@ -191,7 +183,8 @@ def compute_student_log_probs(
     part = part[(part != PREFIX) & (part != END)]
     is_read, sizes = part != BRIDGE, batch.responses.sizes()
 
-    def forward(pack: Pack, prefix_kv: PrefixKV | None, chosen: Sequence[int]) -> Tensor:
+    def forward(pack: Pack, prefix_kv: PrefixKV | None, chosen: Sequence[int] | Tensor) -> Tensor:
+        assert not isinstance(chosen, Tensor), "a student's rows are never computed in parts"
         places = is_read[token_index(sizes, chosen)].nonzero()[:, 0]
         return pack_log_probs(student, pack.with_targets(places), temperature, False, prefix_kv)[0]
 
@@ -295,7 +288,7 @@ class StudentPlan:
                 part=REWARD_MODEL,
                 key=REWARD_KEY,
                 model_key=REWARD_KEY,
-                model=student_model(self.model, settings.model),
+                model=frozen_causal_model(self.model, settings.model),
                 fsdp=self.model.fsdp_config,
                 compiled=actor.use_torch_compile,
                 quantization=self.model.quantization,

@@ -1,0 +1,64 @@
+"""What a run that distills refuses, and which keys of a teacher have no effect."""
+
+import logging
+
+import pytest
+
+from verl_memopt.config.loader import load_settings, log_objective
+from verl_memopt.errors import ConfigError
+
+AR = "actor_rollout_ref"
+TAUGHT = {"algorithm.adv_estimator": "distill", "teacher.model.path": "big"}
+LIMITS = {
+    "a policy learns nothing from itself at its own prompt": (
+        {"algorithm.adv_estimator": "distill", "teacher.model.path": None}, "distill.teacher_prompt",
+        ["{prompt} The sum is {answer}."], [None],
+    ),
+    "distillation has a weight": (TAUGHT, "distill.coef", [0.5], [0.0]),
+    "rewards that are not learned from have no KL": (TAUGHT, "algorithm.use_kl_in_reward", [False], [True]),
+    "groups without different rewards teach too": (TAUGHT, "algorithm.filter_groups.enable", [False], [True]),
+    "an estimate needs samples of the whole distribution": (
+        TAUGHT | {"distill.divergence": "sampled"}, f"{AR}.rollout.top_p", [1.0], [0.9],
+    ),
+    "an exact divergence does not": (TAUGHT, f"{AR}.rollout.top_p", [1.0, 0.9], []),
+    "an estimate needs samples of the policy": (
+        {"algorithm.adv_estimator": "sft", "teacher.model.path": "big", "distill.coef": 1.0, f"{AR}.rollout.n": 1,
+         f"{AR}.actor.policy_loss.loss_mode": "gpg"},
+        "distill.divergence", ["reverse_kl"], ["sampled"],
+    ),
+    "beta mixes": (TAUGHT | {"distill.divergence": "jsd"}, "distill.beta", [0.1, 0.9], [0.0, 1.0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", LIMITS)
+def test_a_value_passes_or_is_refused_by_name(assert_limit, what):
+    assert_limit(*LIMITS[what])
+
+
+def test_the_weight_follows_the_estimator(settled):
+    assert settled(TAUGHT).distill.coef == 1.0
+    assert settled({"algorithm.adv_estimator": "rloo"}).distill.coef == 0.0
+
+
+def test_keys_of_a_teacher_that_is_not_there_have_no_effect(settled, caplog):
+    with caplog.at_level(logging.WARNING):
+        settled({"algorithm.adv_estimator": "rloo", "teacher.model.path": "big", "distill.beta": 0.3})
+    said = caplog.text
+    assert "teacher.model.path=big has no effect here: distill.coef is 0" in said
+    assert "distill.beta=0.3 has no effect here" in said
+
+
+def test_a_teacher_that_streams_has_one_device(settled):
+    with pytest.raises(ConfigError, match=r"teacher\.fsdp_config\.param_offload=stream, .*n_gpus_per_node=2"):
+        settled(TAUGHT | {"teacher.fsdp_config.param_offload": "stream", "trainer.n_gpus_per_node": 2})
+
+
+def test_the_log_says_what_is_learned(caplog):
+    least = ["data.train_files=a", "data.val_files=null", f"{AR}.model.path=small", f"{AR}.actor.use_dynamic_bsz=true"]
+    with caplog.at_level(logging.INFO):
+        log_objective(load_settings("distill_trainer", [*least, "teacher.model.path=big"]))
+        log_objective(load_settings("grpo_trainer", [*least, "teacher.model.path=big", "distill.coef=0.5"]))
+    alone, beside = (record.message for record in caplog.records if record.message.startswith("objective"))
+    assert alone == "objective: distillation: 1 x KL from the policy to the teacher, exact (teacher: big)"
+    assert "advantages grpo" in beside
+    assert "0.5 x KL from the policy to the teacher" in beside

@@ -1,0 +1,93 @@
+"""Rules of the sections ``teacher`` and ``distill``: which combinations are refused, and which keys have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from verl_memopt.algorithms.records import DISTILL, SFT
+from verl_memopt.config.keys import IS_SET, above, leaf_types, other_than, refused
+from verl_memopt.config.reward_rules import even_shards
+from verl_memopt.config.role_settings import SAMPLED
+from verl_memopt.config.schema import Settings
+from verl_memopt.memory.knob import Refusal, UnusedKey, has_own_teacher, has_teacher, sequence_ranks
+
+COEF, DIVERGENCE, PATH, PROMPT = "distill.coef", "distill.divergence", "teacher.model.path", "distill.teacher_prompt"
+_ESTIMATOR, _ROLLOUT = "algorithm.adv_estimator", "actor_rollout_ref.rollout"
+_ULYSSES = "teacher.fsdp_config.ulysses_sequence_parallel_size"
+_NO_TEACHER = f"{COEF} is 0, so there is no teacher"
+
+
+def _splits_otherwise(settings: Settings) -> bool:
+    return has_teacher(settings) and sequence_ranks(settings, "teacher") not in (1, sequence_ranks(settings, "actor"))
+
+
+def _rules() -> Iterator[Refusal]:
+    yield refused(
+        {COEF: above(0), PATH: None, PROMPT: None},
+        "the policy would be compared with itself at the same prompt",
+        f"Set {PATH} to the folder of a teacher, or {PROMPT} to a prompt that tells more than the policy's.",
+    )
+    yield refused({_ESTIMATOR: DISTILL, COEF: 0}, "nothing would be learned", f"Remove {COEF}, or choose another {_ESTIMATOR}.")
+    unrewarded = "with this estimator rewards are not learned from"
+    for key, value in (
+        ("algorithm.use_kl_in_reward", True),
+        ("algorithm.use_pf_ppo", True),
+        ("algorithm.filter_groups.enable", True),
+    ):
+        yield refused({key: value, _ESTIMATOR: DISTILL}, unrewarded, f"Set {key}=false.")
+    yield refused(
+        {"distill.top_k": IS_SET, DIVERGENCE: lambda value: value in ("jsd", SAMPLED)},
+        "only the two KLs are computed over the most probable tokens",
+        f"Remove distill.top_k, or set {DIVERGENCE}=forward_kl.",
+        has_teacher,
+    )
+    whole = f"Set {DIVERGENCE}=reverse_kl, which is exact however tokens are sampled"
+    for key, all_of_it in ((f"{_ROLLOUT}.top_p", 1.0), (f"{_ROLLOUT}.top_k", -1)):
+        yield refused(
+            {DIVERGENCE: SAMPLED, key: other_than(all_of_it, 0) if key.endswith("k") else other_than(all_of_it)},
+            "the estimate needs tokens that are sampled from the whole distribution",
+            f"{whole}, or {key}={all_of_it}.",
+            has_teacher,
+        )
+    yield refused(
+        {DIVERGENCE: SAMPLED, _ESTIMATOR: SFT},
+        "the responses of a dataset were not sampled from the policy",
+        f"{whole}.",
+        has_teacher,
+    )
+    yield refused(
+        {PROMPT: IS_SET, f"{_ROLLOUT}.multi_turn.enable": True},
+        "a conversation has one prompt for each turn, and the template is for one",
+        f"Remove {PROMPT}, or the tools.",
+        has_teacher,
+    )
+    yield Refusal(
+        (_ULYSSES, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"),
+        _splits_otherwise,
+        "the devices of a group hold the states of the same tokens",
+        f"Set {_ULYSSES} to the policy's number, or to 1.",
+    )
+    yield from even_shards("teacher.fsdp_config", "teacher", has_teacher)
+
+
+def _unused() -> Iterator[UnusedKey]:
+    owners = {"distill.beta": "jsd", "distill.discount": SAMPLED}
+    for key in (key for key in leaf_types() if key.startswith(("teacher.", "distill.")) and key not in (COEF, PATH)):
+        if key in owners:
+            yield UnusedKey(key, partial(_has_other, owners[key]), f"it belongs to {DIVERGENCE}={owners[key]}")
+        elif key.startswith("distill.") or ".log_prob_" in key:
+            yield UnusedKey(key, lambda settings: not has_teacher(settings), _NO_TEACHER)
+        else:
+            yield UnusedKey(
+                key, lambda settings: not has_own_teacher(settings), f"{COEF} is 0 or {PATH} is null, so no teacher is built"
+            )
+    yield UnusedKey(PATH, lambda settings: not has_teacher(settings), _NO_TEACHER)
+
+
+def _has_other(owner: str, settings: Settings) -> bool:
+    return not has_teacher(settings) or settings.distill.divergence != owner
+
+
+TEACHER_RULES: tuple[Refusal, ...] = tuple(_rules())
+TEACHER_UNUSED: tuple[UnusedKey, ...] = tuple(_unused())

@@ -1,0 +1,156 @@
+"""The teacher of a run that distills: its states of the sampled tokens, on the host, and its head in the update.
+
+An exact divergence needs both models' distributions over the vocabulary, which the policy's head computes tile by tile. So the
+teacher's own pass leaves its head out. It keeps the states that its head would read: [R, h] in the compute dtype, for the R
+response tokens of this rank. The update copies those of one micro-batch to the device. With ``distill.top_k`` the pass reads the
+head, and keeps the ids and log-probs of the k most probable tokens instead, 8 k bytes a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from verl_memopt.config.role_settings import SAMPLED
+from verl_memopt.config.schema import Distill
+from verl_memopt.data.batch import RolloutBatch, token_index
+from verl_memopt.distributed.device import sent_together
+from verl_memopt.memory.host_buffers import host_buffer
+from verl_memopt.memory.logit_tiles import Head
+from verl_memopt.memory.teaching import Divergence, Teaching, TopTeaching, top_log_probs
+from verl_memopt.model.packed_model import PolicyModel
+from verl_memopt.model.packing import Pack
+from verl_memopt.model.prefix_kv import PrefixKV
+from verl_memopt.observe.byte_tracker import scope
+from verl_memopt.worker.policy import forward_pass
+from verl_memopt.worker.trained_model import MicroBatch
+
+KIND = "teacher states"
+KIND_OF_HEAD = "params"
+
+
+class TokenStore:
+    """Tensors with one entry per response token, in host buffers.
+
+    Args:
+        places: int64 [N], the number of each token.
+        entries: Width and dtype of each tensor, [N, width].
+        device: Device to which the entries go.
+    """
+
+    def __init__(self, places: Tensor, entries: Sequence[tuple[int, torch.dtype]], device: torch.device) -> None:
+        self._device = device
+        self._places, self._order = places.sort()
+        self._tensors = [
+            host_buffer(places.shape[0] * width * dtype.itemsize, device, KIND).view(dtype).view(-1, width)
+            for width, dtype in entries
+        ]
+
+    def put(self, positions: Tensor, values: Sequence[Tensor]) -> None:
+        """Store the entries, [n, width] each, of the tokens at some positions, int64 [n], of ``places``."""
+        for tensor, value in zip(self._tensors, values, strict=True):
+            tensor.index_copy_(0, positions, value.detach().cpu())
+
+    def at(self, places: Tensor) -> list[Tensor]:
+        """Return the entries of the tokens with these numbers, int64 [n], on the device, [n, width] each."""
+        order = self._order[torch.searchsorted(self._places, places)]
+        return sent_together([tensor.index_select(0, order) for tensor in self._tensors], self._device)
+
+
+@dataclass(eq=False)
+class Teacher:
+    """The teacher in one worker.
+
+    Attributes:
+        model: The teacher's model, which is frozen.
+        distill: What the policy learns from it.
+        temperature: Divides the logits of both models.
+        vocabulary: Number of ids of the policy.
+        kept: What the update reads: the states, or the most probable tokens with their log-probs.
+    """
+
+    model: PolicyModel
+    distill: Distill
+    temperature: float
+    device: torch.device
+    vocabulary: int
+    kept: TokenStore | None = None
+    _head: Head | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        return self.distill.divergence != SAMPLED
+
+    def compute(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> None:
+        """Compute what the update reads of all response tokens of a batch, and keep it until the next call.
+
+        ``batch.places`` has the number of each token. ``micro_batches`` are as in :func:`forward_pass`.
+        """
+        assert batch.places is not None, "the driver numbers the tokens"
+        self.kept = None  # the buffers of the step before are free for this one
+        sizes, top = batch.responses.sizes(), self.distill.top_k
+        entries = [(self.model.head.weight.shape[1], self.model.compute)]
+        if top is not None:
+            entries = [(top, torch.int32), (top, torch.float32), (1, torch.float32)]
+        kept = TokenStore(batch.places, entries, self.device)
+
+        def forward(pack: Pack, prefix_kv: PrefixKV | None, rows: Sequence[int] | Tensor) -> None:
+            positions = rows if isinstance(rows, Tensor) else token_index(sizes, rows)
+            states = self.model(pack, prefix_kv=prefix_kv, states_only=True)
+            if top is None:
+                kept.put(positions, [states])
+                return
+            assert self._head is not None
+            ids, log_probs, log_rest = top_log_probs(self._head, states, top, self.vocabulary)
+            kept.put(positions, [ids, log_probs, log_rest[:, None]])
+
+        with nullcontext() if top is None else self.whole_head(1):
+            forward_pass(self.model, batch, micro_batches, self.device, forward)
+        self.kept = kept
+
+    def in_update(self, steps: int) -> AbstractContextManager[None]:
+        """Hold what updates of the policy inside the body read, besides what is kept. ``steps``: as in :meth:`whole_head`."""
+        return self.whole_head(steps) if self.is_exact and self.distill.top_k is None else nullcontext()
+
+    @contextmanager
+    def whole_head(self, steps: int) -> Iterator[None]:
+        """Hold the whole head on the device in the compute dtype.
+
+        If the policy is its own teacher and takes several optimizer ``steps`` inside the body, the head is a copy. For the states
+        were computed before the first of them.
+        """
+        own = self.model.head
+        with torch.no_grad(), self.model.computing(), scope(kind=KIND_OF_HEAD):
+            copied = steps > 1 and bool(own.weight.requires_grad)
+            weight, bias = (None if part is None else self._whole(part, copied) for part in (own.weight, own.bias))
+        assert weight is not None
+        cap = None if own.cap is None else own.cap / own.scale
+        head = Head(weight, bias, self.temperature / own.scale, own.chunk_tokens, own.vocab_tile, compiled=own.compiled, cap=cap)
+        self._head = head
+        try:
+            yield
+        finally:
+            self._head = None
+
+    def of(self, micro: MicroBatch) -> Teaching | TopTeaching:
+        """Return what the policy's head needs to compute the divergences of a micro-batch."""
+        assert self.kept is not None, "the teacher's pass comes before the update"
+        assert micro.places is not None
+        kind = self.distill.divergence
+        assert kind != "sampled"
+        found = self.kept.at(micro.places)
+        if self.distill.top_k is not None:
+            assert kind != "jsd", "the rules refuse it"
+            ids, log_probs, log_rest = found
+            return TopTeaching(kind, ids, log_probs, log_rest[:, 0], min(self.model.head.weight.shape[0], self.vocabulary))
+        assert self._head is not None, "the update runs inside in_update"
+        return Teaching(Divergence(kind, self.distill.beta), self._head, found[0])
+
+    def _whole(self, parameter: Tensor, copied: bool) -> Tensor:
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        return whole.to(self.device, self.model.compute, copy=copied)
