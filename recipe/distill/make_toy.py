@@ -37,6 +37,8 @@ from verl_memopt.observe.log_setup import setup_logging
 logger = logging.getLogger("verl_memopt.data.distill_toy")  # a name for which setup_logging shows progress messages
 
 STUDENT, TEACHER, TRAIN, VALIDATION, RECORD = "student", "teacher", "train.parquet", "val.parquet", "distill_toy.json"
+DRAWS = 32
+"""Lessons of each sum. With few of them the student would learn by heart which answers were careless."""
 TEACHER_SHAPE = TinyShape(hidden_size=128, intermediate_size=256, num_layers=3, num_heads=4, initializer_range=0.06)
 
 
@@ -87,15 +89,12 @@ def _build(folder: Path, seed: int, recipe: DistillToyRecipe) -> dict[str, float
     student = make_tiny_model(folder / STUDENT, SHAPE, seed=seed)
     teacher = make_tiny_model(folder / TEACHER, TEACHER_SHAPE, seed=seed + 1)
     _, tokenizer = load_model(student)
-    lessons = []
-    for problem in train * 32:
-        is_careless = draw.random() < recipe.carelessness
-        lessons += [
-            lesson(tokenizer, question(problem), careless_answer(problem) if is_careless else sum(problem)),
-            lesson(tokenizer, hinted(problem), sum(problem)),
-        ]
-    warm_up_on_lessons(student, lessons, recipe.student, seed)
-    warm_up_on_lessons(teacher, [lesson(tokenizer, question(each), sum(each)) for each in train], recipe.teacher, seed)
+    right = [lesson(tokenizer, question(each), sum(each)) for each in train]
+    careless = [lesson(tokenizer, question(each), careless_answer(each)) for each in train]
+    hints = [lesson(tokenizer, hinted(each), sum(each)) for each in train]
+    drawn = [(careless if draw.random() < recipe.carelessness else right)[place] for place in list(range(len(train))) * DRAWS]
+    warm_up_on_lessons(student, [*drawn, *hints * DRAWS], recipe.student, seed)
+    warm_up_on_lessons(teacher, right, recipe.teacher, seed)
     accuracy = {
         "student": greedy_accuracy(student, [(question(each), str(sum(each))) for each in validation]),
         "student_with_hint": greedy_accuracy(student, [(hinted(each), str(sum(each))) for each in validation]),
