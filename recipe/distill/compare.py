@@ -2,13 +2,11 @@
 
 python recipe/distill/compare.py runs/distill_toy --seeds 5 --out runs/distill_compare
 
-Each step has the same prompts, batch size, learning rate and optimizer in all runs. Distillation and RLOO sample eight answers to
-each prompt; supervised fine-tuning reads the right answer once.
+Each step has the same prompts, batch size, learning rate and optimizer in all runs, and samples eight answers to each prompt.
 """
 
 import argparse
 import json
-import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,8 +15,6 @@ from statistics import mean, stdev
 from verl_memopt.cli import main as verl_memopt
 from verl_memopt.observe.chart_style import figure, legend_beside, save, style, whole_steps
 from verl_memopt.observe.log_setup import setup_logging
-
-logger = logging.getLogger("verl_memopt.recipe.distill")
 
 HERE = Path(__file__).parent
 SCORE = "val-core/toy/arithmetic/reward/mean@1"
