@@ -334,3 +334,12 @@ def test_a_call_that_is_interrupted_in_the_middle_leaves_no_process(model, tmp_p
     assert process.returncode != 0
     assert all_gone([each.pid for each in relatives])
     assert list(folder.glob("global_step_*")), "it has saved"
+
+
+def test_a_session_that_would_need_a_teacher_is_refused(tiny_folder, tmp_path):
+    model, asked = str(tiny_folder), {"teacher.model.path": str(tiny_folder), "distill.coef": 1.0}
+    with (
+        pytest.raises(ConfigError, match=r"^distill\.coef=1: a session does not ask a teacher"),
+        verl_memopt.session(model, run_dir=tmp_path / "run", **asked, **SMALL),
+    ):
+        pass

@@ -32,6 +32,7 @@ from verl_memopt.data.dataset import build_dataset
 from verl_memopt.data.prompts import PromptPrefetcher, StepPrompts, expand
 from verl_memopt.data.python_rows import PythonRows, write_rows
 from verl_memopt.errors import ConfigError, RewardError
+from verl_memopt.memory.knob import has_teacher
 from verl_memopt.model.export import saved_dtype, whole_folder, write_record
 from verl_memopt.observe.own_files import others_in_model, private_files
 from verl_memopt.observe.phase import PhaseClock
@@ -570,6 +571,11 @@ def _opened(loaded: Settings, folder: Path, has_dataset: bool, rows: PythonRows 
         raise ConfigError("algorithm.rollout_correction.bypass_mode=true: a session does not support this mode. Leave it out.")
     if (name := loaded.algorithm.adv_estimator) in (SFT, *WITH_GREEDY_RESPONSES):
         raise ConfigError(f"algorithm={name!r}: a session has no step of this kind. Use verl_memopt.train, or another algorithm.")
+    if has_teacher(loaded):
+        raise ConfigError(
+            f"distill.coef={loaded.distill.coef:g}: a session does not ask a teacher. Use verl_memopt.train, or set "
+            "distill.coef=0 and another algorithm than distill."
+        )
     context = build_run(loaded, rows=rows)
     with context.lock, start_workers(context, PhaseClock()) as workers:
         learner = build_learner(context, workers, runner=None)

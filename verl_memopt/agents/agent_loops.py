@@ -262,7 +262,12 @@ class ToolParser:
 
     @classmethod
     def get_tool_parser(cls, name: str, tokenizer: Any) -> ToolParser:
-        """Return the parser of a format: a value of ``multi_turn.format``."""
+        """Return the parser of a format.
+
+        Args:
+            name: A value of ``multi_turn.format``: ``hermes``, ``llama3_json`` and so on, or ``file.py:function``.
+            tokenizer: The policy's tokenizer, which decodes the tokens of a turn.
+        """
         return cls(parser_of(tokenizer, name, {}), tokenizer)
 
     async def extract_tool_calls(self, responses_ids: Sequence[int]) -> tuple[str, list[FunctionCall]]:

@@ -152,7 +152,7 @@ class BaseInteraction:
 
 
 def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
-    """Return the tools of a ``tool_config_path``."""
+    """Return one instance of each tool that a YAML file in verl's form (``tool_config_path``) names."""
     return VerlTools(tool_config_path=tools_config_file).classes()
 
 

@@ -401,8 +401,7 @@ class PolicyModel(PackedModel):
         return found[:outputs]
 
     def _response_states(self, pack: Pack, prefix_kv: Prefix | None) -> Tensor:
-        if isinstance(prefix_kv, PrefixRecorder):
-            raise TypeError("a recorder gets the states of a prompt, not of response tokens")
+        assert not isinstance(prefix_kv, PrefixRecorder), "a recorder gets the states of a prompt, not of response tokens"
         (states,) = self.read(pack, lambda own, _: (self.predicting_states(own, prefix_kv),))
         assert states is not None
         return states
