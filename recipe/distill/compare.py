@@ -13,11 +13,16 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from verl_memopt.cli import main as verl_memopt
+from verl_memopt.data.sources import read_source
+from verl_memopt.data.warm_up import greedy_accuracy
 from verl_memopt.observe.chart_style import figure, legend_beside, save, style, whole_steps
 from verl_memopt.observe.log_setup import setup_logging
 
 HERE = Path(__file__).parent
 SCORE = "val-core/toy/arithmetic/reward/mean@1"
+SUPERVISED = "supervised, the right answers"
+EVERY = 2
+"""Steps between two measurements."""
 WAYS = {
     "distillation, reverse KL": (),
     "distillation, sampled token": ("distill.divergence=sampled",),
@@ -28,6 +33,11 @@ WAYS = {
     "RLOO and distillation": (
         "algorithm.adv_estimator=rloo", "actor_rollout_ref.actor.policy_loss.loss_mode=sequence", "distill.coef=1",
     ),
+    SUPERVISED: (
+        "algorithm.adv_estimator=sft", "actor_rollout_ref.actor.policy_loss.loss_mode=gpg", "data.response_key=extra_info.answer",
+        "actor_rollout_ref.rollout.n=1", f"trainer.save_freq={EVERY}", "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
+        "trainer.max_actor_ckpt_to_keep=null",
+    ),
 }  # fmt: skip
 """Name of a way -> settings beside those of toy.yaml."""
 
@@ -37,7 +47,7 @@ def run(toy: Path, folder: Path, way: str, seed: int, steps: int) -> dict[int, f
     settings = [
         f"actor_rollout_ref.model.path={toy}/student", f"data.train_files={toy}/train.parquet",
         f"data.val_files={toy}/val.parquet", f"trainer.default_local_dir={folder}", f"data.seed={seed}",
-        f"trainer.total_training_steps={steps}", "trainer.test_freq=2", "trainer.save_freq=-1", "trainer.save_final_model=false",
+        f"trainer.total_training_steps={steps}", f"trainer.test_freq={EVERY}", "trainer.save_freq=-1", "trainer.save_final_model=false",
         "trainer.worker_group=local", "actor_rollout_ref.rollout.name=hf", "trainer.logger=[jsonl]",
         "trainer.track_memory_every_steps=0", "trainer.resume_mode=disable", "trainer.log_val_generations=0",
     ]  # fmt: skip
@@ -46,8 +56,18 @@ def run(toy: Path, folder: Path, way: str, seed: int, steps: int) -> dict[int, f
     code = verl_memopt(["train", "--config-dir", str(HERE), "--config-name", "toy", *settings, *WAYS[way]])
     if code:
         sys.exit(code)
+    if way == SUPERVISED:  # such a run has no engine, so the models that it saved answer the sums
+        return {0: answered(toy / "student", toy)} | {
+            step: answered(folder / f"global_step_{step}" / "actor" / "huggingface", toy)
+            for step in range(EVERY, steps + 1, EVERY)
+        }
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row[SCORE] for row in rows if SCORE in row}
+
+
+def answered(model: Path, toy: Path) -> float:
+    rows = read_source(str(toy / "val.parquet"), "val", "toy")
+    return greedy_accuracy(model, [(row["prompt"][-1]["content"], row["extra_info"]["answer"]) for _, row in rows])
 
 
 def table(curves: Mapping[str, Sequence[Mapping[int, float]]], steps: Sequence[int]) -> Iterator[str]:
