@@ -34,9 +34,9 @@ WAYS = {
         "algorithm.adv_estimator=rloo", "actor_rollout_ref.actor.policy_loss.loss_mode=sequence", "distill.coef=1",
     ),
     SUPERVISED: (
-        "algorithm.adv_estimator=sft", "actor_rollout_ref.actor.policy_loss.loss_mode=gpg", "data.response_key=extra_info.answer",
-        "actor_rollout_ref.rollout.n=1", f"trainer.save_freq={EVERY}", "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
-        "trainer.max_actor_ckpt_to_keep=null",
+        "algorithm.adv_estimator=sft", "actor_rollout_ref.actor.policy_loss.loss_mode=gpg", "actor_rollout_ref.rollout.n=1",
+        "data.response_key=extra_info.answer", f"trainer.save_freq={EVERY}", "trainer.max_actor_ckpt_to_keep=null",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
     ),
 }  # fmt: skip
 """Name of a way -> settings beside those of toy.yaml."""
@@ -47,9 +47,10 @@ def run(toy: Path, folder: Path, way: str, seed: int, steps: int) -> dict[int, f
     settings = [
         f"actor_rollout_ref.model.path={toy}/student", f"data.train_files={toy}/train.parquet",
         f"data.val_files={toy}/val.parquet", f"trainer.default_local_dir={folder}", f"data.seed={seed}",
-        f"trainer.total_training_steps={steps}", f"trainer.test_freq={EVERY}", "trainer.save_freq=-1", "trainer.save_final_model=false",
-        "trainer.worker_group=local", "actor_rollout_ref.rollout.name=hf", "trainer.logger=[jsonl]",
-        "trainer.track_memory_every_steps=0", "trainer.resume_mode=disable", "trainer.log_val_generations=0",
+        f"trainer.total_training_steps={steps}", f"trainer.test_freq={EVERY}", "trainer.save_freq=-1",
+        "trainer.save_final_model=false", "trainer.worker_group=local", "actor_rollout_ref.rollout.name=hf",
+        "trainer.logger=[jsonl]", "trainer.track_memory_every_steps=0", "trainer.resume_mode=disable",
+        "trainer.log_val_generations=0",
     ]  # fmt: skip
     if not any(setting.startswith("teacher.model.path=") for setting in WAYS[way]):
         settings.append(f"teacher.model.path={toy}/teacher")
@@ -57,10 +58,8 @@ def run(toy: Path, folder: Path, way: str, seed: int, steps: int) -> dict[int, f
     if code:
         sys.exit(code)
     if way == SUPERVISED:  # such a run has no engine, so the models that it saved answer the sums
-        return {0: answered(toy / "student", toy)} | {
-            step: answered(folder / f"global_step_{step}" / "actor" / "huggingface", toy)
-            for step in range(EVERY, steps + 1, EVERY)
-        }
+        models = {step: folder / f"global_step_{step}" / "actor" / "huggingface" for step in range(EVERY, steps + 1, EVERY)}
+        return {step: answered(model, toy) for step, model in {0: toy / "student", **models}.items()}
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row[SCORE] for row in rows if SCORE in row}
 
