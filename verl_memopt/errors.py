@@ -51,6 +51,12 @@ class RewardError(UserError):
     exit_code = 1
 
 
+class TeacherError(UserError):
+    """A server that runs a teacher gives no answer, or another one than log-probs."""
+
+    exit_code = 1
+
+
 class AgentError(UserError):
     """An environment or a tool is missing, does not load, or has the wrong form."""
 

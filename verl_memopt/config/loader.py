@@ -561,7 +561,10 @@ def reference_in_words(settings: Settings) -> str:
 def teacher_in_words(settings: Settings) -> str | None:
     if not has_teacher(settings):
         return None
-    distill, path = settings.distill, settings.teacher.model.path
+    distill, teacher = settings.distill, settings.teacher
+    name = teacher.model.path or teacher.endpoint.url or "the policy itself"
+    if teacher.log_probs_key is not None:
+        name = f"the column {teacher.log_probs_key}"
     over = "exact" if distill.top_k is None else f"over the teacher's {distill.top_k} most probable tokens and the rest"
     names = {
         "reverse_kl": f"KL from the policy to the teacher, {over}",
@@ -569,7 +572,7 @@ def teacher_in_words(settings: Settings) -> str | None:
         "jsd": f"JSD with beta {distill.beta:g}, exact",
         SAMPLED: "KL from the policy to the teacher, estimated from the sampled token, in the advantage",
     }
-    return f"{distill.coef:g} x {names[distill.divergence]} (teacher: {'the policy itself' if path is None else path})"
+    return f"{distill.coef:g} x {names[distill.divergence]} (teacher: {name})"
 
 
 def log_objective(settings: Settings) -> None:

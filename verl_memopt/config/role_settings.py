@@ -253,6 +253,26 @@ class TeacherModel:
 
 
 @dataclass(frozen=True)
+class TeacherEndpoint:
+    """A server that returns the log-probs of the tokens of a prompt. The teacher then needs no memory here."""
+
+    url: str | None = None
+    """Address of its completions, such as ``http://host:8000/v1/completions``. The server must have the policy's tokenizer. It
+    gets the token ids of prompts and responses. null = the teacher is a model of this run."""
+    model: str | None = None
+    """Name of the model, as the server calls it."""
+    api: Literal["vllm", "openai"] = "vllm"
+    """vllm = vLLM's field ``prompt_logprobs``, which also serves ``distill.top_k``; openai = the fields ``echo`` and
+    ``logprobs`` of OpenAI's completions, which other servers have too."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the key of the server. The key itself is in no file of the run."""
+    timeout_seconds: PositiveFloat = 120.0
+    """Longest time of one request. It is sent up to four times, in at most three times as long."""
+    requests_at_once: PositiveInt = 16
+    """Largest number of requests that the server gets at the same time."""
+
+
+@dataclass(frozen=True)
 class Teacher(LogProbBudget, QuantizedFrozen):
     """A frozen model that judges the policy's responses token by token; built only if a run distills."""
 
@@ -260,6 +280,12 @@ class Teacher(LogProbBudget, QuantizedFrozen):
     """Where the teacher comes from. The knobs of ``actor_rollout_ref.model`` apply to it as they apply to the reference."""
     fsdp_config: Fsdp = field(default_factory=Fsdp)
     """Sharding and precision of the teacher."""
+    endpoint: TeacherEndpoint = field(default_factory=TeacherEndpoint)
+    """A teacher that runs elsewhere."""
+    log_probs_key: str | None = None
+    """Supervised fine-tuning: column with what a teacher said of the response, so that the run needs no teacher. It has one entry
+    for each token of the response and of the turn's end: a list of at least ``distill.top_k`` pairs [token id, log-prob], the
+    teacher's most probable tokens. null = the rows have no such column."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from verl_memopt.config.role_settings import (
     ResourcePool,
     Rollout,
     Teacher,
+    TeacherEndpoint,
     TeacherModel,
     TrainedFsdp,
     ValKwargs,
@@ -442,8 +443,8 @@ __all__ = [
     "EntropyControl",
     "FilterGroups", "Fsdp", "KlControl", "Memory", "MixedPrecision", "Model", "ModelKnobs", "Optim", "OverlongBuffer", "PfPpo",
     "PolicyLoss", "RayKwargs", "Ref", "RefModel", "ResourcePool", "RewardKwargs", "RewardModel", "Rollout",
-    "RolloutCorrection", "SandboxFusion", "ScoringModel", "Settings", "Teacher", "TeacherModel", "TrainedFsdp", "Trainer",
-    "ValKwargs", "WrapPolicy",
+    "RolloutCorrection", "SandboxFusion", "ScoringModel", "Settings", "Teacher", "TeacherEndpoint", "TeacherModel",
+    "TrainedFsdp", "Trainer", "ValKwargs", "WrapPolicy",
 ]  # fmt: skip
 
 

@@ -10,11 +10,12 @@ from verl_memopt.config.keys import IS_SET, above, leaf_types, other_than, refus
 from verl_memopt.config.reward_rules import even_shards
 from verl_memopt.config.role_settings import SAMPLED
 from verl_memopt.config.schema import Settings
-from verl_memopt.memory.knob import Refusal, UnusedKey, has_own_teacher, has_teacher, sequence_ranks
+from verl_memopt.memory.knob import Refusal, UnusedKey, has_own_teacher, has_teacher, sequence_ranks, teacher_is_elsewhere
 
 COEF, DIVERGENCE, PATH, PROMPT = "distill.coef", "distill.divergence", "teacher.model.path", "distill.teacher_prompt"
 _ESTIMATOR, _ROLLOUT = "algorithm.adv_estimator", "actor_rollout_ref.rollout"
 _ULYSSES = "teacher.fsdp_config.ulysses_sequence_parallel_size"
+URL, COLUMN = "teacher.endpoint.url", "teacher.log_probs_key"
 _NO_TEACHER = f"{COEF} is 0, so there is no teacher"
 
 
@@ -24,9 +25,45 @@ def _splits_otherwise(settings: Settings) -> bool:
 
 def _rules() -> Iterator[Refusal]:
     yield refused(
-        {COEF: above(0), PATH: None, PROMPT: None},
+        {COEF: above(0), PATH: None, PROMPT: None, URL: None, COLUMN: None},
         "the policy would be compared with itself at the same prompt",
-        f"Set {PATH} to the folder of a teacher, or {PROMPT} to a prompt that tells more than the policy's.",
+        f"Set {PATH} to the folder of a teacher, {URL} to its server, or {PROMPT} to a prompt that tells more than the policy's.",
+    )
+    for one, other in ((PATH, URL), (PATH, COLUMN), (URL, COLUMN)):
+        yield refused({one: IS_SET, other: IS_SET}, "there is one teacher", "Remove one of them.", has_teacher)
+    for key in (URL, COLUMN):
+        yield refused(
+            {key: IS_SET, "distill.top_k": None, DIVERGENCE: lambda value: value != SAMPLED},
+            "log-probs of some tokens come from there, and this divergence compares the whole vocabulary",
+            "Set distill.top_k=20, which compares the most probable tokens."
+            if key == COLUMN
+            else f"Set distill.top_k=20, which compares the most probable tokens, or {DIVERGENCE}={SAMPLED}.",
+            has_teacher,
+        )
+    yield refused(
+        {URL: IS_SET, f"{_ROLLOUT}.temperature": other_than(1.0)},
+        "a server gives the log-probs of a temperature of 1",
+        f"Set {_ROLLOUT}.temperature=1, or let the teacher run here ({PATH}).",
+        has_teacher,
+    )
+    yield refused(
+        {URL: IS_SET, "teacher.endpoint.api": "openai", "distill.top_k": IS_SET},
+        "this API gives the texts of the most probable tokens, not their ids",
+        f"Serve the teacher with vLLM and set teacher.endpoint.api=vllm, or set {DIVERGENCE}={SAMPLED}.",
+        has_teacher,
+    )
+    yield refused(
+        {COLUMN: IS_SET, _ESTIMATOR: other_than(SFT)},
+        "only the responses of a dataset can have a column for their tokens",
+        f"Set {_ESTIMATOR}={SFT}, or remove {COLUMN}.",
+        has_teacher,
+    )
+    yield refused({COLUMN: IS_SET, DIVERGENCE: SAMPLED}, "it needs sampled tokens", f"Set {DIVERGENCE}=forward_kl.", has_teacher)
+    yield refused(
+        {COLUMN: IS_SET, "data.custom_cls.path": IS_SET},
+        "the rows of a class have no columns",
+        "Remove data.custom_cls.path, and write the rows to a file.",
+        has_teacher,
     )
     yield refused({_ESTIMATOR: DISTILL, COEF: 0}, "nothing would be learned", f"Remove {COEF}, or choose another {_ESTIMATOR}.")
     unrewarded = "with this estimator rewards are not learned from"
@@ -76,13 +113,25 @@ def _unused() -> Iterator[UnusedKey]:
     for key in (key for key in leaf_types() if key.startswith(("teacher.", "distill.")) and key not in (COEF, PATH)):
         if key in owners:
             yield UnusedKey(key, partial(_has_other, owners[key]), f"it belongs to {DIVERGENCE}={owners[key]}")
-        elif key.startswith("distill.") or ".log_prob_" in key:
+        elif key.startswith("teacher.endpoint.") and key != URL:
+            yield UnusedKey(key, _has_no_server, f"{COEF} is 0 or {URL} is null, so no server is asked")
+        elif key.startswith("distill.") or key in (URL, COLUMN):
             yield UnusedKey(key, lambda settings: not has_teacher(settings), _NO_TEACHER)
+        elif ".log_prob_" in key:
+            yield UnusedKey(key, _asks_no_model, f"{COEF} is 0 or the teacher is no model of this run")
         else:
             yield UnusedKey(
                 key, lambda settings: not has_own_teacher(settings), f"{COEF} is 0 or {PATH} is null, so no teacher is built"
             )
     yield UnusedKey(PATH, lambda settings: not has_teacher(settings), _NO_TEACHER)
+
+
+def _has_no_server(settings: Settings) -> bool:
+    return not has_teacher(settings) or settings.teacher.endpoint.url is None
+
+
+def _asks_no_model(settings: Settings) -> bool:
+    return not has_teacher(settings) or teacher_is_elsewhere(settings)
 
 
 def _has_other(owner: str, settings: Settings) -> bool:

@@ -76,6 +76,8 @@ class PromptRow:
     """Name of the environment of a conversation. None = the only one."""
     teacher: tuple[str, Spans] | None = None
     """The prompt that a teacher reads instead, like ``text`` and ``plain``. None = it reads the policy's prompt."""
+    teacher_top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """For each token of ``response``: ids and log-probs of a teacher's most probable tokens, if the rows have them."""
     ids: tuple[int, ...] | None = None
     """The prompt's token ids, if the file has ids instead of text. They are used unchanged."""
     response: tuple[int, ...] = ()

@@ -406,6 +406,12 @@ def has_own_teacher(settings: Settings) -> bool:
     return has_teacher(settings) and settings.teacher.model.path is not None
 
 
+def teacher_is_elsewhere(settings: Settings) -> bool:
+    # What the teacher says comes from a server or a file.
+    teacher = settings.teacher
+    return has_teacher(settings) and (teacher.endpoint.url is not None or teacher.log_probs_key is not None)
+
+
 def teacher_fsdp(settings: Settings) -> Fsdp:
     # A policy that is its own teacher is sharded as it is.
     own = settings.teacher.model.path is not None

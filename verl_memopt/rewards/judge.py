@@ -49,10 +49,14 @@ class Patience:
     """Name of the service in messages."""
     way_out: str = "Start the judge, or allow more time."
     """Advice in the error if the service gives no answer."""
+    place: str = "the reward function"
+    """Where the address and the headers are set, for errors."""
+    largest_bytes: int = LARGEST_ANSWER_BYTES
+    """Most bytes of an answer."""
 
 
 class LongAnswerError(RewardError):
-    """An answer is longer than ``LARGEST_ANSWER_BYTES``. Another attempt would not help."""
+    """An answer is longer than ``Patience.largest_bytes``. Another attempt would not help."""
 
 
 class _PassingError(Exception):
@@ -122,10 +126,10 @@ def _attempt(url: str, text: bytes, patience: Patience, seconds: float) -> Any:
             with closing(connection.sock) as socket:
                 connection.sock = _Bounded(socket, end)
                 answer = connection.getresponse()
-                received = _read(answer)
-        if len(received) > LARGEST_ANSWER_BYTES:
+                received = _read(answer, patience.largest_bytes)
+        if len(received) > patience.largest_bytes:
             raise _error(
-                f"the {patience.name} at {url} answered with over {LARGEST_ANSWER_BYTES} bytes. Make it answer with less.",
+                f"the {patience.name} at {url} answered with over {patience.largest_bytes} bytes. Make it answer with less.",
                 LongAnswerError,
             )
         if answer.status // 100 == 2:
@@ -167,17 +171,15 @@ def _prepared(url: str, length: int, patience: Patience, seconds: float) -> http
             "POST", urlunsplit(("", "", place.path or "/", place.query, "")), skip_host="Host" in patience.headers
         )
     except (ValueError, http.client.InvalidURL) as error:
-        raise _error(
-            f"the {patience.name}'s address {url!r} cannot be used: {error}. Correct it in the reward function."
-        ) from error
+        raise _error(f"the {patience.name}'s address {url!r} cannot be used: {error}. Correct it in {patience.place}.") from error
     for name, value in headers.items():
         try:
             connection.putheader(name, value)
         except (ValueError, TypeError):
             # The cause is not chained, because its text has the value.
             raise _error(
-                f"the {patience.name}'s header {name!r} cannot be sent: it must be one line of Latin-1 text. Correct it in the "
-                "reward function."
+                f"the {patience.name}'s header {name!r} cannot be sent: it must be one line of Latin-1 text. Correct it in "
+                f"{patience.place}."
             ) from None
     return connection
 
@@ -204,13 +206,13 @@ class _Bounded(io.RawIOBase):
         return self._socket.recv_into(buffer)
 
 
-def _read(answer: http.client.HTTPResponse) -> bytes:
+def _read(answer: http.client.HTTPResponse, most: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     while part := answer.read1(PART_BYTES):
         parts.append(part)
         size += len(part)
-        if size > LARGEST_ANSWER_BYTES:
+        if size > most:
             return b"".join(parts)
     # The server announced more bytes than it sent.
     if answer.length:

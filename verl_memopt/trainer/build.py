@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from verl_memopt.agents.environments import EnvironmentKind
 from verl_memopt.agents.loop import AgentPlan, check_agents, environment_of, unknown_environment
@@ -25,11 +26,11 @@ from verl_memopt.data.dataset import CustomRows, PromptDataset, PromptRow, Promp
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.prompts import LOOKAHEAD, PromptPrefetcher, StepLoader, check_prompts, load_sampler
 from verl_memopt.data.python_rows import Item, PythonRows
-from verl_memopt.data.responses import build_supervised_dataset, stream_reader
+from verl_memopt.data.responses import TeacherColumn, build_supervised_dataset, stream_reader
 from verl_memopt.data.streaming import StreamLoader, open_stream
 from verl_memopt.errors import ConfigError, DataError
 from verl_memopt.memory.critic_rules import has_critic, own_pools
-from verl_memopt.memory.knob import has_teacher, needs_reference
+from verl_memopt.memory.knob import has_teacher, needs_reference, teacher_is_elsewhere
 from verl_memopt.model.export import export_folder
 from verl_memopt.model.packing_check import find_reward_model
 from verl_memopt.model.weights import load_model_config
@@ -63,7 +64,7 @@ from verl_memopt.trainer.micro_batching import (
     teacher_budget,
 )
 from verl_memopt.trainer.replay import NoPrompts, mode_of, record_folder, replay_of, replayed_steps, written_dump
-from verl_memopt.trainer.rollouts import Generator, LogProbPass, TeacherPass
+from verl_memopt.trainer.rollouts import Generator, LogProbPass
 from verl_memopt.trainer.scoring import (
     Conversations,
     ModelScores,
@@ -84,6 +85,7 @@ from verl_memopt.trainer.step import (
     Supervised,
     TrainingStep,
 )
+from verl_memopt.trainer.teacher_pass import Endpoint, TeacherPass, teacher_elsewhere
 from verl_memopt.trainer.validate import LossValidator, Validator
 from verl_memopt.worker.group import TimedGroup
 from verl_memopt.worker.roles import RolePlan, WorkerPlan
@@ -182,6 +184,9 @@ def build_run(
         check_own_files(settings, environment, folder, is_of(checkpoint, folder))
         data = settings.data
         agent, environments = _agents(settings, environment, folder)
+        server = teacher_elsewhere(settings, environment.embedding_rows) if distills else None
+        if isinstance(server, Endpoint):
+            server.check(environment.tokenizer)
         by_rules, unscored = _by_rules(settings, environments), False
         # A teacher needs no rewards, so rows that no rule can score are no mistake then.
         optional = by_rules and settings.algorithm.adv_estimator == DISTILL
@@ -303,7 +308,7 @@ def _worker_plan(
         adaptive_phases=adaptive_phases(settings),
         rewards=settings.reward_model if settings.reward_model.enable else None,
         role=role,
-        teacher=settings.teacher if environment.teacher_folder is not None else None,
+        teacher=settings.teacher if environment.teacher_folder is not None or teacher_is_elsewhere(settings) else None,
         teacher_folder=None if environment.teacher_folder is None else str(environment.teacher_folder),
         distill=settings.distill if has_teacher(settings) and mode_of(settings).updates else None,
     )
@@ -342,7 +347,11 @@ def _datasets(settings: Settings, environment: Environment, by_rules: bool) -> t
     if not mode.supervised:
         read = partial(build_dataset, by_rules=by_rules, converses=converses)
     # Only training rows have a teacher.
-    told = {} if mode.supervised or not has_teacher(settings) else {"teacher_prompt": settings.distill.teacher_prompt}
+    told: dict[str, Any] = {}
+    if has_teacher(settings) and mode.supervised:
+        told = {"said": _said_in(settings)}
+    elif has_teacher(settings):
+        told = {"teacher_prompt": settings.distill.teacher_prompt}
     train = None if data.streaming else read(data.train_files, data, environment.tokenizer, "train", **told)
     validation = None if data.val_files is None else read(data.val_files, data, environment.tokenizer, "val")
     for split in (train, validation):
@@ -351,6 +360,11 @@ def _datasets(settings: Settings, environment: Environment, by_rules: bool) -> t
     if by_rules:
         _check_rows(settings, (row for split in (train or (), validation or ()) for row in split))
     return train, validation
+
+
+def _said_in(settings: Settings) -> TeacherColumn | None:
+    key = settings.teacher.log_probs_key
+    return None if key is None else TeacherColumn(key, settings.distill.top_k or 0)
 
 
 def _by_rules(settings: Settings, environments: Mapping[str | None, EnvironmentKind]) -> bool:
@@ -429,8 +443,8 @@ def _stream_loader(
     by_rules: bool,
 ) -> StreamLoader:
     data, tokenizer, converses = settings.data, environment.tokenizer, settings.actor_rollout_ref.rollout.converses
-    told = settings.distill.teacher_prompt if has_teacher(settings) else None
-    reader = stream_reader(data, tokenizer, mode_of(settings).supervised, by_rules, converses, told)
+    told, said = (settings.distill.teacher_prompt, _said_in(settings)) if has_teacher(settings) else (None, None)
+    reader = stream_reader(data, tokenizer, mode_of(settings).supervised, by_rules, converses, told, said)
 
     def read(items: Sequence[Item]) -> list[PromptRow]:
         read = reader(items)
@@ -546,8 +560,8 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     teacher = None
     if context.worker_plan.distill is not None:
         tokenizer = None if settings.distill.teacher_prompt is None or mode.supervised else environment.tokenizer
-        teacher = TeacherPass(workers, teacher_budget(settings), balance, tokenizer)
-    is_sampled = settings.distill.divergence == SAMPLED
+        elsewhere = teacher_elsewhere(settings, environment.embedding_rows)
+        teacher = TeacherPass(workers, teacher_budget(settings), balance, settings.distill, tokenizer, elsewhere)
     # A scorer that reads log-probs runs before the update, so the update cannot compute them.
     on_policy = mode.updates and not scorer.reads and update_gives_old_log_probs(settings)
     options = reads_entropy(actor, algorithm), statistics_of(algorithm)
@@ -555,7 +569,7 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     cutter = MiniBatchCutter(workers.world_size, actor, rollout.n, update_budget, balance)
     adapts_entropy = actor.entropy_ctrl.target is not None
     entropy = EntropyController(actor.entropy_ctrl, actor.entropy_coeff) if adapts_entropy else None
-    states = None if teacher is None or is_sampled else teacher.states
+    states = None if teacher is None or settings.distill.divergence == SAMPLED else teacher.states
     policy_update = PolicyUpdate(cutter, actor, context.store, entropy, states)
     # The engine's log-probs in a dump may come from other weights, so a difference is not a fault.
     compared = rollout if replay is None else replace(rollout, max_logprob_diff=None)

@@ -337,7 +337,10 @@ class PolicyUpdate:
         if self.teacher_states is not None:
             batch = batch.clone(recurse=False)
             batch.places = torch.arange(batch.responses.flat.shape[0])
-        per_rank = self._cut(batch, names, step)
+        # Only the teacher's pass reads what a teacher elsewhere has said.
+        learned = batch.clone(recurse=False)
+        learned.teacher_ids = learned.teacher_top = None
+        per_rank = self._cut(learned, names, step)
         if self.teacher_states is not None:
             self.teacher_states(batch, names, per_rank)
         return per_rank

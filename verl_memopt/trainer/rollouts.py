@@ -19,10 +19,9 @@ from verl_memopt.algorithms.records import ESTIMATORS
 from verl_memopt.algorithms.rows import reverse_scan, row_means
 from verl_memopt.config.schema import Actor, Algorithm, Distill, Rollout
 from verl_memopt.data.batch import Ragged, RolloutBatch, prompt_rows, rollout_batch, shares_prompts, token_index
-from verl_memopt.data.dataset import TEACHER_PROMPT, PromptRow
-from verl_memopt.data.encoder import tokenize
+from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.prompts import StepPrompts
-from verl_memopt.errors import DataError, RewardError, Stopped
+from verl_memopt.errors import RewardError, Stopped
 from verl_memopt.model.forest import build_forest
 from verl_memopt.rewards.runner import Round
 from verl_memopt.rewards.score import RewardResult
@@ -30,7 +29,6 @@ from verl_memopt.rollout.engine import Generation, SamplingSettings, row_seed, t
 from verl_memopt.trainer.micro_batching import Budget, cut_ranks, rows_per_rank, uneven_shares
 from verl_memopt.worker.group import Pending, TimedGroup
 from verl_memopt.worker.policy import LogProbs, in_batch_order
-from verl_memopt.worker.trained_model import MiniBatch
 from verl_memopt.worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -502,62 +500,6 @@ class LogProbPass(ForwardPass[LogProbs]):
     def compute(self, batch: RolloutBatch, names: Sequence[str]) -> LogProbs:
         """Return log-probs and further statistics of all tokens, fp32 [R] each, in batch order."""
         return in_batch_order(self.begin(batch, names).result(), batch.responses.sizes())
-
-
-@dataclass(frozen=True)
-class TeacherPass:
-    """The teacher's pass over the responses of a step, in the phase ``teacher``.
-
-    Attributes:
-        budget: Cuts the rows of a rank into micro-batches.
-        tokenizer: Encodes the prompts of the teacher; None = it reads the policy's prompts.
-    """
-
-    workers: TimedGroup
-    budget: Budget
-    balance: bool
-    tokenizer: Any = None
-
-    def tell(self, batch: StepBatch) -> None:
-        """Add the prompts that the teacher reads to the rows of a step.
-
-        Raises:
-            DataError: A row has no such prompt, because a user's class made it.
-        """
-        if self.tokenizer is None:
-            return
-        rows = list({id(row): row for row in batch.answers.rows}.values())
-        without = next((row for row in rows if row.teacher is None), None)
-        if without is not None:
-            raise DataError(f"{without.address}: PromptRow.teacher is not set, and {TEACHER_PROMPT} cannot fill it. Set it.")
-        told = [row.teacher for row in rows if row.teacher is not None]
-        encoded = tokenize(
-            self.tokenizer, [text for text, _ in told], [plain for _, plain in told], [row.is_text for row in rows]
-        )
-        ids = {id(row): own for row, own in zip(rows, encoded, strict=True)}
-        # Rows with one prompt share a list, which is stored once.
-        batch.rows.teacher_prompts = prompt_rows([ids[id(row)] for row in batch.answers.rows])
-
-    def log_probs(self, batch: RolloutBatch, names: Sequence[str]) -> Tensor:
-        """Return the teacher's log-probs of all response tokens, fp32 [R], in batch order."""
-        log_prob_pass = LogProbPass(self.workers, "teacher", Worker.teacher_log_probs, self.budget, self.balance)
-        return log_prob_pass.compute(batch.for_teacher(), names).log_probs
-
-    def states(self, batch: RolloutBatch, names: Sequence[str], per_rank: Sequence[Sequence[MiniBatch]]) -> None:
-        """Let each rank compute the teacher's states of the tokens in its own mini-batches, and keep them for the update.
-
-        So the states never leave the rank. ``batch`` holds the rows of all mini-batches, with ``places``.
-        """
-        batch = batch.for_teacher()
-        row_of, tokens = batch.response_row(), batch.row_tokens()
-        numbered = [[mini.batch.places for mini in minis if mini.batch.places is not None] for minis in per_rank]
-        places = [torch.cat(own) for own in numbered]
-        shares = [row_of[own].unique().tolist() for own in places]
-        rank_tokens = [tokens.select(share) for share in shares]
-        bins = cut_ranks(rank_tokens, [[names[row] for row in share] for share in shares], self.budget)
-        arguments = [(batch.select(share), cut) for share, cut in zip(shares, bins, strict=True)]
-        self.workers.each("teacher", Worker.teacher_states, arguments)
-        self.budget.learn(zip(rank_tokens, bins, strict=True), self.workers.figures)
 
 
 def to_batch(answers: RowAnswers, samples: int, actor: Actor) -> RolloutBatch:

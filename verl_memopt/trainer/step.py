@@ -16,7 +16,6 @@ from verl_memopt.agents.loop import conversation_metrics, prompt_tokens
 from verl_memopt.algorithms.kl import KlController, kl_estimate
 from verl_memopt.algorithms.losses import explained_variance
 from verl_memopt.algorithms.rollout_correction import corrects_before_update
-from verl_memopt.config.role_settings import SAMPLED
 from verl_memopt.config.schema import Actor, Algorithm, Critic, Distill
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.data.prompts import PromptPrefetcher, StepPrompts
@@ -34,11 +33,11 @@ from verl_memopt.trainer.rollouts import (
     LogProbPass,
     RowAnswers,
     StepBatch,
-    TeacherPass,
     dataset_answers,
     to_batch,
 )
 from verl_memopt.trainer.scoring import Scorer
+from verl_memopt.trainer.teacher_pass import TeacherPass
 from verl_memopt.trainer.update_guard import BAD_LOG_PROBS
 from verl_memopt.worker.group import Pending, TimedGroup
 from verl_memopt.worker.trained_model import ACTOR, CRITIC
@@ -115,11 +114,6 @@ class TrainingStep:
         self.metrics(batch)
         return self.result(batch)
 
-    @property
-    def reads_teacher(self) -> bool:
-        # Whether the advantages read the teacher's log-probs.
-        return self.distill is not None and self.distill.divergence == SAMPLED
-
     def warms_up(self, step: int) -> bool:
         return self.critic is not None and self.critic.warms_up(step)
 
@@ -136,9 +130,7 @@ class TrainingStep:
         if self.ref_pass is not None:
             batch.rows.ref_log_probs = self.ref_pass.compute(batch.rows, batch.names).log_probs
         if self.teacher is not None:
-            self.teacher.tell(batch)
-            if self.reads_teacher:
-                batch.rows.teacher_log_probs = self.teacher.log_probs(batch.rows, batch.names)
+            self.teacher.read(batch)
         if "ref_log_probs" in reads or batch.answers.model_scores is not None:
             score(self.scorer, batch)
         return batch

@@ -127,7 +127,7 @@ class Policy:
             policy.start = starting_adapter(Path(model.lora_adapter_path), policy_model, policy_model.compute, roles.device)
         # With LoRA the reference is the policy with its starting adapters, or without adapters.
         also = (REFERENCE, *roles.also) if model.lora_rank > 0 else ()
-        also += (TEACHER,) if plan.distill is not None and plan.teacher_folder is None else ()  # it is its own teacher
+        also += (TEACHER,) if plan.teaches_itself else ()
         policy.trained.home = roles.home_of(POLICY, policy_model, fsdp, also)
         return policy
 

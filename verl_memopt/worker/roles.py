@@ -140,7 +140,7 @@ class WorkerPlan:
     teacher: schema.Teacher | None = None
     """The ``teacher`` section of the settings. None = the run does not distill, or the policy is its own teacher."""
     teacher_folder: str | None = None
-    """Folder of the teacher's model."""
+    """Folder of the teacher's model. None with ``teacher`` = the workers have no teacher, and are told what it says."""
     distill: Distill | None = None
     """The ``distill`` section of the settings. None = the run does not distill."""
     beside_cache_bytes: int | None = None
@@ -159,6 +159,10 @@ class WorkerPlan:
         # Only the policy's workers have an engine, a reference, a teacher and the role of a recipe.
         own = {**absent, **_absent({*OWN_ROLES} - {role}), "snapshot_folder": snapshots}
         return dataclasses.replace(self, **own, has_policy=False)
+
+    @property
+    def teaches_itself(self) -> bool:
+        return self.distill is not None and self.teacher is None
 
     def without(self, roles: Iterable[str]) -> WorkerPlan:
         return dataclasses.replace(self, **_absent(roles))

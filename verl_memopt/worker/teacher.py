@@ -32,6 +32,8 @@ from verl_memopt.worker.trained_model import MicroBatch
 
 KIND = "teacher states"
 KIND_OF_HEAD = "params"
+LEAST_REST = 1e-6
+"""Smallest mass of all tokens but the most probable ones, if it follows from rounded log-probs of these."""
 
 
 class TokenStore:
@@ -89,10 +91,14 @@ class Teacher:
     def compute(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> None:
         """Compute what the update reads of all response tokens of a batch, and keep it until the next call.
 
-        ``batch.places`` has the number of each token. ``micro_batches`` are as in :func:`forward_pass`.
+        ``batch.places`` has the number of each token. ``micro_batches`` are as in :func:`forward_pass`. A batch with the most
+        probable tokens of a teacher elsewhere needs no forward.
         """
         assert batch.places is not None, "the driver numbers the tokens"
         self.kept = None  # the buffers of the step before are free for this one
+        if batch.teacher_ids is not None:
+            self._keep_told(batch.places, batch.teacher_ids, batch.teacher_top)
+            return
         sizes, top = batch.responses.sizes(), self.distill.top_k
         entries = [(self.model.head.weight.shape[1], self.model.compute)]
         if top is not None:
@@ -111,6 +117,14 @@ class Teacher:
 
         with nullcontext() if top is None else self.whole_head(1):
             forward_pass(self.model, batch, micro_batches, self.device, forward)
+        self.kept = kept
+
+    def _keep_told(self, places: Tensor, ids: Tensor, log_probs: Tensor | None) -> None:
+        # The teacher is elsewhere, and its most probable tokens came with the batch.
+        assert log_probs is not None, "ids come with their log-probs"
+        rest = 1 - log_probs.double().exp().sum(1, keepdim=True)
+        kept = TokenStore(places, [(ids.shape[1], torch.int32), (ids.shape[1], torch.float32), (1, torch.float32)], self.device)
+        kept.put(torch.arange(len(places)), [ids, log_probs, rest.clamp(min=LEAST_REST).log().float()])
         self.kept = kept
 
     def in_update(self, steps: int) -> AbstractContextManager[None]:

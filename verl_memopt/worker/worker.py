@@ -437,6 +437,7 @@ class Worker:
 
     def _build_teacher(self, roles: RoleBuilder, distill: Distill) -> Teacher:
         policy, folder = _built(self.policy), self.plan.teacher_folder
+        # A teacher elsewhere has no model here. Only the policy's number of ids is read then.
         model = policy.model if folder is None else roles.teacher(Path(folder))
         teacher = Teacher(model, distill, self.temperature, self.device, policy.model.head.weight.shape[0])
         if teacher.is_exact:
