@@ -29,7 +29,7 @@ from verl_memopt.worker.worker import Worker
 URL = "teacher.endpoint.url"
 BYTES_PER_ENTRY = 160
 """More bytes than a server needs for one log-prob, with the id, the rank and the text of the token."""
-PROBE_TOKENS = 64
+PROBE_TOKENS = 16
 
 
 @dataclass(frozen=True)
