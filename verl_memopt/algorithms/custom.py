@@ -17,7 +17,7 @@ from verl_memopt.algorithms.rows import positions
 from verl_memopt.config.schema import Actor, Algorithm, Settings
 from verl_memopt.data.plugin import contained, load_from_file, raised
 from verl_memopt.errors import ConfigError, TrainingError, UserError
-from verl_memopt.memory.knob import needs_reference
+from verl_memopt.memory.knob import uses_kl
 from verl_memopt.memory.logit_tiles import Statistic
 
 ESTIMATOR_KEY = "algorithm.custom_estimator"
@@ -60,7 +60,7 @@ def _head_statistic(name: str, key: str | None = None) -> Extra:
 EXTRAS: dict[str, Extra] = {
     "old_log_probs": Extra("old_log_probs", _decoupled, "Set algorithm.rollout_correction.bypass_mode=false"),
     "ref_log_probs": Extra(
-        "ref_log_probs", needs_reference, "Set actor_rollout_ref.actor.use_kl_loss=true or algorithm.use_kl_in_reward=true"
+        "ref_log_probs", uses_kl, "Set actor_rollout_ref.actor.use_kl_loss=true or algorithm.use_kl_in_reward=true"
     ),
     "rollout_log_probs": Extra(
         "rollout_log_probs",

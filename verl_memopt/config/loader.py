@@ -46,7 +46,7 @@ from verl_memopt.config.values import build
 from verl_memopt.config.values_of_python import as_override, with_quotes
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory import lora, profiles
-from verl_memopt.memory.knob import has_teacher, needs_reference
+from verl_memopt.memory.knob import has_teacher, uses_kl
 from verl_memopt.observe.secrets import without_secrets_of
 from verl_memopt.records import parse_json, path_fault, read_record
 
@@ -562,7 +562,8 @@ def teacher_in_words(settings: Settings) -> str | None:
     if not has_teacher(settings):
         return None
     distill, teacher = settings.distill, settings.teacher
-    name = teacher.model.path or teacher.endpoint.url or "the policy itself"
+    itself = "the policy itself" if teacher.weights == "policy" else "the reference"
+    name = teacher.model.path or teacher.endpoint.url or itself
     if teacher.log_probs_key is not None:
         name = f"the column {teacher.log_probs_key}"
     over = "exact" if distill.top_k is None else f"over the teacher's {distill.top_k} most probable tokens and the rest"
@@ -580,7 +581,7 @@ def log_objective(settings: Settings) -> None:
     loss = actor.policy_loss.loss_mode
     kl_in_loss = f"{actor.kl_loss_coef:g} x {actor.kl_loss_type}" if actor.use_kl_loss else None
     logger.info("objective: %s", objective(algorithm, loss, kl_in_loss, teacher_in_words(settings)))
-    if needs_reference(settings) and settings.actor_rollout_ref.model.lora_rank:
+    if uses_kl(settings) and settings.actor_rollout_ref.model.lora_rank:
         logger.info("the KL's reference is %s", reference_in_words(settings))
     bypass_loss = algorithm.rollout_correction.loss_type if algorithm.rollout_correction.bypass_mode else None
     if bypass_loss is not None and loss != "vanilla":

@@ -280,6 +280,10 @@ class Teacher(LogProbBudget, QuantizedFrozen):
     """Where the teacher comes from. The knobs of ``actor_rollout_ref.model`` apply to it as they apply to the reference."""
     fsdp_config: Fsdp = field(default_factory=Fsdp)
     """Sharding and precision of the teacher."""
+    weights: Literal["policy", "reference"] = "policy"
+    """Without ``model.path``: whose weights the teacher has. policy = the policy's present ones; reference = the reference's.
+    Those are the weights that training started from, or with ``actor_rollout_ref.ref.sync_every_steps`` a copy that follows the
+    policy."""
     endpoint: TeacherEndpoint = field(default_factory=TeacherEndpoint)
     """A teacher that runs elsewhere."""
     log_probs_key: str | None = None

@@ -15,7 +15,7 @@ from verl_memopt.memory.knob import Refusal, UnusedKey, has_own_teacher, has_tea
 COEF, DIVERGENCE, PATH, PROMPT = "distill.coef", "distill.divergence", "teacher.model.path", "distill.teacher_prompt"
 _ESTIMATOR, _ROLLOUT = "algorithm.adv_estimator", "actor_rollout_ref.rollout"
 _ULYSSES = "teacher.fsdp_config.ulysses_sequence_parallel_size"
-URL, COLUMN = "teacher.endpoint.url", "teacher.log_probs_key"
+URL, COLUMN, WEIGHTS = "teacher.endpoint.url", "teacher.log_probs_key", "teacher.weights"
 _NO_TEACHER = f"{COEF} is 0, so there is no teacher"
 
 
@@ -25,7 +25,7 @@ def _splits_otherwise(settings: Settings) -> bool:
 
 def _rules() -> Iterator[Refusal]:
     yield refused(
-        {COEF: above(0), PATH: None, PROMPT: None, URL: None, COLUMN: None},
+        {COEF: above(0), PATH: None, PROMPT: None, URL: None, COLUMN: None, WEIGHTS: "policy"},
         "the policy would be compared with itself at the same prompt",
         f"Set {PATH} to the folder of a teacher, {URL} to its server, or {PROMPT} to a prompt that tells more than the policy's.",
     )
@@ -115,6 +115,8 @@ def _unused() -> Iterator[UnusedKey]:
             yield UnusedKey(key, partial(_has_other, owners[key]), f"it belongs to {DIVERGENCE}={owners[key]}")
         elif key.startswith("teacher.endpoint.") and key != URL:
             yield UnusedKey(key, _has_no_server, f"{COEF} is 0 or {URL} is null, so no server is asked")
+        elif key == WEIGHTS:
+            yield UnusedKey(key, _has_another, f"{COEF} is 0, or the teacher is another model")
         elif key.startswith("distill.") or key in (URL, COLUMN):
             yield UnusedKey(key, lambda settings: not has_teacher(settings), _NO_TEACHER)
         elif ".log_prob_" in key:
@@ -124,6 +126,10 @@ def _unused() -> Iterator[UnusedKey]:
                 key, lambda settings: not has_own_teacher(settings), f"{COEF} is 0 or {PATH} is null, so no teacher is built"
             )
     yield UnusedKey(PATH, lambda settings: not has_teacher(settings), _NO_TEACHER)
+
+
+def _has_another(settings: Settings) -> bool:
+    return not has_teacher(settings) or has_own_teacher(settings) or teacher_is_elsewhere(settings)
 
 
 def _has_no_server(settings: Settings) -> bool:

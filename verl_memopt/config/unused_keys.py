@@ -327,12 +327,14 @@ REFERENCE_RULES: tuple[Refusal, ...] = tuple(_rules())
 """What a reference that follows the policy refuses."""
 
 REFERENCE_UNUSED: tuple[UnusedKey, ...] = (
-    UnusedKey(EVERY, lambda settings: not needs_reference(settings), "no KL is used, so there is no reference"),
+    UnusedKey(
+        EVERY, lambda settings: not needs_reference(settings), "no KL is used and no teacher is the reference, so there is none"
+    ),
     *idle(EVERY, None, ALPHA),
     UnusedKey(
         f"{_AR}.ref.adapter",
         lambda settings: not _starts_from_adapters(settings),
-        "no KL is used, or the policy does not start from trained adapters",
+        "no reference is needed, or the policy does not start from trained adapters",
     ),
 )
 """When a key of the reference has no effect."""

@@ -318,7 +318,7 @@ DEVICES = ("trainer.nnodes", "trainer.n_gpus_per_node")
 """The keys that :func:`num_devices` reads."""
 
 KL = ("algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss")
-"""The keys that :func:`needs_reference` reads."""
+"""The keys that :func:`uses_kl` reads."""
 
 
 def num_devices(settings: Settings) -> int:
@@ -412,15 +412,27 @@ def teacher_is_elsewhere(settings: Settings) -> bool:
     return has_teacher(settings) and (teacher.endpoint.url is not None or teacher.log_probs_key is not None)
 
 
+def reference_teaches(settings: Settings) -> bool:
+    own = has_teacher(settings) and not has_own_teacher(settings) and not teacher_is_elsewhere(settings)
+    return own and settings.teacher.weights == "reference"
+
+
 def teacher_fsdp(settings: Settings) -> Fsdp:
     # A policy that is its own teacher is sharded as it is.
-    own = settings.teacher.model.path is not None
-    return settings.teacher.fsdp_config if own else settings.actor_rollout_ref.actor.fsdp_config
+    roles = settings.actor_rollout_ref
+    if settings.teacher.model.path is not None:
+        return settings.teacher.fsdp_config
+    is_base = roles.model.lora_rank > 0 or not reference_teaches(settings)
+    return (roles.actor if is_base else roles.ref).fsdp_config
+
+
+def uses_kl(settings: Settings) -> bool:
+    in_reward, in_loss = settings.algorithm.use_kl_in_reward, settings.actor_rollout_ref.actor.use_kl_loss
+    return in_reward or in_loss
 
 
 def needs_reference(settings: Settings) -> bool:
-    in_reward, in_loss = settings.algorithm.use_kl_in_reward, settings.actor_rollout_ref.actor.use_kl_loss
-    return in_reward or in_loss
+    return uses_kl(settings) or reference_teaches(settings)
 
 
 BUILT: Mapping[str, Predicate] = {"ref": needs_reference, "teacher": has_own_teacher}

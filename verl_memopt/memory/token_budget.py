@@ -35,8 +35,8 @@ from verl_memopt.memory.knob import (
     enough_rows,
     has_teacher,
     longest_sample,
-    needs_reference,
     sequence_ranks,
+    uses_kl,
 )
 from verl_memopt.recipes import RECIPES, Recipe
 
@@ -115,7 +115,7 @@ def _is_checked(settings: Settings, role: Role) -> bool:
         return True
     if role == "values":
         return has_critic(settings) and sizes_of(settings, role) != sizes_of(as_critic(settings), "actor")
-    built = {"ref": needs_reference, "teacher": has_teacher}
+    built = {"ref": uses_kl, "teacher": has_teacher}
     return sizes_of(settings, role) != sizes_of(settings, "actor") and (role == "rollout" or built[role](settings))
 
 

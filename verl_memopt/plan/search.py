@@ -19,7 +19,7 @@ from verl_memopt.config.loader import changed
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.critic_rules import has_critic
-from verl_memopt.memory.knob import knob_named, longest_sample, needs_reference
+from verl_memopt.memory.knob import knob_named, longest_sample, uses_kl
 from verl_memopt.observe.log_setup import silent
 from verl_memopt.observe.phase import GIB
 from verl_memopt.plan.levers import BUDGET, BUDGETS, SHARE, Level, Lever, levers_of
@@ -377,7 +377,7 @@ class Search:
 def _driver_bytes(settings: Settings) -> int:
     # Bytes of the tensors of the longest sequence in a step's batch.
     added = 2 + settings.actor_rollout_ref.rollout.calculate_log_probs  # old log-probs and advantages
-    added += needs_reference(settings) + 2 * has_critic(settings)  # the reference's log-probs; values and returns
+    added += uses_kl(settings) + 2 * has_critic(settings)  # the reference's log-probs; values and returns
     return 8 * settings.data.max_prompt_length + (8 + 4 * added) * settings.data.max_response_length
 
 

@@ -30,7 +30,7 @@ from verl_memopt.data.responses import TeacherColumn, build_supervised_dataset, 
 from verl_memopt.data.streaming import StreamLoader, open_stream
 from verl_memopt.errors import ConfigError, DataError
 from verl_memopt.memory.critic_rules import has_critic, own_pools
-from verl_memopt.memory.knob import has_teacher, needs_reference, teacher_is_elsewhere
+from verl_memopt.memory.knob import has_teacher, needs_reference, reference_teaches, teacher_is_elsewhere, uses_kl
 from verl_memopt.model.export import export_folder
 from verl_memopt.model.packing_check import find_reward_model
 from verl_memopt.model.weights import load_model_config
@@ -164,6 +164,7 @@ def build_run(
     critic = settings.critic if mode.updates and has_critic(settings) else None
     # Find the devices and the model folders for the roles that the run needs.
     roles, with_reference = settings.actor_rollout_ref, mode.computes_log_probs and needs_reference(settings)
+    with_reference = with_reference or (mode.updates and reference_teaches(settings))
     reference = str(roles.ref.model.path) if with_reference and roles.model.lora_rank == 0 else None
     pools: dict[str, ResourcePool] = {"critic": settings.critic} if critic is not None else {}
     pools |= {"reward_model": settings.reward_model} if _scores_with_model(settings) else {}
@@ -311,6 +312,7 @@ def _worker_plan(
         teacher=settings.teacher if environment.teacher_folder is not None or teacher_is_elsewhere(settings) else None,
         teacher_folder=None if environment.teacher_folder is None else str(environment.teacher_folder),
         distill=settings.distill if has_teacher(settings) and mode_of(settings).updates else None,
+        reference_teaches=reference_teaches(settings),
     )
 
 
@@ -575,7 +577,7 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     compared = rollout if replay is None else replace(rollout, max_logprob_diff=None)
     mismatch = MismatchCheck(compared, actor.fsdp_config, environment.features if replay is None else ())
     ref_pass = LogProbPass(workers, "ref", Worker.ref_log_probs, ref_budget, balance)
-    with_reference = needs_reference(settings)
+    with_reference = uses_kl(settings)
     every = None if context.worker_plan.reference_folder is None else roles.ref.sync_every_steps
     policy: PolicyTraining | BypassUpdate
     if bypasses:

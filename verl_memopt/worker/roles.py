@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -143,6 +143,8 @@ class WorkerPlan:
     """Folder of the teacher's model. None with ``teacher`` = the workers have no teacher, and are told what it says."""
     distill: Distill | None = None
     """The ``distill`` section of the settings. None = the run does not distill."""
+    reference_teaches: bool = False
+    """The reference is the teacher."""
     beside_cache_bytes: int | None = None
     """With ``rollout.kv_cache_memory_gb=auto``: bytes on the device that are not KV cache, by the planner's formulas. None = the
     settings give the size of the cache."""
@@ -162,7 +164,9 @@ class WorkerPlan:
 
     @property
     def teaches_itself(self) -> bool:
-        return self.distill is not None and self.teacher is None
+        # With LoRA also as the reference.
+        own = self.distill is not None and self.teacher is None
+        return own and not (self.reference_teaches and self.reference_folder is not None)
 
     def without(self, roles: Iterable[str]) -> WorkerPlan:
         return dataclasses.replace(self, **_absent(roles))
@@ -228,7 +232,9 @@ class RoleBuilder:
         settings, ref, key = self.plan.settings, self.plan.settings.ref, "actor_rollout_ref.ref"
         compiled = bool(ref.use_torch_compile)
         plan = FrozenModel(REFERENCE, key, POLICY_KEY, settings.model, ref.fsdp_config, compiled, ref.quantization)
-        return self.frozen(plan, folder, self.also)
+        if not self.plan.reference_teaches:
+            return self.frozen(plan, folder, self.also)
+        return self.frozen(self.with_head(plan, folder, REFERENCE), folder, (*self.also, TEACHER))
 
     def frozen(self, plan: FrozenModel, folder: Path, also: tuple[str, ...] = ()) -> PolicyModel:
         fsdp, key = plan.fsdp, f"{plan.key}.fsdp_config"
@@ -258,11 +264,19 @@ class RoleBuilder:
         frozen = FrozenModel(
             TEACHER, TEACHER_KEY, f"{TEACHER_KEY}.model", model, teacher.fsdp_config, compiled, teacher.quantization
         )
-        if distill.divergence != SAMPLED and distill.top_k is None:
-            # The update reads the head. The teacher's own pass reads it only if it is also the embedding.
-            tied = bool(load_model_config(model, folder, f"{TEACHER_KEY}.model").get_text_config().tie_word_embeddings)
-            frozen = dataclasses.replace(frozen, head_part=TEACHER_HEAD, head_also=(TEACHER,) if tied else ())
-        return self.frozen(frozen, folder)
+        return self.frozen(self.with_head(frozen, folder), folder)
+
+    def with_head(self, plan: FrozenModel, folder: Path, *also: str) -> FrozenModel:
+        """Return the plan of a teacher's model, in which the head is a part of its own if the update reads it.
+
+        ``also`` are further parts with which the head comes to the device.
+        """
+        distill = self.plan.distill
+        if distill is None or distill.divergence == SAMPLED or distill.top_k is not None:
+            return plan
+        # The teacher's own pass reads the head only if it is also the embedding.
+        tied = bool(load_model_config(plan.model, folder, plan.model_key).get_text_config().tie_word_embeddings)
+        return dataclasses.replace(plan, head_part=TEACHER_HEAD, head_also=(*also, TEACHER) if tied else also)
 
     def moving_reference(self, reference: PolicyModel, policy: TrainedModel) -> MovingReference:
         """Wrap the reference, so that it can follow the policy.
@@ -278,9 +292,9 @@ class RoleBuilder:
                 f"there and {shapes[1].get(name, 'missing')} in the policy, and a reference that follows the policy needs the "
                 "same weights. Remove the key, or set actor_rollout_ref.ref.sync_every_steps=null."
             )
-        home = self.residency.find(REFERENCE)
+        found = (self.residency.find(REFERENCE), self.residency.find(TEACHER_HEAD) if self.plan.reference_teaches else None)
         # A streamed model has no such home: its weights are on the host at all times.
-        return MovingReference(reference, home if isinstance(home, OffloadedParams) else None, policy)
+        return MovingReference(reference, tuple(home for home in found if isinstance(home, OffloadedParams)), policy)
 
     def reward_model(self, folder: Path) -> ValueModel:
         settings = self.plan.reward_model
@@ -449,28 +463,35 @@ def quantization_error(policy: PolicyModel, folder: Path, device: torch.device, 
 class MovingReference:
     """A reference whose weights are a moving average of the policy's weights. They are read and written where they rest.
 
-    ``home`` moves the weights between host and device. None = they never move. Saving and loading raise CheckpointError with the
+    ``homes`` move the weights between host and device. Empty = they never move. Saving and loading raise CheckpointError with the
     name of the folder.
     """
 
     model: PolicyModel
-    home: OffloadedParams | None
+    homes: tuple[OffloadedParams, ...]
     policy: TrainedModel
 
     def follow(self, alpha: float) -> None:
-        on_host = self.model.stays_on_host or (self.home is not None and not self.home.on_device)
-        with readable(self.home), readable(self.policy.home):
+        on_host = self.model.stays_on_host or any(not home.on_device for home in self.homes)
+        with self._readable(), readable(self.policy.home):
             move_towards(self._pairs(), alpha, on_host)
         self._changed()
 
     def save(self, folder: Path) -> Records:
-        with readable(self.home):
+        with self._readable():
             return save_weights(folder, self.model)
 
     def load(self, folder: Path) -> None:
-        with readable(self.home):
+        with self._readable():
             load_weights(folder, self.model)
         self._changed()
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for home in self.homes:
+                stack.enter_context(home.readable())
+            yield
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         policy = dict(named_weights(self.policy.model))
@@ -479,8 +500,9 @@ class MovingReference:
 
     def _changed(self) -> None:
         # On the device the host's copy is now old. On the host that copy itself was changed.
-        if self.home is not None and self.home.on_device:
-            self.home.changed()
+        for home in self.homes:
+            if home.on_device:
+                home.changed()
 
 
 # Move the weights of one model towards those of another, shard by shard, where they rest.

@@ -8,7 +8,7 @@ head, and keeps the ids and log-probs of the k most probable tokens instead, 8 k
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -73,6 +73,7 @@ class Teacher:
         distill: What the policy learns from it.
         temperature: Divides the logits of both models.
         vocabulary: Number of ids of the policy.
+        as_teacher: Makes ``model`` compute as the teacher, if it is the policy.
         kept: What the update reads: the states, or the most probable tokens with their log-probs.
     """
 
@@ -81,6 +82,7 @@ class Teacher:
     temperature: float
     device: torch.device
     vocabulary: int
+    as_teacher: Callable[[], AbstractContextManager[None]] = nullcontext
     kept: TokenStore | None = None
     _head: Head | None = None
 
@@ -115,7 +117,7 @@ class Teacher:
             ids, log_probs, log_rest = top_log_probs(self._head, states, top, self.vocabulary)
             kept.put(positions, [ids, log_probs, log_rest[:, None]])
 
-        with nullcontext() if top is None else self.whole_head(1):
+        with self.as_teacher(), nullcontext() if top is None else self.whole_head(1):
             forward_pass(self.model, batch, micro_batches, self.device, forward)
         self.kept = kept
 

@@ -273,8 +273,7 @@ class Worker:
         # Rollouts and all log-probs use the same temperature, unless a recipe gives another one.
         used = self.temperature if temperature is None else temperature
         if self.reference is None:
-            policy = _built(self.policy)
-            with as_reference(policy.model, policy.start if self.settings.ref.adapter == "start" else None, self.device):
+            with self._as_reference():
                 return self.policy_log_probs(batch, micro_batches, used)
         return compute_log_probs(self.reference, batch, micro_batches, used, False, self.device)
 
@@ -282,7 +281,9 @@ class Worker:
         return _built(self.policy).compute_log_probs(batch, micro_batches, temperature, False)
 
     def teacher_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> LogProbs:
-        return compute_log_probs(_built(self.teacher).model, batch, micro_batches, self.temperature, False, self.device)
+        teacher = _built(self.teacher)
+        with teacher.as_teacher():
+            return compute_log_probs(teacher.model, batch, micro_batches, self.temperature, False, self.device)
 
     def teacher_states(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> None:
         """Compute what the next update reads of the teacher, for all response tokens of ``batch``."""
@@ -439,11 +440,21 @@ class Worker:
         policy, folder = _built(self.policy), self.plan.teacher_folder
         # A teacher elsewhere has no model here. Only the policy's number of ids is read then.
         model = policy.model if folder is None else roles.teacher(Path(folder))
-        teacher = Teacher(model, distill, self.temperature, self.device, policy.model.head.weight.shape[0])
+        as_teacher: Callable[[], AbstractContextManager[None]] = nullcontext
+        if self.plan.reference_teaches and self.reference is not None:
+            model = self.reference
+        elif self.plan.reference_teaches:
+            as_teacher = self._as_reference
+        teacher = Teacher(model, distill, self.temperature, self.device, policy.model.head.weight.shape[0], as_teacher)
         if teacher.is_exact:
             assert distill.coef is not None, "derived from the estimator"
             policy.distill_coef, policy.teaching = distill.coef, teacher.of
         return teacher
+
+    def _as_reference(self) -> AbstractContextManager[None]:
+        # With LoRA the reference is the policy with its starting adapters or without adapters.
+        policy = _built(self.policy)
+        return as_reference(policy.model, policy.start if self.settings.ref.adapter == "start" else None, self.device)
 
     def _engine_place(self, folder: str) -> EnginePlace:
         place, plan, model, beside = self.placement, self.plan, self.settings.model, self.plan.beside_cache_bytes
