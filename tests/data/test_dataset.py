@@ -5,7 +5,7 @@ import pytest
 from pyarrow import parquet
 
 from verl_memopt.config.schema import CustomClass, Data
-from verl_memopt.data.dataset import PromptDataset, PromptRow, build_dataset
+from verl_memopt.data.dataset import PromptDataset, PromptRow, TeacherColumns, build_dataset
 from verl_memopt.data.encoder import PromptEncoder, tokenize
 from verl_memopt.data.prompts import EXPANSIONS, expand
 from verl_memopt.errors import DataError
@@ -297,7 +297,7 @@ def test_a_template_that_takes_a_hidden_special_token_apart_is_refused(jsonl, to
 
 def told(path, tokenizer, template, **settings):
     data = Data(train_files=path, val_files=path, seed=0, **settings)
-    return list(PromptDataset(path, data, tokenizer, "train", by_rules=False, teacher_prompt=template))
+    return list(PromptDataset(path, data, tokenizer, "train", by_rules=False, teachers=TeacherColumns(template)))
 
 
 def test_a_teacher_reads_the_last_message_with_columns_of_the_row(jsonl, tokenizer):

@@ -13,7 +13,7 @@ from verl_memopt.data.batch import Ragged
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.model.weights import named_weights
-from verl_memopt.worker.teacher import Teacher, TokenStore
+from verl_memopt.worker.teacher import Teacher, Teachers, TokenStore
 
 HEAT = 0.9
 """The temperature of ``tests.worker.test_policy``."""
@@ -40,7 +40,7 @@ def distilled(folder, teacher, mesh, distill, world_size=1, rank=0, budget=WHOLE
     mini = shares(whole, world_size, budget)[rank]
     read = mini.batch.for_teacher()
     role.compute(read, [[row] for row in reversed(range(read.num_rows))])
-    policy.distill_coef, policy.teaching = distill.coef, role.of
+    policy.distill_coef, policy.teaching = distill.coef, Teachers([role]).of
     with role.in_update(1):
         metrics = policy.accumulate(micro_batches(mini), mini.counts, HEAT)
     gradients = {name: whole_of(parameter.grad).clone().numpy() for name, parameter in named_weights(policy.model)}

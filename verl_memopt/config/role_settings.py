@@ -280,6 +280,10 @@ class Teacher(LogProbBudget, QuantizedFrozen):
     """Where the teacher comes from. The knobs of ``actor_rollout_ref.model`` apply to it as they apply to the reference."""
     fsdp_config: Fsdp = field(default_factory=Fsdp)
     """Sharding and precision of the teacher."""
+    further_models: dict[str, Any] = field(default_factory=dict)
+    """Further teachers: name -> folder or hub id. They have the settings of ``model``, and may have other sizes."""
+    key: str = "teacher"
+    """Column that names the teacher of a row, one of ``further_models``. Rows that name none learn from ``model.path``."""
     weights: Literal["policy", "reference"] = "policy"
     """Without ``model.path``: whose weights the teacher has. policy = the policy's present ones; reference = the reference's.
     Those are the weights that training started from, or with ``actor_rollout_ref.ref.sync_every_steps`` a copy that follows the

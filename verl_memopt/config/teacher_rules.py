@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 from verl_memopt.algorithms.records import DISTILL, SFT
 from verl_memopt.config.keys import IS_SET, above, leaf_types, other_than, refused
@@ -15,6 +16,7 @@ from verl_memopt.memory.knob import Refusal, UnusedKey, has_own_teacher, has_tea
 COEF, DIVERGENCE, PATH, PROMPT = "distill.coef", "distill.divergence", "teacher.model.path", "distill.teacher_prompt"
 _ESTIMATOR, _ROLLOUT = "algorithm.adv_estimator", "actor_rollout_ref.rollout"
 _ULYSSES = "teacher.fsdp_config.ulysses_sequence_parallel_size"
+FURTHER, OF_ROW = "teacher.further_models", "teacher.key"
 URL, COLUMN, WEIGHTS = "teacher.endpoint.url", "teacher.log_probs_key", "teacher.weights"
 _NO_TEACHER = f"{COEF} is 0, so there is no teacher"
 
@@ -31,6 +33,17 @@ def _rules() -> Iterator[Refusal]:
     )
     for one, other in ((PATH, URL), (PATH, COLUMN), (URL, COLUMN)):
         yield refused({one: IS_SET, other: IS_SET}, "there is one teacher", "Remove one of them.", has_teacher)
+    yield refused(
+        {FURTHER: bool, PATH: None},
+        "rows that name no teacher have none",
+        f"Set {PATH} to the first teacher, or remove {FURTHER}.",
+        has_teacher,
+    )
+    yield refused(
+        {FURTHER: _has_wrong_names},
+        "each teacher needs a name, and a folder or hub id",
+        f"Write {{name:folder}}, such as {FURTHER}={{code:models/code}}.",
+    )
     for key in (URL, COLUMN):
         yield refused(
             {key: IS_SET, "distill.top_k": None, DIVERGENCE: lambda value: value != SAMPLED},
@@ -115,6 +128,8 @@ def _unused() -> Iterator[UnusedKey]:
             yield UnusedKey(key, partial(_has_other, owners[key]), f"it belongs to {DIVERGENCE}={owners[key]}")
         elif key.startswith("teacher.endpoint.") and key != URL:
             yield UnusedKey(key, _has_no_server, f"{COEF} is 0 or {URL} is null, so no server is asked")
+        elif key == OF_ROW:
+            yield UnusedKey(key, _has_one_teacher, f"{COEF} is 0 or {FURTHER} is empty, so all rows have the same teacher")
         elif key == WEIGHTS:
             yield UnusedKey(key, _has_another, f"{COEF} is 0, or the teacher is another model")
         elif key.startswith("distill.") or key in (URL, COLUMN):
@@ -126,6 +141,14 @@ def _unused() -> Iterator[UnusedKey]:
                 key, lambda settings: not has_own_teacher(settings), f"{COEF} is 0 or {PATH} is null, so no teacher is built"
             )
     yield UnusedKey(PATH, lambda settings: not has_teacher(settings), _NO_TEACHER)
+
+
+def _has_wrong_names(models: Mapping[str, Any]) -> bool:
+    return not all(name and isinstance(path, str) and path for name, path in models.items())
+
+
+def _has_one_teacher(settings: Settings) -> bool:
+    return not has_own_teacher(settings) or not settings.teacher.further_models
 
 
 def _has_another(settings: Settings) -> bool:

@@ -44,6 +44,7 @@ class RolloutBatch(TensorClass):
         teacher_ids: int32 [R, k], the most probable tokens of a teacher that is not in the workers.
         teacher_top: fp32 [R, k], their log-probs.
         teacher_prompts: The prompt of each row that the teacher reads. None = it reads ``prompts``.
+        teacher: int64 [B], the number of each row's teacher. None = all rows have the first one.
         places: int64 [R], numbers by which the update finds the teacher's states of the tokens.
 
     The other optional fields are fp32 [R] too.
@@ -69,6 +70,7 @@ class RolloutBatch(TensorClass):
     teacher_top: Tensor | None = None
     places: Tensor | None = None
     teacher_prompts: Ragged | SharedRows | None = None
+    teacher: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -130,6 +132,7 @@ class RolloutBatch(TensorClass):
             prompt_group=None if self.prompt_group is None else self.prompt_group[index],
             forest=None if self.forest is None else self.forest.select(tokens),
             teacher_prompts=None if self.teacher_prompts is None else self.teacher_prompts.select(rows),
+            teacher=None if self.teacher is None else self.teacher[index],
             **{name: value[tokens] for name, value in flat.items() if value is not None},
             batch_size=[],
         )

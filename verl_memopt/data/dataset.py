@@ -76,6 +76,8 @@ class PromptRow:
     """Name of the environment of a conversation. None = the only one."""
     teacher: tuple[str, Spans] | None = None
     """The prompt that a teacher reads instead, like ``text`` and ``plain``. None = it reads the policy's prompt."""
+    teacher_number: int = 0
+    """The teacher of the row: 0 = the first one, 1, 2, ... = the further ones in their order."""
     teacher_top: tuple[tuple[tuple[int, float], ...], ...] = ()
     """For each token of ``response``: ids and log-probs of a teacher's most probable tokens, if the rows have them."""
     ids: tuple[int, ...] | None = None
@@ -97,6 +99,36 @@ IN_BRACES = re.compile(r"\{([A-Za-z_]\w*)\}")
 """A name of a column in the template of a teacher's prompt."""
 
 
+@dataclass(frozen=True)
+class TeacherColumns:
+    """What the rows say of their teachers. The fields are settings of ``distill`` and ``teacher``.
+
+    Attributes:
+        prompt: ``distill.teacher_prompt``, from which each row gets a prompt for the teacher; None = it needs none.
+        key: ``teacher.key``.
+        names: The names in ``teacher.further_models``.
+        said: ``teacher.log_probs_key``.
+        top: ``distill.top_k``.
+    """
+
+    prompt: str | None = None
+    key: str = ""
+    names: tuple[str, ...] = ()
+    said: str | None = None
+    top: int = 0
+
+    def number(self, address: str, columns: Mapping[str, Any]) -> int:
+        name = columns.get(self.key) if self.names else None
+        if name is None:
+            return 0
+        if name not in self.names:
+            raise DataError(
+                f"{address}: teacher.key={self.key} names the teacher {name!r:.100}, and teacher.further_models has "
+                f"{', '.join(self.names)}. Add it there, or correct the row."
+            )
+        return 1 + self.names.index(name)
+
+
 class PromptReader:
     """Renders and checks the rows of a split.
 
@@ -109,7 +141,7 @@ class PromptReader:
             missing, and all columns of the row reach the reward function in ``extra_info``.
         streams: Each call reads a few rows of a stream. Each kind of log message then appears only once.
         converses: Prompts are answered by conversations with tools. All columns of a row then reach its environment.
-        teacher_prompt: ``distill.teacher_prompt``, from which each row gets a prompt for the teacher; None = it needs none.
+        teachers: What the rows say of their teachers; None = there is no teacher.
     """
 
     def __init__(
@@ -121,11 +153,11 @@ class PromptReader:
         by_rules: bool = True,
         streams: bool = False,
         converses: bool = False,
-        teacher_prompt: str | None = None,
+        teachers: TeacherColumns | None = None,
     ) -> None:
         self._data, self._tokenizer, self._split, self._prepare = data, tokenizer, split, prepare
         self._by_rules, self._streams, self._converses = by_rules, streams, converses
-        self._teacher_prompt = teacher_prompt
+        self._teachers = teachers or TeacherColumns()
         self._special = special_tokens_of(tokenizer)
         self._special_counts: list[tuple[str, int]] = []
         self._said = set[str]()
@@ -195,6 +227,7 @@ class PromptReader:
             template=template,
             environment=others.get(ENVIRONMENT_COLUMN),
             teacher=self._for_teacher(address, columns, prompt if is_text else messages),
+            teacher_number=self._teachers.number(address, columns),
         )
 
     def _prompt(self, address: str, columns: dict[str, Any]) -> Any:
@@ -203,7 +236,7 @@ class PromptReader:
         return _column(address, columns, self._data.prompt_key, "Set data.prompt_key, or add it")
 
     def _for_teacher(self, address: str, columns: dict[str, Any], prompt: str | Messages | None) -> tuple[str, Spans] | None:
-        template = self._teacher_prompt
+        template = self._teachers.prompt
         if template is None:
             return None
         if prompt is None:
@@ -308,11 +341,11 @@ class PromptDataset(list[PromptRow]):
         prepare: Prepare | None = None,
         by_rules: bool = True,
         converses: bool = False,
-        teacher_prompt: str | None = None,
+        teachers: TeacherColumns | None = None,
     ) -> None:
         self._split = split
         chosen = chosen_rows(read_source(files, split, f"data.{split}_files"), data, split)
-        reader = PromptReader(data, tokenizer, split, prepare, by_rules, False, converses, teacher_prompt)
+        reader = PromptReader(data, tokenizer, split, prepare, by_rules, False, converses, teachers)
         rows = reader.read(chosen)
         # Number the rows after long prompts were dropped. The number seeds the samples, and must be the position in this list.
         super().__init__(replace(row, index=index) for index, row in enumerate(rows))
@@ -325,7 +358,7 @@ def build_dataset(
     split: str,
     by_rules: bool = True,
     converses: bool = False,
-    teacher_prompt: str | None = None,
+    teachers: TeacherColumns | None = None,
 ) -> PromptDataset | CustomRows:
     """Build the dataset of a split: a :class:`PromptDataset`, or the class that ``data.custom_cls`` names.
 
@@ -335,7 +368,7 @@ def build_dataset(
         DataError: The user's class cannot be loaded or is not a dataset, or its rows are wrong (see :class:`CustomRows`).
     """
     if data.custom_cls.path is None:
-        return PromptDataset(files, data, tokenizer, split, None, by_rules, converses, teacher_prompt)
+        return PromptDataset(files, data, tokenizer, split, None, by_rules, converses, teachers)
     dataset, address = custom_dataset(files, data, tokenizer, split)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         instead = "set data.val_files=null" if split == "val" else "set data.streaming=true for a class with __iter__"

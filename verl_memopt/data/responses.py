@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
 from verl_memopt.config import schema
-from verl_memopt.data.dataset import CustomRows, PromptReader, PromptRow, build_dataset, chosen_rows
+from verl_memopt.data.dataset import CustomRows, PromptReader, PromptRow, TeacherColumns, build_dataset, chosen_rows
 from verl_memopt.data.encoder import RENDER_ERRORS, Spans, SpecialTokens, end_of_turn, moved, special_tokens_of, tokenize
 from verl_memopt.data.messages import Messages, read_messages, render, template_arguments
 from verl_memopt.data.sources import RawRow, read_source
@@ -22,48 +22,12 @@ SOURCE = "sft"
 """``data_source`` of a row that has none."""
 
 
-@dataclass(frozen=True)
-class TeacherColumn:
-    """The column with what a teacher said of each response (``teacher.log_probs_key``), and ``distill.top_k``."""
-
-    key: str
-    k: int
-
-    def of(self, row: PromptRow, value: Any, limit: int, vocabulary: int) -> tuple[tuple[tuple[int, float], ...], ...]:
-        """Return the pairs (token id, log-prob) of each token of a response, which ``limit`` may have cut.
-
-        Raises:
-            DataError: The column has no such pairs.
-        """
-        key, tokens = f"{row.address}: teacher.log_probs_key={self.key}", len(row.response)
-        if not isinstance(value, list | tuple) or len(value) < tokens or (len(value) > tokens and tokens < limit):
-            found = f"a list of {len(value)}" if isinstance(value, list | tuple) else f"{value!r:.100}"
-            raise DataError(
-                f"{key}: the response has {tokens} tokens with the turn's end, and each needs a list of pairs [token id, "
-                f"log-prob], but the column has {found}. Correct the column, or let the teacher score the policy's tokens."
-            )
-        return tuple(self._entry(f"{key}, token {place}", entry, vocabulary) for place, entry in enumerate(value[:tokens], 1))
-
-    def _entry(self, key: str, entry: Any, vocabulary: int) -> tuple[tuple[int, float], ...]:
-        try:
-            pairs = {int(token): float(value) for token, value in entry}
-        except (TypeError, ValueError):
-            pairs = {}
-        if len(pairs) < self.k or min(pairs) < 0 or max(pairs) >= vocabulary or not all(v <= 1e-3 for v in pairs.values()):
-            raise DataError(
-                f"{key}: it must be at least distill.top_k={self.k} pairs [token id, log-prob] of different tokens below "
-                f"{vocabulary}, but it is {entry!r:.100}. Correct the column, or lower distill.top_k."
-            )
-        return tuple(sorted(pairs.items(), key=lambda pair: -pair[1])[: self.k])
-
-
 def build_supervised_dataset(
-    files: Any, data: schema.Data, tokenizer: Any, split: str, said: TeacherColumn | None = None
+    files: Any, data: schema.Data, tokenizer: Any, split: str, teachers: TeacherColumns | None = None
 ) -> list[PromptRow] | CustomRows:
     """Return the rows of a split with their responses. A user's class (``data.custom_cls``) gives its own responses.
 
-    Arguments are those of :class:`verl_memopt.data.dataset.PromptDataset`. ``said``: the column of a teacher; None = there is
-    none.
+    Arguments are those of :class:`verl_memopt.data.dataset.PromptDataset`.
 
     Raises:
         DataError: A file or a row is wrong. The message names the row.
@@ -74,23 +38,23 @@ def build_supervised_dataset(
         _check_responses(dataset)
         return dataset
     chosen = chosen_rows(read_source(files, split, f"data.{split}_files"), data, split)
-    return SupervisedReader(data, tokenizer, split, said=said).read(chosen)
+    return SupervisedReader(data, tokenizer, split, teachers=teachers).read(chosen)
 
 
 class SupervisedReader:
-    """Renders and checks rows with their responses. Arguments are those of :class:`PromptReader` and of the function above."""
+    """Renders and checks rows with their responses. Arguments are those of :class:`PromptReader`."""
 
     def __init__(
-        self, data: schema.Data, tokenizer: Any, split: str, streams: bool = False, said: TeacherColumn | None = None
+        self, data: schema.Data, tokenizer: Any, split: str, streams: bool = False, teachers: TeacherColumns | None = None
     ) -> None:
         self._data, self._tokenizer, self._split, self._streams = data, tokenizer, split, streams
-        self._column, self._said = said, dict[str, Any]()
+        self._teachers, self._said = teachers or TeacherColumns(), dict[str, Any]()
         self._answered: dict[str, Answered] = {}
-        self._prompts = PromptReader(data, tokenizer, split, self._prepare, streams=streams)
+        self._prompts = PromptReader(data, tokenizer, split, self._prepare, streams=streams, teachers=teachers)
 
     def _prepare(self, address: str, columns: dict[str, Any]) -> dict[str, Any]:
-        if self._column is not None:
-            self._said[address] = columns.get(self._column.key)
+        if self._teachers.said is not None:
+            self._said[address] = columns.get(self._teachers.said)
         return as_prompt_row(address, columns, self._data, self._answered)
 
     def read(self, raw: Iterable[RawRow]) -> list[PromptRow]:
@@ -115,13 +79,44 @@ class SupervisedReader:
                 closing = (span[1] for span in special.find(text) if text[slice(*span)] == end and span not in rendered[place])
                 ends[place] = ("", text[: next(closing, len(text))])
         rows = with_responses(prompts, ends, data, tokenizer, self._split, rendered, self._prompts if self._streams else None)
-        return rows if self._column is None else self._with_teacher(rows, self._column)
-
-    def _with_teacher(self, rows: Sequence[PromptRow], column: TeacherColumn) -> list[PromptRow]:
-        limit, vocabulary = self._data.max_response_length, max(self._tokenizer.get_vocab().values()) + 1
-        said = [column.of(row, self._said[row.address], limit, vocabulary) for row in rows]
+        if self._teachers.said is None:
+            return rows
+        rows = [replace(row, teacher_top=self._most_probable(row, self._said[row.address])) for row in rows]
         self._said.clear()
-        return [replace(row, teacher_top=own) for row, own in zip(rows, said, strict=True)]
+        return rows
+
+    def _most_probable(self, row: PromptRow, said: Any) -> tuple[tuple[tuple[int, float], ...], ...]:
+        """Return what a teacher said of each token of a response: at least ``distill.top_k`` pairs (token id, log-prob).
+
+        Raises:
+            DataError: The column has no such pairs.
+        """
+        key, tokens = f"{row.address}: teacher.log_probs_key={self._teachers.said}", len(row.response)
+        is_cut = tokens == self._data.max_response_length
+        if not isinstance(said, list | tuple) or len(said) < tokens or (len(said) > tokens and not is_cut):
+            found = f"a list of {len(said)}" if isinstance(said, list | tuple) else f"{said!r:.100}"
+            raise DataError(
+                f"{key}: the response has {tokens} tokens with the turn's end, and each needs a list of pairs [token id, "
+                f"log-prob], but the column has {found}. Correct the column, or let the teacher score the policy's tokens."
+            )
+        return tuple(self._pairs(f"{key}, token {place}", entry) for place, entry in enumerate(said[:tokens], 1))
+
+    def _pairs(self, key: str, entry: Any) -> tuple[tuple[int, float], ...]:
+        top, vocabulary = self._teachers.top, self._vocabulary
+        try:
+            pairs = {int(token): float(value) for token, value in entry}
+        except (TypeError, ValueError):
+            pairs = {}
+        if len(pairs) < top or min(pairs) < 0 or max(pairs) >= vocabulary or not all(v <= 1e-3 for v in pairs.values()):
+            raise DataError(
+                f"{key}: it must be at least distill.top_k={top} pairs [token id, log-prob] of different tokens below "
+                f"{vocabulary}, but it is {entry!r:.100}. Correct the column, or lower distill.top_k."
+            )
+        return tuple(sorted(pairs.items(), key=lambda pair: -pair[1])[:top])
+
+    @cached_property
+    def _vocabulary(self) -> int:
+        return max(self._tokenizer.get_vocab().values()) + 1
 
 
 def stream_reader(
@@ -130,8 +125,7 @@ def stream_reader(
     supervised: bool,
     by_rules: bool,
     converses: bool = False,
-    teacher_prompt: str | None = None,
-    said: TeacherColumn | None = None,
+    teachers: TeacherColumns | None = None,
 ) -> Callable[[Sequence[Any]], list[PromptRow]]:
     """Return the function that reads items of a stream of training rows. An item is a pair (address, row).
 
@@ -140,8 +134,8 @@ def stream_reader(
     if data.custom_cls.path is not None:
         return partial(_own_rows, supervised)
     if supervised:
-        return SupervisedReader(data, tokenizer, "train", streams=True, said=said).read
-    return PromptReader(data, tokenizer, "train", None, by_rules, True, converses, teacher_prompt).read
+        return SupervisedReader(data, tokenizer, "train", streams=True, teachers=teachers).read
+    return PromptReader(data, tokenizer, "train", None, by_rules, True, converses, teachers).read
 
 
 def _own_rows(supervised: bool, items: Sequence[tuple[str, PromptRow]]) -> list[PromptRow]:

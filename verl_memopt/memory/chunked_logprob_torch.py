@@ -29,7 +29,7 @@ from torch import Tensor
 from verl_memopt.memory.chunked_logprob import FREE_TILE
 from verl_memopt.memory.embedding_gradient import Tiles, added, room_for, tiles_of
 from verl_memopt.memory.logit_tiles import Gradients, Head, LogitGrads, LogitTiles, Tokens, TokenStatistics
-from verl_memopt.memory.teaching import VALUE, Teaching, TopTeaching
+from verl_memopt.memory.teaching import VALUE, AnyTeaching
 from verl_memopt.observe.byte_tracker import scope
 
 TokenGradient = Callable[[Any, Tensor, Tensor | None], LogitGrads]
@@ -45,7 +45,7 @@ def head_log_probs(
     token_gradient: TokenGradient | None = None,
     in_place: bool = False,
     statistics: TokenStatistics | None = None,
-    teaching: Teaching | TopTeaching | None = None,
+    teaching: AnyTeaching | None = None,
 ) -> tuple[Tensor, Tensor | None, *tuple[Tensor, ...]]:
     """Return the log-prob of each target, fp32 [R], and the entropy of its distribution, fp32 [R] or None if not requested.
 

@@ -21,7 +21,7 @@ from verl_memopt.memory.fused import fused_statements, over_rows, run_compiled
 from verl_memopt.memory.kernels import has_kernel
 
 if TYPE_CHECKING:
-    from verl_memopt.memory.teaching import Lesson, Teaching, Terms, TopTeaching
+    from verl_memopt.memory.teaching import AnyTeaching, Lesson, Terms
 
 BEFORE_ANY = -1e30
 """Initial value of the running statistics of :func:`product_statistics`: so low that it changes no bit, and finite, so that 0
@@ -74,7 +74,7 @@ class Head:
     compiled: bool = False
     statistics: Mapping[str, Statistic] = field(default_factory=dict)
     cap: float | None = None
-    teaching: Teaching | TopTeaching | None = None
+    teaching: AnyTeaching | None = None
 
     @property
     def vocabulary(self) -> int:

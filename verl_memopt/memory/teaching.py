@@ -177,6 +177,55 @@ class TopTeaching:
         return lambda rows: _TopLesson(self.at(rows), student)
 
 
+class MixedTeaching:
+    """What several teachers say, each of some of the tokens."""
+
+    def __init__(self, parts: Sequence[Teaching | TopTeaching], number: Tensor) -> None:
+        """Keep what the teachers say.
+
+        Args:
+            parts: What each teacher says of its own tokens, in the order of these among all R tokens. All compute the same
+                divergence.
+            number: int64 [R], the position in ``parts`` of each token's teacher, on any device.
+        """
+        self.parts, self.number = parts, number.cpu()
+        self.record_columns = parts[0].record_columns
+
+    def at(self, index: Any) -> MixedTeaching:
+        # The places in its own part of each token, then of the chosen tokens.
+        places, number = torch.zeros_like(self.number), self.number
+        for place in range(len(self.parts)):
+            places[number == place] = torch.arange(int((number == place).sum()))
+        if isinstance(index, Tensor):
+            index = index.cpu()
+        number, places = number[index], places[index]
+        return MixedTeaching([part.at(places[number == place]) for place, part in enumerate(self.parts)], number)
+
+    def row_bytes(self, student: Head) -> int:
+        """Return the bytes per token beside the student's logits. Each teacher reads a copy of the student's rows."""
+        return max(part.row_bytes(student) for part in self.parts) + 8 * student.tile
+
+    def whole_rows_pay(self) -> bool:
+        return self.parts[0].whole_rows_pay()
+
+    def lessons(self, student: Head, narrow: Tensor | None, run: Callable[..., Any]) -> Callable[[slice], Lesson]:
+        makers = [part.lessons(student, narrow, run) for part in self.parts]
+
+        def lesson(rows: slice) -> Lesson:
+            chosen, own = self.number[rows], []
+            for place, maker in enumerate(makers):
+                index = (chosen == place).nonzero()[:, 0]
+                first = int((self.number[: rows.start] == place).sum())
+                if len(index):
+                    own.append((index, maker(slice(first, first + len(index)))))
+            return own[0][1] if len(own) == 1 else _MixedLesson(own, self.record_columns)
+
+        return lesson
+
+
+AnyTeaching: TypeAlias = Teaching | TopTeaching | MixedTeaching
+
+
 # What a teacher says, in a pass of its own.
 
 
@@ -393,6 +442,65 @@ class _TopLesson:
             return found[:, :count]
 
         return of_columns
+
+
+class _MixedLesson:
+    # The lessons of several teachers, each with the places of its tokens in the chunk.
+
+    compiles = False
+
+    def __init__(self, lessons: Sequence[tuple[Tensor, Lesson]], columns: int) -> None:
+        self._lessons, self._columns = lessons, columns
+        self.reads_again = any(lesson.reads_again for _, lesson in lessons)
+
+    def read(self, log_p: Tensor, columns: slice) -> tuple[Any, ...] | None:
+        return tuple(lesson.read(log_p[self._on(log_p, index)], columns) for index, lesson in self._lessons)
+
+    def merged(
+        self, one: tuple[Any, ...] | None, other: tuple[Any, ...] | None, log_shares: tuple[Tensor, Tensor]
+    ) -> tuple[Any, ...] | None:
+        assert one is not None
+        assert other is not None
+        found = []
+        for (index, lesson), first, second in zip(self._lessons, one, other, strict=True):
+            own = self._on(log_shares[0], index)
+            found.append(lesson.merged(first, second, (log_shares[0][own], log_shares[1][own])))
+        return tuple(found)
+
+    def record(self, known: tuple[Any, ...] | None) -> Tensor:
+        assert known is not None
+        records = [lesson.record(own) for (_, lesson), own in zip(self._lessons, known, strict=True)]
+        whole = records[0].new_empty(sum(map(len, records)), self._columns)
+        for (index, _), own in zip(self._lessons, records, strict=True):
+            whole[self._on(whole, index)] = own
+        return whole
+
+    def read_again(self, log_p: Tensor, columns: slice, record: Tensor) -> None:
+        for index, lesson in self._lessons:
+            places = self._on(log_p, index)
+            own = record[places]
+            lesson.read_again(log_p[places], columns, own)
+            record[places] = own
+
+    def terms(self, columns: slice, record: Tensor, grad: Tensor, still: bool) -> Terms:
+        places = [self._on(record, index) for index, _ in self._lessons]
+        found = [
+            lesson.terms(columns, record[own], grad[own], still) for own, (_, lesson) in zip(places, self._lessons, strict=True)
+        ]
+
+        def of_columns(part: Tensor, columns: slice) -> Tensor | None:
+            whole = torch.zeros_like(part)
+            for own, terms in zip(places, found, strict=True):
+                gradient = terms(part[own], columns)
+                if gradient is not None:
+                    whole[own, : gradient.shape[1]] = gradient
+            return whole
+
+        return of_columns
+
+    @staticmethod
+    def _on(tensor: Tensor, index: Tensor) -> Tensor:
+        return index.to(tensor.device)
 
 
 def _below(columns: slice, end: int) -> slice:

@@ -24,7 +24,7 @@ from verl_memopt.memory.resharding_torch import reshard_units
 from verl_memopt.memory.sequence_parallel_torch import SequenceGroup, combine_ranks
 from verl_memopt.memory.shared_weights_torch import GatheredWeights
 from verl_memopt.memory.streamed_params_torch import StreamedParams
-from verl_memopt.memory.teaching import Teaching, TopTeaching
+from verl_memopt.memory.teaching import AnyTeaching
 from verl_memopt.model.attention import KERNELS, REGISTERED, Attend, AttentionArgs
 from verl_memopt.model.captured_block import CapturedBlocks
 from verl_memopt.model.decoder import BlockOptions, Decoder, is_llama_like
@@ -304,7 +304,7 @@ class LogProbHead(nn.Module):
         with_entropy: bool = False,
         token_gradient: TokenGradient | None = None,
         statistics: TokenStatistics | None = None,
-        teaching: Teaching | TopTeaching | None = None,
+        teaching: AnyTeaching | None = None,
     ) -> Any:
         """Return log-probs and entropies (or None) of hidden states [R, h], fp32 [R] each.
 
@@ -360,7 +360,7 @@ class PolicyModel(PackedModel):
         unpacked: bool = False,
         statistics: TokenStatistics | None = None,
         states_only: bool = False,
-        teaching: Teaching | TopTeaching | None = None,
+        teaching: AnyTeaching | None = None,
     ) -> Any:
         """Return log-probs fp32 [R] of the response tokens of a pack, and their entropies fp32 [R] if requested.
 

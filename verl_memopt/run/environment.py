@@ -9,7 +9,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Environment:
         weights: Name -> shape of each weight of the policy, without adapters.
         critic_folder: Folder of the critic's model; None in a run without a critic.
         critic_weights: Name -> shape of each weight of the critic, without adapters.
-        teacher_folder: Folder of the teacher's model; None in a run without a teacher that is a model of its own.
+        teacher_folders: Folders of the teachers' models, if they are models of their own: the first one, then the further ones.
         slides: A model of the run has attention with a sliding window.
         features: Entries of the policy's config, ``field=value``, that make its forward unusual.
     """
@@ -60,7 +60,7 @@ class Environment:
     weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
     critic_folder: Path | None = None
     critic_weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    teacher_folder: Path | None = None
+    teacher_folders: tuple[Path, ...] = ()
     slides: bool = False
     features: tuple[str, ...] = ()
 
@@ -136,10 +136,13 @@ def resolve_environment(
             own = resolve_folder(critic.model.tokenizer_path, key, trusted, needs_model=False)
         way_out = f"The critic reads the policy's token ids: give a critic of the same family, or leave {key} out."
         _check_same_tokenizer(tokenizer, tokenizer_folder, own, key, trusted, way_out)
-    teacher_folder = None
+    teachers: dict[str, str] = {}
     if with_teacher and settings.teacher.model.path is not None:
-        teacher_folder, window = _find_teacher(settings, tokenizer, tokenizer_folder, longest)
-        windows.append(window)
+        further = settings.teacher.further_models
+        teachers = {f"{TEACHER_KEY}.model.path": settings.teacher.model.path}
+        teachers |= {f"{TEACHER_KEY}.further_models.{name}": path for name, path in further.items()}
+    found = [_find_teacher(settings, key, path, tokenizer, tokenizer_folder, longest) for key, path in teachers.items()]
+    windows += [window for _, window in found]
     return Environment(
         device=device,
         num_devices=sum(pool.nnodes * pool.n_gpus_per_node for pool in asked.values()),
@@ -154,24 +157,27 @@ def resolve_environment(
         weights=checked.weights,
         critic_folder=critic_folder,
         critic_weights=critic_weights,
-        teacher_folder=teacher_folder,
+        teacher_folders=tuple(folder for folder, _ in found),
         slides=any(size is not None for size in windows),
         features=checked.features,
     )
 
 
-def _find_teacher(settings: Settings, tokenizer: Any, tokenizer_folder: Path, longest: int) -> tuple[Path, int | None]:
-    """Return the folder of the teacher, and the size of its sliding window or None.
+def _find_teacher(
+    settings: Settings, key: str, path: str, tokenizer: Any, tokenizer_folder: Path, longest: int
+) -> tuple[Path, int | None]:
+    """Return the folder of a teacher, and the size of its sliding window or None.
 
     Raises:
         ConfigError: There is no such folder, its model cannot run here, or its tokenizer is another than the policy's.
     """
-    teacher, roles, key = settings.teacher.model, settings.actor_rollout_ref, f"{TEACHER_KEY}.model"
-    folder = resolve_folder(str(teacher.path), f"{key}.path", teacher.trust_remote_code)
-    checked = check_architecture(frozen_causal_model(teacher, roles.model), folder, longest, roles.actor, key)
-    check_vocabulary(tokenizer, checked.embedding_rows, f"{key}.path={folder}")
+    teacher, roles = replace(settings.teacher.model, path=path), settings.actor_rollout_ref
+    folder = resolve_folder(path, key, teacher.trust_remote_code)
+    section = key.removesuffix(".path")
+    checked = check_architecture(frozen_causal_model(teacher, roles.model), folder, longest, roles.actor, section)
+    check_vocabulary(tokenizer, checked.embedding_rows, f"{key}={folder}")
     way_out = "Teacher and policy are compared token by token: give a teacher of the policy's family."
-    _check_same_tokenizer(tokenizer, tokenizer_folder, folder, f"{key}.path", teacher.trust_remote_code, way_out)
+    _check_same_tokenizer(tokenizer, tokenizer_folder, folder, key, teacher.trust_remote_code, way_out)
     return folder, checked.window
 
 

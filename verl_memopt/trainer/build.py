@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from verl_memopt.agents.environments import EnvironmentKind
 from verl_memopt.agents.loop import AgentPlan, check_agents, environment_of, unknown_environment
@@ -22,11 +21,11 @@ from verl_memopt.config.agent_settings import Agent
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.role_settings import SAMPLED
 from verl_memopt.config.schema import Critic, Data, Model, ResourcePool, Settings, Trainer
-from verl_memopt.data.dataset import CustomRows, PromptDataset, PromptRow, PromptRows, build_dataset
+from verl_memopt.data.dataset import CustomRows, PromptDataset, PromptRow, PromptRows, TeacherColumns, build_dataset
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.prompts import LOOKAHEAD, PromptPrefetcher, StepLoader, check_prompts, load_sampler
 from verl_memopt.data.python_rows import Item, PythonRows
-from verl_memopt.data.responses import TeacherColumn, build_supervised_dataset, stream_reader
+from verl_memopt.data.responses import build_supervised_dataset, stream_reader
 from verl_memopt.data.streaming import StreamLoader, open_stream
 from verl_memopt.errors import ConfigError, DataError
 from verl_memopt.memory.critic_rules import has_critic, own_pools
@@ -309,8 +308,8 @@ def _worker_plan(
         adaptive_phases=adaptive_phases(settings),
         rewards=settings.reward_model if settings.reward_model.enable else None,
         role=role,
-        teacher=settings.teacher if environment.teacher_folder is not None or teacher_is_elsewhere(settings) else None,
-        teacher_folder=None if environment.teacher_folder is None else str(environment.teacher_folder),
+        teacher=settings.teacher if environment.teacher_folders or teacher_is_elsewhere(settings) else None,
+        teacher_folders=tuple(str(folder) for folder in environment.teacher_folders),
         distill=settings.distill if has_teacher(settings) and mode_of(settings).updates else None,
         reference_teaches=reference_teaches(settings),
     )
@@ -349,12 +348,8 @@ def _datasets(settings: Settings, environment: Environment, by_rules: bool) -> t
     if not mode.supervised:
         read = partial(build_dataset, by_rules=by_rules, converses=converses)
     # Only training rows have a teacher.
-    told: dict[str, Any] = {}
-    if has_teacher(settings) and mode.supervised:
-        told = {"said": _said_in(settings)}
-    elif has_teacher(settings):
-        told = {"teacher_prompt": settings.distill.teacher_prompt}
-    train = None if data.streaming else read(data.train_files, data, environment.tokenizer, "train", **told)
+    teachers = _teacher_columns(settings)
+    train = None if data.streaming else read(data.train_files, data, environment.tokenizer, "train", teachers=teachers)
     validation = None if data.val_files is None else read(data.val_files, data, environment.tokenizer, "val")
     for split in (train, validation):
         if isinstance(split, PromptDataset):  # rows of another class are checked when they are read
@@ -364,9 +359,12 @@ def _datasets(settings: Settings, environment: Environment, by_rules: bool) -> t
     return train, validation
 
 
-def _said_in(settings: Settings) -> TeacherColumn | None:
-    key = settings.teacher.log_probs_key
-    return None if key is None else TeacherColumn(key, settings.distill.top_k or 0)
+def _teacher_columns(settings: Settings) -> TeacherColumns | None:
+    if not has_teacher(settings):
+        return None
+    teacher, distill = settings.teacher, settings.distill
+    names = tuple(teacher.further_models)
+    return TeacherColumns(distill.teacher_prompt, teacher.key, names, teacher.log_probs_key, distill.top_k or 0)
 
 
 def _by_rules(settings: Settings, environments: Mapping[str | None, EnvironmentKind]) -> bool:
@@ -445,8 +443,8 @@ def _stream_loader(
     by_rules: bool,
 ) -> StreamLoader:
     data, tokenizer, converses = settings.data, environment.tokenizer, settings.actor_rollout_ref.rollout.converses
-    told, said = (settings.distill.teacher_prompt, _said_in(settings)) if has_teacher(settings) else (None, None)
-    reader = stream_reader(data, tokenizer, mode_of(settings).supervised, by_rules, converses, told, said)
+    supervised, teachers = mode_of(settings).supervised, _teacher_columns(settings)
+    reader = stream_reader(data, tokenizer, supervised, by_rules, converses, teachers)
 
     def read(items: Sequence[Item]) -> list[PromptRow]:
         read = reader(items)
@@ -561,7 +559,7 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     bypasses = correction.bypass_mode and mode.updates and not mode.supervised
     teacher = None
     if context.worker_plan.distill is not None:
-        tokenizer = None if settings.distill.teacher_prompt is None or mode.supervised else environment.tokenizer
+        tokenizer = None if settings.distill.teacher_prompt is None else environment.tokenizer
         elsewhere = teacher_elsewhere(settings, environment.embedding_rows)
         teacher = TeacherPass(workers, teacher_budget(settings), balance, settings.distill, tokenizer, elsewhere)
     # A scorer that reads log-probs runs before the update, so the update cannot compute them.

@@ -534,4 +534,6 @@ def _read_by_workers(settings: Settings, plan: WorkerPlan) -> dict[str, str]:
     }
     further = dict(zip(settings.reward_model.further_models, plan.further_reward_folders or (), strict=False))
     paths |= {f"{FURTHER}.{name}": folder for name, folder in further.items()}
+    names = ("teacher.model.path", *(f"teacher.further_models.{name}" for name in settings.teacher.further_models))
+    paths |= dict(zip(names, plan.teacher_folders, strict=False))
     return {key: path for key, path in paths.items() if path is not None}

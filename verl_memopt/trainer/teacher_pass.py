@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verl_memopt.config.role_settings import SAMPLED
 from verl_memopt.config.schema import Distill, Settings, TeacherEndpoint
-from verl_memopt.data.batch import RolloutBatch, prompt_rows
+from verl_memopt.data.batch import RolloutBatch, prompt_rows, token_index
 from verl_memopt.data.dataset import TEACHER_PROMPT
 from verl_memopt.data.encoder import tokenize
 from verl_memopt.errors import ConfigError, DataError, RewardError, TeacherError
@@ -70,11 +70,13 @@ class TeacherPass:
             batch.rows.teacher_log_probs = self.log_probs(batch.rows, batch.names)
 
     def tell(self, batch: StepBatch) -> None:
-        """Add the prompts that the teacher reads to the rows of a step.
+        """Add the number of its teacher to each row of a step, and the prompts that the teachers read.
 
         Raises:
             DataError: A row has no such prompt, because a user's class made it.
         """
+        numbers = [row.teacher_number for row in batch.answers.rows]
+        batch.rows.teacher = torch.tensor(numbers) if any(numbers) else None
         if self.tokenizer is None:
             return
         rows = list({id(row): row for row in batch.answers.rows}.values())
@@ -90,12 +92,17 @@ class TeacherPass:
         batch.rows.teacher_prompts = prompt_rows([ids[id(row)] for row in batch.answers.rows])
 
     def log_probs(self, batch: RolloutBatch, names: Sequence[str]) -> Tensor:
-        """Return the teacher's log-probs of all response tokens, fp32 [R], in batch order."""
-        log_prob_pass = LogProbPass(self.workers, "teacher", Worker.teacher_log_probs, self.budget, self.balance)
-        return log_prob_pass.compute(batch.for_teacher(), names).log_probs
+        """Return the teachers' log-probs of all response tokens, fp32 [R], in batch order."""
+        batch = batch.for_teacher()
+        found, sizes = torch.zeros(batch.responses.flat.shape[0]), batch.responses.sizes()
+        for number, rows in _by_teacher(batch, range(batch.num_rows)).items():
+            asked = LogProbPass(self.workers, "teacher", Worker.teacher_log_probs, self.budget, self.balance, (number,))
+            own = asked.compute(batch.select(rows), [names[row] for row in rows])
+            found[token_index(sizes, rows)] = own.log_probs
+        return found
 
     def states(self, batch: RolloutBatch, names: Sequence[str], per_rank: Sequence[Sequence[MiniBatch]]) -> None:
-        """Let each rank compute the teacher's states of the tokens in its own mini-batches, and keep them for the update.
+        """Let each rank compute the teachers' states of the tokens in its own mini-batches, and keep them for the update.
 
         So the states never leave the rank. ``batch`` holds the rows of all mini-batches, with ``places``.
         """
@@ -103,15 +110,25 @@ class TeacherPass:
         row_of, tokens = batch.response_row(), batch.row_tokens()
         numbered = [[mini.batch.places for mini in minis if mini.batch.places is not None] for minis in per_rank]
         places = [torch.cat(own) for own in numbered]
-        shares = [row_of[own].unique().tolist() for own in places]
-        rank_tokens = [tokens.select(share) for share in shares]
-        if self.elsewhere is not None:  # the ranks only keep what their tokens need
-            self.workers.each("teacher", Worker.teacher_states, [(batch.select(share), []) for share in shares])
-            return
-        bins = cut_ranks(rank_tokens, [[names[row] for row in share] for share in shares], self.budget)
-        arguments = [(batch.select(share), cut) for share, cut in zip(shares, bins, strict=True)]
-        self.workers.each("teacher", Worker.teacher_states, arguments)
-        self.budget.learn(zip(rank_tokens, bins, strict=True), self.workers.figures)
+        shares = [_by_teacher(batch, row_of[own].unique().tolist()) for own in places]
+        for number in sorted({number for share in shares for number in share}):
+            own = [share.get(number, []) for share in shares]
+            if self.elsewhere is not None:  # the ranks only keep what their tokens need
+                self.workers.each("teacher", Worker.teacher_states, [(batch.select(rows), [], number) for rows in own])
+                continue
+            rank_tokens = [tokens.select(rows) for rows in own]
+            bins = cut_ranks(rank_tokens, [[names[row] for row in rows] for rows in own], self.budget)
+            arguments = [(batch.select(rows), cut, number) for rows, cut in zip(own, bins, strict=True)]
+            self.workers.each("teacher", Worker.teacher_states, arguments)
+            self.budget.learn(zip(rank_tokens, bins, strict=True), self.workers.figures)
+
+
+def _by_teacher(batch: RolloutBatch, rows: Sequence[int]) -> dict[int, list[int]]:
+    # Number of a teacher -> its rows.
+    found: dict[int, list[int]] = {}
+    for row in rows:
+        found.setdefault(0 if batch.teacher is None else int(batch.teacher[row]), []).append(row)
+    return found
 
 
 @dataclass(frozen=True)

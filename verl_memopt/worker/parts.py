@@ -12,15 +12,13 @@ from torch import Tensor
 
 from verl_memopt.memory.chunked_logprob_torch import TokenGradient
 from verl_memopt.memory.logit_tiles import LogitGrads
-from verl_memopt.memory.teaching import Teaching, TopTeaching
+from verl_memopt.memory.teaching import AnyTeaching
 from verl_memopt.model.open_path import OpenPack, PackStep, RunPack
 from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.packing import Pack
 from verl_memopt.model.prefix_kv import PrefixKV
 
-Teacher: TypeAlias = Teaching | TopTeaching
-
-Compute: TypeAlias = Callable[[Pack, PrefixKV | None, TokenGradient | None, Teacher | None], tuple[Tensor | None, ...]]
+Compute: TypeAlias = Callable[[Pack, PrefixKV | None, TokenGradient | None, AnyTeaching | None], tuple[Tensor | None, ...]]
 """Runs a model on a pack, with the prefix KV that it reads, the gradient of each log-prob, if that is known before, and what a
 teacher says of the tokens."""
 
@@ -44,7 +42,7 @@ class Parts:
         return Parts([step.map(change) for step in self.steps])
 
     def outputs(
-        self, model: PackedModel, compute: Compute, token_gradient: TokenGradient | None, teaching: Teacher | None = None
+        self, model: PackedModel, compute: Compute, token_gradient: TokenGradient | None, teaching: AnyTeaching | None = None
     ) -> tuple[Tensor | None, ...]:
         """Return the values of all sampled tokens, as leaves of a new graph. ``teaching`` covers these tokens."""
         self._compute, self._learned, self._teaching = compute, token_gradient is not None, teaching
@@ -87,7 +85,7 @@ class Parts:
         model.end_backward()
         return found
 
-    def _taught(self, part: RunPack) -> Teacher | None:
+    def _taught(self, part: RunPack) -> AnyTeaching | None:
         return None if self._teaching is None else self._teaching.at(part.entries)
 
     def passes(self, model: PackedModel) -> Iterator[tuple[RunPack, PrefixKV | None]]:

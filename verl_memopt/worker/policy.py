@@ -37,7 +37,7 @@ from verl_memopt.memory.logit_tiles import LogitGrads, TokenStatistics
 from verl_memopt.memory.lora_torch import StartingAdapter, adapters_off, starting_adapter
 from verl_memopt.memory.residency import POLICY, REFERENCE, TEACHER
 from verl_memopt.memory.split_masters import KEY as SPLIT_KEY
-from verl_memopt.memory.teaching import Teaching, TopTeaching
+from verl_memopt.memory.teaching import AnyTeaching
 from verl_memopt.memory.token_budget_torch import attempts
 from verl_memopt.model.assembly import build_critic, build_trained_policy, materialize, materialize_critic
 from verl_memopt.model.families import POLICY_KEY
@@ -45,7 +45,6 @@ from verl_memopt.model.packed_model import PackedModel, PolicyModel
 from verl_memopt.model.packing import Pack
 from verl_memopt.model.prefix_kv import PrefixKV
 from verl_memopt.model.value_model import CRITIC_KEY, ValueModel, stored_head
-from verl_memopt.worker.parts import Teacher
 from verl_memopt.worker.roles import RoleBuilder, compiles_functions, fill_masters, start_adapters
 from verl_memopt.worker.trained_model import (
     ACTOR,
@@ -94,7 +93,7 @@ class Policy:
         self.bypass: RolloutCorrection | None = None
         self.distill_coef = 0.0
         """Weight of the divergences from the teacher in the loss. 0 = no exact divergence is computed."""
-        self.teaching: Callable[[MicroBatch], Teaching | TopTeaching] | None = None
+        self.teaching: Callable[[MicroBatch], AnyTeaching] | None = None
         """Returns what the head needs for these divergences."""
         self.start: StartingAdapter | None = None
         """The adapters that training started from. None = it started from the base model."""
@@ -176,7 +175,7 @@ class Policy:
             objective = Objective(micro, counts, self.actor, self.bypass, coefficient)
             token_gradient = objective.token_gradient(self.trained.world_size)
 
-            def compute(pack: Pack, kv: PrefixKV | None, gradient: TokenGradient | None, taught: Teacher | None) -> Any:
+            def compute(pack: Pack, kv: PrefixKV | None, gradient: TokenGradient | None, taught: AnyTeaching | None) -> Any:
                 return self.model(pack, temperature, objective.with_entropy, gradient, kv, teaching=taught)
 
             # With a token_gradient the head computes its gradient in this forward. The backward() of the loss, which

@@ -139,8 +139,8 @@ class WorkerPlan:
     """The further role of a recipe. None = there is none."""
     teacher: schema.Teacher | None = None
     """The ``teacher`` section of the settings. None = the run does not distill, or the policy is its own teacher."""
-    teacher_folder: str | None = None
-    """Folder of the teacher's model. None with ``teacher`` = the workers have no teacher, and are told what it says."""
+    teacher_folders: tuple[str, ...] = ()
+    """Folders of the teachers' models. Empty with ``teacher`` = the workers have no teacher, and are told what it says."""
     distill: Distill | None = None
     """The ``distill`` section of the settings. None = the run does not distill."""
     reference_teaches: bool = False
@@ -159,7 +159,7 @@ class WorkerPlan:
         absent: dict[str, Any] = dict.fromkeys(ALONE)
         snapshots = None if self.snapshot_folder is None else f"{self.snapshot_folder}/{role}"
         # Only the policy's workers have an engine, a reference, a teacher and the role of a recipe.
-        own = {**absent, **_absent({*OWN_ROLES} - {role}), "snapshot_folder": snapshots}
+        own = {**absent, **_absent({*OWN_ROLES} - {role}), "snapshot_folder": snapshots, "teacher_folders": ()}
         return dataclasses.replace(self, **own, has_policy=False)
 
     @property
@@ -172,7 +172,7 @@ class WorkerPlan:
         return dataclasses.replace(self, **_absent(roles))
 
 
-ALONE = ("engine_folder", "reference_folder", "role", "teacher", "teacher_folder", "distill", "beside_cache_bytes")
+ALONE = ("engine_folder", "reference_folder", "role", "teacher", "distill", "beside_cache_bytes")
 """Fields of the plan that only the policy's workers have."""
 
 OWN_ROLES = {

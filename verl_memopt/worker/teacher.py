@@ -9,7 +9,7 @@ head, and keeps the ids and log-probs of the k most probable tokens instead, 8 k
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from verl_memopt.data.batch import RolloutBatch, token_index
 from verl_memopt.distributed.device import sent_together
 from verl_memopt.memory.host_buffers import host_buffer
 from verl_memopt.memory.logit_tiles import Head
-from verl_memopt.memory.teaching import Divergence, Teaching, TopTeaching, top_log_probs
+from verl_memopt.memory.teaching import AnyTeaching, Divergence, MixedTeaching, Teaching, TopTeaching, top_log_probs
 from verl_memopt.model.packed_model import PolicyModel
 from verl_memopt.model.packing import Pack
 from verl_memopt.model.prefix_kv import PrefixKV
@@ -57,6 +57,12 @@ class TokenStore:
         """Store the entries, [n, width] each, of the tokens at some positions, int64 [n], of ``places``."""
         for tensor, value in zip(self._tensors, values, strict=True):
             tensor.index_copy_(0, positions, value.detach().cpu())
+
+    def holds(self, places: Tensor) -> Tensor:
+        """Return which of the tokens with these numbers, int64 [n], have entries, bool [n]."""
+        if not len(self._places):
+            return torch.zeros_like(places, dtype=torch.bool)
+        return self._places[torch.searchsorted(self._places, places).clamp(max=len(self._places) - 1)] == places
 
     def at(self, places: Tensor) -> list[Tensor]:
         """Return the entries of the tokens with these numbers, int64 [n], on the device, [n, width] each."""
@@ -153,13 +159,12 @@ class Teacher:
         finally:
             self._head = None
 
-    def of(self, micro: MicroBatch) -> Teaching | TopTeaching:
-        """Return what the policy's head needs to compute the divergences of a micro-batch."""
+    def of(self, places: Tensor) -> Teaching | TopTeaching:
+        """Return what the policy's head needs to compute the divergences of the tokens with these numbers, int64 [n]."""
         assert self.kept is not None, "the teacher's pass comes before the update"
-        assert micro.places is not None
         kind = self.distill.divergence
         assert kind != "sampled"
-        found = self.kept.at(micro.places)
+        found = self.kept.at(places)
         if self.distill.top_k is not None:
             assert kind != "jsd", "the rules refuse it"
             ids, log_probs, log_rest = found
@@ -170,3 +175,45 @@ class Teacher:
     def _whole(self, parameter: Tensor, copied: bool) -> Tensor:
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
         return whole.to(self.device, self.model.compute, copy=copied)
+
+
+@dataclass(frozen=True)
+class Teachers:
+    """The teachers in one worker: the first one, then the further ones. Each has some of the rows of a step."""
+
+    all: Sequence[Teacher]
+
+    @property
+    def are_exact(self) -> bool:
+        return self.all[0].is_exact
+
+    @contextmanager
+    def in_update(self, steps: int) -> Iterator[None]:
+        """Hold what updates of the policy inside the body read. Afterwards the teachers keep nothing of the step.
+
+        ``steps``: as in :meth:`Teacher.whole_head`.
+        """
+        with ExitStack() as stack:
+            for teacher in self.all:
+                stack.enter_context(teacher.in_update(steps))
+            yield
+        for teacher in self.all:
+            teacher.kept = None
+
+    def of(self, micro: MicroBatch) -> AnyTeaching:
+        """Return what the policy's head needs to compute the divergences of a micro-batch."""
+        places, teachers = micro.places, [teacher for teacher in self.all if teacher.kept is not None]
+        assert places is not None
+        assert teachers, "the teacher's pass comes before the update"
+        if len(teachers) == 1:
+            return teachers[0].of(places)
+        number, parts = torch.zeros_like(places), list[Teaching | TopTeaching]()
+        for teacher in teachers:
+            assert teacher.kept is not None
+            own = teacher.kept.holds(places)
+            if own.any():
+                number[own] = len(parts)
+                parts.append(teacher.of(places[own]))
+        if len(parts) < 2:
+            return parts[0] if parts else teachers[0].of(places)
+        return MixedTeaching(parts, number)

@@ -27,6 +27,7 @@ from verl_memopt.memory.pass_order import Cut, InParts
 from verl_memopt.memory.resharding_torch import synced
 from verl_memopt.memory.residency import OffloadedParams
 from verl_memopt.memory.sequence_parallel_torch import largest_of_ranks
+from verl_memopt.memory.teaching import AnyTeaching
 from verl_memopt.memory.token_budget_torch import attempts
 from verl_memopt.memory.token_packing import spans
 from verl_memopt.model.open_path import path_packs
@@ -35,7 +36,7 @@ from verl_memopt.model.packing import Pack, pack_forest, pack_groups, pack_promp
 from verl_memopt.model.prefix_kv import PrefixKV
 from verl_memopt.observe.device_ledger import gradient_kinds, optimizer_scope, state_tensors
 from verl_memopt.worker.optimizer import build_optimizer, build_schedule
-from verl_memopt.worker.parts import Compute, Parts, Teacher
+from verl_memopt.worker.parts import Compute, Parts
 
 # Micro-batches: the rows of one forward, packed into one sequence, with the fields that the loss reads.
 
@@ -118,7 +119,7 @@ class MicroBatch:
         compute: Compute,
         prefix_kv: PrefixKV | None,
         token_gradient: TokenGradient | None = None,
-        teaching: Teacher | None = None,
+        teaching: AnyTeaching | None = None,
     ) -> tuple[Tensor | None, ...]:
         """Return what ``compute`` returns, one value per sampled token of the rows. ``teaching`` covers these tokens.
 

@@ -67,7 +67,7 @@ from verl_memopt.worker.policy import (
     compute_scores,
 )
 from verl_memopt.worker.roles import FrozenRole, MovingReference, RoleBuilder, WorkerPlan, compiles_functions, make_deterministic
-from verl_memopt.worker.teacher import Teacher
+from verl_memopt.worker.teacher import Teacher, Teachers
 from verl_memopt.worker.trained_model import MiniBatch, TrainedModel
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class Worker:
         self.reward_model: ValueModel | None = None
         self.further_reward_models: list[ValueModel] = []
         self.role: FrozenRole | None = None
-        self.teacher: Teacher | None = None
+        self.teachers: Teachers | None = None
         self.limits = ExitStack()
         try:
             self.limits.enter_context(memory_limits(plan.memory, self.device))
@@ -280,14 +280,15 @@ class Worker:
     def policy_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float) -> LogProbs:
         return _built(self.policy).compute_log_probs(batch, micro_batches, temperature, False)
 
-    def teacher_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> LogProbs:
-        teacher = _built(self.teacher)
+    def teacher_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], number: int = 0) -> LogProbs:
+        """Return log-probs under one of the teachers: 0 = the first one, 1, 2, ... = the further ones in their order."""
+        teacher = _built(self.teachers).all[number]
         with teacher.as_teacher():
             return compute_log_probs(teacher.model, batch, micro_batches, self.temperature, False, self.device)
 
-    def teacher_states(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> None:
-        """Compute what the next update reads of the teacher, for all response tokens of ``batch``."""
-        _built(self.teacher).compute(batch, micro_batches)
+    def teacher_states(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], number: int = 0) -> None:
+        """Compute what the next update reads of one of the teachers, for all response tokens of ``batch``."""
+        _built(self.teachers).all[number].compute(batch, micro_batches)
 
     def call_role(self, method: Callable[..., Result], *args: Any) -> Result:
         # This runs in the phase ``reward``, in which the role's model is on the device.
@@ -305,7 +306,7 @@ class Worker:
             return _built(self.policy).update_on_policy(mini, self.temperature)
 
     def _taught(self, steps: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.teacher is None else self.teacher.in_update(steps)
+        return nullcontext() if self.teachers is None else self.teachers.in_update(steps)
 
     def use_loss(self, changes: Mapping[str, Any]) -> None:
         policy = _built(self.policy)
@@ -390,7 +391,7 @@ class Worker:
         for trained in self._trained():
             if trained.offload is not None:
                 trained.offload.close()
-        self.policy = self.reference = self.moving_reference = self.critic = self.reward_model = self.role = self.teacher = None
+        self.policy = self.reference = self.moving_reference = self.critic = self.reward_model = self.role = self.teachers = None
         self.further_reward_models = []
         self.residency = Residency(self.device)
 
@@ -421,8 +422,7 @@ class Worker:
                 self.moving_reference = roles.moving_reference(self.reference, _built(self.policy).trained)
             self.residency.rest()
         if self.plan.distill is not None:
-            self.teacher = self._build_teacher(roles, self.plan.distill)
-            self.residency.rest()
+            self.teachers = self._build_teachers(roles, self.plan.distill)
         if self.plan.critic is not None:
             self.critic = TrainedCritic.built(roles, self.plan.critic, Path(str(self.plan.critic_folder)))
             self.residency.rest()
@@ -436,20 +436,23 @@ class Worker:
             self.role = self.plan.role.build(roles, _built(self.policy).model, self.reference)
             self.residency.rest()
 
-    def _build_teacher(self, roles: RoleBuilder, distill: Distill) -> Teacher:
-        policy, folder = _built(self.policy), self.plan.teacher_folder
-        # A teacher elsewhere has no model here. Only the policy's number of ids is read then.
-        model = policy.model if folder is None else roles.teacher(Path(folder))
+    def _build_teachers(self, roles: RoleBuilder, distill: Distill) -> Teachers:
+        policy, models = _built(self.policy), list[PolicyModel]()
         as_teacher: Callable[[], AbstractContextManager[None]] = nullcontext
+        for folder in self.plan.teacher_folders:
+            models.append(roles.teacher(Path(folder)))
+            self.residency.rest()
         if self.plan.reference_teaches and self.reference is not None:
-            model = self.reference
-        elif self.plan.reference_teaches:
-            as_teacher = self._as_reference
-        teacher = Teacher(model, distill, self.temperature, self.device, policy.model.head.weight.shape[0], as_teacher)
-        if teacher.is_exact:
+            models = [self.reference]
+        elif not models:
+            # A teacher elsewhere has no model here. Only the policy's number of ids is read then.
+            models, as_teacher = [policy.model], self._as_reference if self.plan.reference_teaches else nullcontext
+        vocabulary = policy.model.head.weight.shape[0]
+        teachers = Teachers([Teacher(model, distill, self.temperature, self.device, vocabulary, as_teacher) for model in models])
+        if teachers.are_exact:
             assert distill.coef is not None, "derived from the estimator"
-            policy.distill_coef, policy.teaching = distill.coef, teacher.of
-        return teacher
+            policy.distill_coef, policy.teaching = distill.coef, teachers.of
+        return teachers
 
     def _as_reference(self) -> AbstractContextManager[None]:
         # With LoRA the reference is the policy with its starting adapters or without adapters.
@@ -485,8 +488,9 @@ class Worker:
         # A recipe may use the model of another role. Report each model only once.
         if role is self.reference or (self.policy is not None and role is self.policy.model):
             role = None
-        teacher = None if self.teacher is None or self.plan.teacher_folder is None else self.teacher.model
-        models = (self.reference, teacher, self.reward_model, *self.further_reward_models, role)
+        teachers = self.teachers.all if self.teachers is not None and self.plan.teacher_folders else []
+        others = (teacher.model for teacher in teachers)
+        models = (self.reference, *others, self.reward_model, *self.further_reward_models, role)
         return [model for model in models if model is not None]
 
     @contextmanager
@@ -503,7 +507,7 @@ class Worker:
     def _sequence_ranks(self, phase: str) -> int:
         own = {
             "ref": self.reference,
-            "teacher": None if self.teacher is None else self.teacher.model,
+            "teacher": None if self.teachers is None else self.teachers.all[0].model,
             # Phases that are not named here use the policy.
             "reward": self.reward_model if self.role is None else self.role.model,
             **dict.fromkeys(CRITIC_PHASES, None if self.critic is None else self.critic.model),

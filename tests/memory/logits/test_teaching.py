@@ -13,7 +13,7 @@ from verl_memopt.memory import fused
 from verl_memopt.memory.chunked_logprob_torch import head_log_probs
 from verl_memopt.memory.fused import recorded_calls
 from verl_memopt.memory.logit_tiles import Head
-from verl_memopt.memory.teaching import Divergence, Teaching, TopTeaching, top_log_probs
+from verl_memopt.memory.teaching import Divergence, MixedTeaching, Teaching, TopTeaching, top_log_probs
 from verl_memopt.observe.byte_tracker import ByteTracker
 
 KINDS = ["reverse_kl", "forward_kl", "jsd"]
@@ -159,6 +159,39 @@ def test_values_and_gradients_equal_those_of_whole_logits(case):
         torch.testing.assert_close(one.double(), other, rtol=4e-6, atol=4e-6)
     for one, other in zip(own, gradients, strict=True):
         assert relative(one.double(), other) < 2e-6
+
+
+@settings(deadline=None, max_examples=30)
+@given(CASES, st.lists(st.integers(0, 2), min_size=10, max_size=10), st.booleans())
+def test_tokens_of_several_teachers_learn_what_each_teacher_says(case, number, chosen):
+    case = replace(case, top=0, compiled=False) if case.kind == "jsd" else replace(case, compiled=False)
+    (hidden, weight, bias), first, targets = case.tensors()
+    others = [first, [first[0].flip(1), first[1] * 0.5, first[2]], [first[0][:, :4], first[1][:, :4], -first[2]]]
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(4)) if chosen else torch.arange(10)
+    places = [order[torch.tensor(number)[order] == teacher] for teacher in range(3)]
+    used = [(teaching_of(case, teacher), own) for teacher, own in zip(others, places, strict=True) if len(own)]
+
+    def learned(rows, teaching):
+        head = Head(weight, bias if case.bias else None, case.temperature, case.chunk, case.tile, case.entropy, cap=case.cap)
+        factors = [None if factor is None else factor[rows] for factor in case.factors()]
+        given = (lambda part, *_: [None if each is None else each[part] for each in factors]) if case.precomputed else None
+        inputs = [tensor.clone().requires_grad_() for tensor in (hidden[rows], weight, bias)]
+        head = replace(head, weight=inputs[1], bias=inputs[2] if case.bias else None)
+        found = head_log_probs(head, inputs[0], targets[rows], given, False, teaching=teaching)
+        sum((each * factor).sum() for each, factor in zip(found, factors, strict=True) if factor is not None).backward()
+        return found[2].detach(), [tensor.grad for tensor in inputs if tensor.grad is not None]
+
+    counts = {teacher: place for place, teacher in enumerate(sorted(set(number)))}
+    numbers_of = torch.tensor([counts[teacher] for teacher in number])
+    mixed = MixedTeaching([teaching.at(own.sort().values) for teaching, own in used], numbers_of).at(order)
+    divergences, gradients = learned(order, mixed)
+    alone = [learned(own, teaching.at(own)) for teaching, own in used]
+    for (values, own), (_, rows) in zip(alone, used, strict=True):
+        at = torch.isin(order, rows)
+        torch.testing.assert_close(divergences[at], values, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(gradients[0][at], own[0], rtol=1e-5, atol=1e-6)
+    for place in range(1, len(gradients)):
+        torch.testing.assert_close(gradients[place], sum(own[place] for _, own in alone), rtol=1e-5, atol=2e-6)
 
 
 def test_in_half_precision_values_and_gradients_are_those_of_whole_logits_within_its_rounding():
