@@ -1,10 +1,12 @@
 """Runs on the toy task whose policy learns from a teacher."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.end_to_end.runs import LOCAL, lines_of, steps_here
+from tests.end_to_end.runs import LOCAL, assert_equal_runs, lines_of, metrics, start, steps_here, succeeded, train, wait_for_step
 from verl_memopt.cli import main
 from verl_memopt.data.toy import SHAPE
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
@@ -64,6 +66,73 @@ def test_a_policy_learns_from_itself_without_rewards(toy, tmp_path):
     assert rows[1]["actor/distill_loss"] > 0
     assert rows[1]["actor/grad_norm"] > 0
     assert "critic/score/mean" not in rows[1]
+
+
+SPREAD = [f"{AR}.actor.ppo_max_token_len_per_gpu=40", "teacher.log_prob_max_token_len_per_gpu=64"]
+
+
+def test_rows_learn_from_the_teacher_that_they_name(toy, tmp_path, teacher):
+    rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a), "teacher": "own" if a % 2 else None} for a in range(1, 9)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    given = [*SHORT, *SPREAD, f"data.train_files={tmp_path}/rows.jsonl", "data.val_files=null", f"teacher.model.path={teacher}"]
+    two = f"teacher.further_models={{own:{toy}/model}}"
+    for form in ("reverse_kl", "sampled"):
+        more = [f"distill.divergence={form}", f"trainer.rollout_data_dir={tmp_path}/{form}"]
+        found = steps_here(toy, tmp_path / f"run_{form}", *given, two, *more)[1]
+        total, tokens = 0.0, 0
+        for sample in lines_of(tmp_path / form / "1.jsonl"):
+            ids, odd = (sample["prompt_ids"], sample["response_ids"]), int(sample["input"].split("+")[0].split()[-1]) % 2
+            a, b = log_probs_of(toy / "model", *ids), log_probs_of(toy / "model" if odd else teacher, *ids)
+            sampled = (a - b).gather(-1, torch.tensor(ids[1])[:, None]).sum()
+            total += (sampled if form == "sampled" else (a.exp() * (a - b)).sum()).item()
+            tokens += len(ids[1])
+        name = "distill/kl_mean" if form == "sampled" else "actor/distill_loss"
+        assert found[name] == pytest.approx(total / tokens, rel=1e-4)
+
+
+def test_a_reference_that_follows_the_policy_at_once_teaches_as_the_policy_does(toy, tmp_path):
+    """And one that stays teaches what the policy knew at the start."""
+    told = ['distill.teacher_prompt="{answer} {prompt}"', "data.max_prompt_length=24", f"{AR}.ref.fsdp_config.dtype=fp32"]
+    reference = [*told, "teacher.weights=reference", f"{AR}.ref.fsdp_config.param_offload=true"]
+    follows = [f"{AR}.ref.sync_every_steps=1", f"{AR}.ref.sync_mixup_alpha=1.0"]
+    own, stays, lagged = (
+        steps_here(toy, tmp_path / name, *SHORT[:-1], f"{AR}.actor.optim.lr=1e-3", *more)
+        for name, more in (("own", told), ("stays", reference), ("lagged", [*reference, *follows]))
+    )
+    for step in (1, 2):
+        assert lagged[step]["actor/distill_loss"] == pytest.approx(own[step]["actor/distill_loss"], rel=1e-6)
+    assert stays[1]["actor/distill_loss"] == pytest.approx(own[1]["actor/distill_loss"], rel=1e-6)
+    assert abs(stays[2]["actor/distill_loss"] / own[2]["actor/distill_loss"] - 1) > 1e-4
+
+
+def test_after_kill_9_the_rerun_ends_as_an_uninterrupted_run(toy, tmp_path, teacher):
+    given = [
+        *SHORT, "trainer.total_training_steps=6", "trainer.save_freq=2", "algorithm.adv_estimator=rloo", "distill.coef=0.5",
+        f"{AR}.actor.policy_loss.loss_mode=sequence", f"teacher.model.path={teacher}", f"{AR}.actor.optim.lr=1e-3",
+    ]  # fmt: skip
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    succeeded(train(toy, whole, *given))
+    process = start(toy, killed, *given)
+    wait_for_step(process, killed, 3)
+    process.kill()
+    process.wait()
+    assert max(metrics(killed)) < 6
+    succeeded(train(toy, killed, *given))
+    assert_equal_runs(killed, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["reverse_kl", "jsd", "sampled"])
+def test_two_workers_learn_what_one_learns(toy, tmp_path, teacher, form):
+    found = []
+    for workers in (1, 2):
+        run_dir = tmp_path / str(workers)
+        more = ["trainer.worker_group=ray", f"trainer.n_gpus_per_node={workers}", f"{AR}.rollout.name=hf", *SPREAD]
+        more += [f"teacher.model.path={teacher}", f"distill.divergence={form}", f"teacher.further_models={{own:{toy}/model}}"]
+        succeeded(train(toy, run_dir, *SHORT, *more))
+        found.append(metrics(run_dir)[1])
+    for name in ("actor/loss", "actor/grad_norm"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-4), name
 
 
 def refused(toy, tmp_path, capsys, *overrides):
