@@ -38,12 +38,25 @@ OF_A_TEACHER = {
     "fsdp_config.mixed_precision.reduce_dtype": "bfloat16",
 }  # fmt: skip
 """Keys of the section ``teacher`` -> a value that is not the default."""
+OF_A_SERVER = {
+    "model": "big", "api": "openai", "api_key_env": "KEY", "timeout_seconds": 5.0, "requests_at_once": 2,
+}  # fmt: skip
+ASKED = {"teacher.endpoint.url": "http://host/v1", "distill.coef": 1.0, "distill.divergence": "sampled"}
+SAID = {
+    "teacher.log_probs_key": "said", "distill.coef": 1.0, "distill.top_k": 8, ESTIMATOR: "sft", LOSS: "gpg", f"{AR}.rollout.n": 1,
+}  # fmt: skip
 
 
 IDLE_CASES = {
     "teacher.model.path": ({}, "big", {"distill.coef": 1.0}),
     **{f"teacher.{key}": ({}, value, TAUGHT) for key, value in OF_A_TEACHER.items()},
     "teacher.log_prob_use_dynamic_bsz": ({}, False, {**TAUGHT, "teacher.log_prob_micro_batch_size_per_gpu": 2}),
+    "teacher.further_models": ({}, {"own": "small"}, TAUGHT),
+    "teacher.key": ({}, "who", {**TAUGHT, "teacher.further_models": {"own": "small"}}),
+    "teacher.weights": ({}, "reference", {"distill.coef": 1.0}),
+    "teacher.log_probs_key": ({}, "said", SAID),
+    "teacher.endpoint.url": ({}, "http://host/v1", ASKED),
+    **{f"teacher.endpoint.{key}": ({}, value, ASKED) for key, value in OF_A_SERVER.items()},
     "distill.divergence": ({}, "jsd", TAUGHT),
     "distill.teacher_prompt": ({}, "{prompt}", TAUGHT),
     "distill.top_k": ({}, 64, TAUGHT),
