@@ -1,4 +1,4 @@
-"""Runs on the toy task whose teacher is a server, or a column of the rows."""
+"""Runs on the toy task whose teacher is a server or a column of the rows, or has a tokenizer of its own."""
 
 import json
 import threading
@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.end_to_end.runs import steps_here
+from tests.end_to_end.runs import lines_of, steps_here
 from tests.end_to_end.test_distill import SHORT, log_probs_of, refused, teacher  # noqa: F401 - a fixture
 from verl_memopt.cli import main
+from verl_memopt.model.tiny import TinyShape, build_tokenizer, make_tiny_model
 
 AR = "actor_rollout_ref"
 NAMES = ("actor/grad_norm", "actor/loss", "actor/distill_loss")
@@ -168,3 +169,44 @@ def test_a_column_says_the_most_probable_tokens(toy, tmp_path, teacher, capsys):
     ]
     assert main(["train", "--config-name", "sft_trainer", *arguments]) == 2
     assert "3: teacher.log_probs_key=said: the response has 2 tokens with the turn's end" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory):
+    """A model with another tokenizer and another chat template."""
+    tokenizer = build_tokenizer(330, "1+1=2 " * 9 + "the sums of the sums ", "{{ messages[-1].content }} is ")
+    folder = make_tiny_model(
+        tmp_path_factory.mktemp("stranger") / "model", TinyShape(vocab_size=340, initializer_range=0.06), seed=5
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_teacher_with_another_tokenizer_judges_the_text(toy, tmp_path, stranger):
+    form = ["distill.divergence=sampled", "distill.align=text"]
+    named, dumped = f"teacher.model.path={stranger}", f"trainer.rollout_data_dir={tmp_path}/rollouts"
+    here = steps_here(toy, tmp_path / "here", *SHORT, *form, named, dumped)
+    own, other = (AutoTokenizer.from_pretrained(folder) for folder in (toy / "model", stranger))
+    estimate, tokens = 0.0, 0
+    for sample in lines_of(tmp_path / "rollouts" / "1.jsonl"):
+        ids = sample["response_ids"]
+        a = log_probs_of(toy / "model", sample["prompt_ids"], ids).gather(-1, torch.tensor(ids)[:, None]).sum().item()
+        ended = ids[-1] == own.eos_token_id
+        asked = own.decode(sample["prompt_ids"]).split("<|im_start|>user")[-1].split("<|im_end|>")[0].strip()
+        retold = other(own.decode(ids[: len(ids) - ended])).input_ids + [other.eos_token_id] * ended
+        b = log_probs_of(stranger, other(f"{asked} is ").input_ids, retold)
+        estimate += a - b.gather(-1, torch.tensor(retold)[:, None]).sum().item()
+        tokens += len(ids)
+    assert here[1]["distill/kl_mean"] == pytest.approx(estimate / tokens, rel=1e-4)
+    server = Server(stranger)
+    with serving(server) as url:
+        asked = steps_here(toy, tmp_path / "asked", *SHORT[:-1], *form, url, f"teacher.model.tokenizer_path={stranger}")
+    the_same(here, asked)
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_with_the_way_out(toy, tmp_path, capsys, stranger):
+    said = refused(toy, tmp_path, capsys, f"teacher.model.path={stranger}", "distill.divergence=sampled")
+    assert "its tokenizer is another than the policy's" in said
+    assert "distill.align=text" in said
+    said = refused(toy, tmp_path, capsys, f"teacher.model.path={stranger}", "distill.align=text")
+    assert "tokens of two vocabularies have no divergence" in said

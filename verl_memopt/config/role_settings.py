@@ -242,8 +242,11 @@ class Actor(UpdateBudget, SharedPrompt):
 @dataclass(frozen=True)
 class TeacherModel:
     path: str | None = None
-    """Folder in Hugging Face format, or a hub id, of a causal LM with the policy's tokenizer. It may have another size. null =
-    the policy is its own teacher, and ``distill.teacher_prompt`` tells the teacher more than the policy knows."""
+    """Folder in Hugging Face format, or a hub id, of a causal LM with the policy's tokenizer (see ``distill.align``). It may have
+    another size. null = the policy is its own teacher, and ``distill.teacher_prompt`` tells the teacher more than the policy
+    knows."""
+    tokenizer_path: str | None = None
+    """``distill.align=text``: folder or hub id of the teacher's tokenizer; null = that of ``path``."""
     trust_remote_code: bool = False
     """Let transformers run code from the model's folder."""
     external_lib: str | None = None
@@ -316,6 +319,10 @@ class Distill:
     discount: Share = 0.0
     """sampled: weight of the estimates of later tokens in a token's advantage. 0 = each token answers for itself; 1 = the
     gradient of the divergence between whole responses, which also rewards ending early."""
+    align: Literal["tokens", "text"] = "tokens"
+    """tokens = the teacher has the policy's tokenizer, and reads the sampled tokens. text = it has another tokenizer, and reads
+    their text in its own tokens, after the prompt in its own chat template. This needs ``divergence=sampled``. Tokens that only
+    as a run stand for tokens of the teacher answer for the run together."""
     teacher_prompt: str | None = None
     """What the teacher reads in place of the last message of the prompt: a text in which ``{prompt}`` is that message, and other
     names in braces are columns of the row, as in ``{prompt} The solution is {solution}.`` null = the policy's prompt."""

@@ -16,6 +16,7 @@ from verl_memopt.memory.knob import Refusal, UnusedKey, has_own_teacher, has_tea
 COEF, DIVERGENCE, PATH, PROMPT = "distill.coef", "distill.divergence", "teacher.model.path", "distill.teacher_prompt"
 _ESTIMATOR, _ROLLOUT = "algorithm.adv_estimator", "actor_rollout_ref.rollout"
 _ULYSSES = "teacher.fsdp_config.ulysses_sequence_parallel_size"
+ALIGN, TOKENIZER = "distill.align", "teacher.model.tokenizer_path"
 FURTHER, OF_ROW = "teacher.further_models", "teacher.key"
 URL, COLUMN, WEIGHTS = "teacher.endpoint.url", "teacher.log_probs_key", "teacher.weights"
 _NO_TEACHER = f"{COEF} is 0, so there is no teacher"
@@ -44,6 +45,25 @@ def _rules() -> Iterator[Refusal]:
         "each teacher needs a name, and a folder or hub id",
         f"Write {{name:folder}}, such as {FURTHER}={{code:models/code}}.",
     )
+    text: Mapping[str, Any] = {ALIGN: "text"}
+    further: Mapping[str, Any]
+    for further, why, way_out in (
+        ({DIVERGENCE: other_than(SAMPLED)}, "tokens of two vocabularies have no divergence", f"Set {DIVERGENCE}={SAMPLED}."),
+        ({"distill.discount": above(0)}, "tokens of a run answer together already", "Set distill.discount=0."),
+        ({FURTHER: bool}, "there is one other tokenizer", f"Remove {FURTHER}."),
+        ({PATH: None, URL: None}, "the policy has its own tokenizer", f"Set {ALIGN}=tokens."),
+        (
+            {URL: IS_SET, TOKENIZER: None},
+            "the server gets token ids, which its tokenizer must make",
+            f"Set {TOKENIZER} to the folder of the served model.",
+        ),
+        (
+            {f"{_ROLLOUT}.multi_turn.enable": True},
+            "a conversation has a prompt for each turn, and this one is for one turn",
+            "Remove the tools, or take a teacher with the policy's tokenizer.",
+        ),
+    ):
+        yield refused({**text, **further}, why, way_out, has_teacher)
     for key in (URL, COLUMN):
         yield refused(
             {key: IS_SET, "distill.top_k": None, DIVERGENCE: lambda value: value != SAMPLED},
@@ -128,6 +148,8 @@ def _unused() -> Iterator[UnusedKey]:
             yield UnusedKey(key, partial(_has_other, owners[key]), f"it belongs to {DIVERGENCE}={owners[key]}")
         elif key.startswith("teacher.endpoint.") and key != URL:
             yield UnusedKey(key, _has_no_server, f"{COEF} is 0 or {URL} is null, so no server is asked")
+        elif key == TOKENIZER:
+            yield UnusedKey(key, _reads_tokens, f"{COEF} is 0, or {ALIGN} is not text")
         elif key == OF_ROW:
             yield UnusedKey(key, _has_one_teacher, f"{COEF} is 0 or {FURTHER} is empty, so all rows have the same teacher")
         elif key == WEIGHTS:
@@ -145,6 +167,10 @@ def _unused() -> Iterator[UnusedKey]:
 
 def _has_wrong_names(models: Mapping[str, Any]) -> bool:
     return not all(name and isinstance(path, str) and path for name, path in models.items())
+
+
+def _reads_tokens(settings: Settings) -> bool:
+    return not has_teacher(settings) or settings.distill.align != "text"
 
 
 def _has_one_teacher(settings: Settings) -> bool:

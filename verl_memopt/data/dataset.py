@@ -109,6 +109,8 @@ class TeacherColumns:
         names: The names in ``teacher.further_models``.
         said: ``teacher.log_probs_key``.
         top: ``distill.top_k``.
+        tokenizer: The tokenizer of a teacher that reads text, and whose chat template its prompts have; None = it reads the
+            policy's tokens.
     """
 
     prompt: str | None = None
@@ -116,6 +118,7 @@ class TeacherColumns:
     names: tuple[str, ...] = ()
     said: str | None = None
     top: int = 0
+    tokenizer: Any = None
 
     def number(self, address: str, columns: Mapping[str, Any]) -> int:
         name = columns.get(self.key) if self.names else None
@@ -236,9 +239,10 @@ class PromptReader:
         return _column(address, columns, self._data.prompt_key, "Set data.prompt_key, or add it")
 
     def _for_teacher(self, address: str, columns: dict[str, Any], prompt: str | Messages | None) -> tuple[str, Spans] | None:
-        template = self._teachers.prompt
-        if template is None:
+        template, tokenizer = self._teachers.prompt, self._teachers.tokenizer
+        if template is None and tokenizer is None:
             return None
+        template = "{prompt}" if template is None else template
         if prompt is None:
             raise DataError(f"{address}: {TEACHER_PROMPT} needs a prompt that is text or messages, and this one is token ids.")
         extra = columns.get("extra_info") or {}
@@ -253,7 +257,7 @@ class PromptReader:
         text = IN_BRACES.sub(lambda match: str(told[match[1]]), template)
         if isinstance(prompt, str):
             return text, ()
-        return self._render(address, [*prompt[:-1], {**prompt[-1], "content": text}], columns)
+        return self._render(address, [*prompt[:-1], {**prompt[-1], "content": text}], columns, tokenizer)
 
     def _optional(self, address: str, columns: dict[str, Any], name: str, remedy: str, default: Any) -> Any:
         return default if name not in columns and not self._by_rules else _column(address, columns, name, remedy)
@@ -277,14 +281,16 @@ class PromptReader:
             )
         return messages
 
-    def _render(self, address: str, messages: Messages, columns: dict[str, Any]) -> tuple[str, Spans]:
-        arguments = template_arguments(address, columns, self._data, self._tokenizer)
-        num_special = self._special.count([messages, arguments.get("tools")])
+    def _render(self, address: str, messages: Messages, columns: dict[str, Any], other: Any = None) -> tuple[str, Spans]:
+        # ``other``: the tokenizer of another model, which will read the prompt.
+        tokenizer, special = (self._tokenizer, self._special) if other is None else (other, special_tokens_of(other))
+        arguments = template_arguments(address, columns, self._data, tokenizer)
+        num_special = special.count([messages, arguments.get("tools")])
         if num_special:
             self._special_counts.append((address, num_special))
         hides = num_special > 0 and not self._data.allow_special_tokens
         try:
-            return render(self._special, self._tokenizer, messages, hides, {"add_generation_prompt": True, **arguments})
+            return render(special, tokenizer, messages, hides, {"add_generation_prompt": True, **arguments})
         except RENDER_ERRORS as problem:
             raise DataError(
                 f"{address}: the chat template cannot render this prompt ({problem}). Set another template with "

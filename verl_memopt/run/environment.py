@@ -16,7 +16,15 @@ from typing import Any
 from verl_memopt.config.schema import Critic, RayKwargs, ResourcePool, Rollout, Settings, Trainer
 from verl_memopt.distributed.device import device_count, resolve_device
 from verl_memopt.errors import ConfigError
-from verl_memopt.model.folder import TOKENIZER_FILES, check_vocabulary, end_tokens, load_tokenizer, read_tokenizer, resolve_folder
+from verl_memopt.model.folder import (
+    TOKENIZER_FILES,
+    check_vocabulary,
+    end_tokens,
+    existing_tokenizer,
+    load_tokenizer,
+    read_tokenizer,
+    resolve_folder,
+)
 from verl_memopt.model.packing_check import TEACHER_KEY, check_architecture, frozen_causal_model
 from verl_memopt.run.builds import vllm_build
 
@@ -175,10 +183,34 @@ def _find_teacher(
     folder = resolve_folder(path, key, teacher.trust_remote_code)
     section = key.removesuffix(".path")
     checked = check_architecture(frozen_causal_model(teacher, roles.model), folder, longest, roles.actor, section)
+    if settings.distill.align == "text":
+        own = read_teacher_tokenizer(settings)
+        check_vocabulary(own, checked.embedding_rows, f"{key}={folder}")
+        return folder, checked.window
     check_vocabulary(tokenizer, checked.embedding_rows, f"{key}={folder}")
-    way_out = "Teacher and policy are compared token by token: give a teacher of the policy's family."
+    way_out = "Teacher and policy are compared token by token: give a teacher of the policy's family, or set "
+    way_out += "distill.align=text."
     _check_same_tokenizer(tokenizer, tokenizer_folder, folder, key, teacher.trust_remote_code, way_out)
     return folder, checked.window
+
+
+def read_teacher_tokenizer(settings: Settings) -> Any:
+    """Return the tokenizer of a teacher that reads text (``distill.align``).
+
+    Raises:
+        ConfigError: There is none, or it cannot say which part of a text a token is.
+    """
+    model = settings.teacher.model
+    key = f"{TEACHER_KEY}.model.{'path' if model.tokenizer_path is None else 'tokenizer_path'}"
+    path = str(model.tokenizer_path or model.path)
+    folder = resolve_folder(path, key, model.trust_remote_code, needs_model=False)
+    tokenizer = existing_tokenizer(folder, f"{key}={folder}", model.trust_remote_code, "Set teacher.model.tokenizer_path.")
+    if tokenizer.eos_token_id is None or not tokenizer.is_fast:
+        raise ConfigError(
+            f"{key}={folder}: distill.align=text needs a fast tokenizer (tokenizer.json) with an eos token. "
+            "Choose another teacher."
+        )
+    return tokenizer
 
 
 def _check_same_tokenizer(tokenizer: Any, folder: Path, own: Path, key: str, trusted: bool, way_out: str) -> None:

@@ -27,6 +27,7 @@ from verl_memopt.data.prompts import LOOKAHEAD, PromptPrefetcher, StepLoader, ch
 from verl_memopt.data.python_rows import Item, PythonRows
 from verl_memopt.data.responses import build_supervised_dataset, stream_reader
 from verl_memopt.data.streaming import StreamLoader, open_stream
+from verl_memopt.data.text_alignment import Retold
 from verl_memopt.errors import ConfigError, DataError
 from verl_memopt.memory.critic_rules import has_critic, own_pools
 from verl_memopt.memory.knob import has_teacher, needs_reference, reference_teaches, teacher_is_elsewhere, uses_kl
@@ -40,7 +41,7 @@ from verl_memopt.plan.verdict import beside_cache
 from verl_memopt.rewards.rules import check_rows
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore, check_driver
-from verl_memopt.run.environment import Environment, resolve_environment
+from verl_memopt.run.environment import Environment, read_teacher_tokenizer, resolve_environment
 from verl_memopt.run.resume import (
     check_own_files,
     checkpoint_store,
@@ -186,7 +187,7 @@ def build_run(
         agent, environments = _agents(settings, environment, folder)
         server = teacher_elsewhere(settings, environment.embedding_rows) if distills else None
         if isinstance(server, Endpoint):
-            server.check(environment.tokenizer)
+            server.check(read_teacher_tokenizer(settings) if settings.distill.align == "text" else environment.tokenizer)
         by_rules, unscored = _by_rules(settings, environments), False
         # A teacher needs no rewards, so rows that no rule can score are no mistake then.
         optional = by_rules and settings.algorithm.adv_estimator == DISTILL
@@ -364,7 +365,8 @@ def _teacher_columns(settings: Settings) -> TeacherColumns | None:
         return None
     teacher, distill = settings.teacher, settings.distill
     names = tuple(teacher.further_models)
-    return TeacherColumns(distill.teacher_prompt, teacher.key, names, teacher.log_probs_key, distill.top_k or 0)
+    tokenizer = read_teacher_tokenizer(settings) if distill.align == "text" else None
+    return TeacherColumns(distill.teacher_prompt, teacher.key, names, teacher.log_probs_key, distill.top_k or 0, tokenizer)
 
 
 def _by_rules(settings: Settings, environments: Mapping[str | None, EnvironmentKind]) -> bool:
@@ -560,8 +562,12 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     teacher = None
     if context.worker_plan.distill is not None:
         tokenizer = None if settings.distill.teacher_prompt is None else environment.tokenizer
+        retells = None
+        if settings.distill.align == "text":
+            tokenizer = read_teacher_tokenizer(settings)
+            retells = partial(Retold, environment.tokenizer, tokenizer, environment.eos_token_ids)
         elsewhere = teacher_elsewhere(settings, environment.embedding_rows)
-        teacher = TeacherPass(workers, teacher_budget(settings), balance, settings.distill, tokenizer, elsewhere)
+        teacher = TeacherPass(workers, teacher_budget(settings), balance, settings.distill, tokenizer, elsewhere, retells)
     # A scorer that reads log-probs runs before the update, so the update cannot compute them.
     on_policy = mode.updates and not scorer.reads and update_gives_old_log_probs(settings)
     options = reads_entropy(actor, algorithm), statistics_of(algorithm)

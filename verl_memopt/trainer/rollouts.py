@@ -297,6 +297,8 @@ class StepBatch:
         drawn: The rows of the update, if PF-PPO draws them; None = all rows, once each.
         values: fp32 [R], the values that a critic on its own devices is computing; None = it has not begun.
         corrected: The rollout correction of the settings has been applied.
+        teacher_shares: fp32 [R], the share of a token in the estimate of its divergence from the teacher, if tokens answer for
+            runs; None = each token has its own estimate.
     """
 
     step: int
@@ -312,6 +314,7 @@ class StepBatch:
     drawn: list[int] | None = None
     values: Pending[Tensor] | None = None
     corrected: bool = False
+    teacher_shares: Tensor | None = None
 
     def for_update(self) -> tuple[RolloutBatch, list[str]]:
         names = self.names
@@ -414,7 +417,8 @@ class StepBatch:
         estimate = rows.old_log_probs - rows.teacher_log_probs
         if rows.kept is not None:
             estimate = estimate.where(rows.kept, 0.0)
-        self.metrics["distill/kl_mean"] = float(estimate.mean()) if estimate.numel() else 0.0
+        counted = estimate if self.teacher_shares is None else estimate * self.teacher_shares
+        self.metrics["distill/kl_mean"] = float(counted.mean()) if estimate.numel() else 0.0
         if distill.discount:
             estimate = reverse_scan(estimate.double(), rows.response_row(), distill.discount).float()
         return distill.coef * estimate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_memopt.agents.loop import Conversation
 from verl_memopt.config.role_settings import SAMPLED
 from verl_memopt.config.schema import Distill, Settings, TeacherEndpoint
-from verl_memopt.data.batch import RolloutBatch, prompt_rows, token_index
+from verl_memopt.data.batch import Ragged, RolloutBatch, prompt_rows, token_index
 from verl_memopt.data.dataset import TEACHER_PROMPT
 from verl_memopt.data.encoder import tokenize
+from verl_memopt.data.text_alignment import Retold
 from verl_memopt.errors import ConfigError, DataError, RewardError, TeacherError
 from verl_memopt.memory.knob import teacher_is_elsewhere
 from verl_memopt.rewards.judge import Patience, ask
 from verl_memopt.trainer.micro_batching import Budget, cut_ranks
-from verl_memopt.trainer.rollouts import LogProbPass, StepBatch
+from verl_memopt.trainer.rollouts import LogProbPass, RowAnswers, StepBatch
 from verl_memopt.worker.group import TimedGroup
 from verl_memopt.worker.trained_model import MiniBatch
 from verl_memopt.worker.worker import Worker
@@ -30,6 +32,9 @@ URL = "teacher.endpoint.url"
 BYTES_PER_ENTRY = 160
 """More bytes than a server needs for one log-prob, with the id, the rank and the text of the token."""
 PROBE_TOKENS = 16
+
+Reading = tuple[list[int], list[tuple[int, int]]]
+"""Token ids that the teacher reads, and the spans of the sampled tokens among them."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class TeacherPass:
         distill: What is learned from the teacher.
         tokenizer: Encodes the prompts of the teacher; None = it reads the policy's prompts.
         elsewhere: What the teacher says comes from here; None = from a model in the workers.
+        retells: Gives a response in the tokens of a teacher with another tokenizer; None = it reads the policy's tokens.
     """
 
     workers: TimedGroup
@@ -49,6 +55,7 @@ class TeacherPass:
     distill: Distill
     tokenizer: Any = None
     elsewhere: Endpoint | Column | None = None
+    retells: Callable[[list[int]], Retold] | None = None
 
     def read(self, batch: StepBatch) -> None:
         """Add what the teacher says to the rows of a step, except the states of a model in the workers.
@@ -58,16 +65,39 @@ class TeacherPass:
             TeacherError: A server gave no answer, or another one than log-probs of these tokens.
         """
         self.tell(batch)
-        is_sampled = self.distill.divergence == SAMPLED
-        if self.elsewhere is not None:
+        if self.retells is not None:
+            self._read_text(batch, self.retells)
+        elif self.distill.divergence == SAMPLED:
+            batch.rows.teacher_log_probs = self._sampled(batch.rows, batch.names, batch.answers.conversations)
+        elif self.elsewhere is not None:
             with self.workers.clock.phase("teacher"):
-                said = self.elsewhere.say(batch)
-            if is_sampled:
-                batch.rows.teacher_log_probs = said.log_probs
-            else:
-                batch.rows.teacher_ids, batch.rows.teacher_top = said.top()
-        elif is_sampled:
-            batch.rows.teacher_log_probs = self.log_probs(batch.rows, batch.names)
+                said = self.elsewhere.say(batch.answers, batch.rows, batch.names)
+            batch.rows.teacher_ids, batch.rows.teacher_top = said.top()
+
+    def _sampled(self, rows: RolloutBatch, names: Sequence[str], conversations: Sequence[Conversation] | None) -> Tensor:
+        if self.elsewhere is None:
+            return self.log_probs(rows, names)
+        assert isinstance(self.elsewhere, Endpoint), "the rules refuse a column"
+        with self.workers.clock.phase("teacher"):
+            return self.elsewhere.ask(_readings(rows, conversations), names).log_probs
+
+    def _read_text(self, batch: StepBatch, retells: Callable[[list[int]], Retold]) -> None:
+        rows = batch.rows
+        retold, old = [retells(row.tolist()) for row in rows.responses.rows()], rows.old_log_probs
+        assert old is not None, "the sampled divergence needs old log-probs"
+        assert rows.teacher_prompts is not None, "the prompts are in the teacher's template"
+        told = RolloutBatch(
+            prompts=rows.teacher_prompts,
+            responses=Ragged.from_rows([each.ids for each in retold], torch.int64),
+            group=rows.group,
+            prompt_group=rows.prompt_group,
+            batch_size=[],
+        )
+        said = self._sampled(told, batch.names, None).split(told.responses.sizes())
+        own = old.split(rows.responses.sizes())
+        found = [each.in_runs(one, other) for each, one, other in zip(retold, own, said, strict=True)]
+        rows.teacher_log_probs = torch.cat([log_probs for log_probs, _ in found])
+        batch.teacher_shares = torch.cat([shares for _, shares in found])
 
     def tell(self, batch: StepBatch) -> None:
         """Add the number of its teacher to each row of a step, and the prompts that the teachers read.
@@ -158,9 +188,8 @@ class Column:
 
     k: int
 
-    def say(self, batch: StepBatch) -> Said:
-        rows = batch.answers.rows
-        return Said(torch.empty(0), [entries for row in rows for entries in row.teacher_top], self.k)
+    def say(self, answers: RowAnswers, rows: RolloutBatch, names: Sequence[str]) -> Said:
+        return Said(torch.empty(0), [entries for row in answers.rows for entries in row.teacher_top], self.k)
 
 
 @dataclass(frozen=True)
@@ -197,13 +226,16 @@ class Endpoint:
                     "and policy are compared token by token: serve a model with the policy's tokenizer."
                 )
 
-    def say(self, batch: StepBatch) -> Said:
-        """Ask for the log-probs of all response tokens of a step.
+    def say(self, answers: RowAnswers, rows: RolloutBatch, names: Sequence[str]) -> Said:
+        return self.ask(_readings(rows, answers.conversations), names)
+
+    def ask(self, readings: Iterator[list[Reading]], names: Sequence[str]) -> Said:
+        """Ask for the log-probs of all sampled tokens of the readings of each row. ``names``: names of the rows for errors.
 
         Raises:
             TeacherError: As for :meth:`TeacherPass.read`.
         """
-        asked = [(name, *reading) for name, row in zip(batch.names, _readings(batch), strict=True) for reading in row]
+        asked = [(name, *reading) for name, row in zip(names, readings, strict=True) for reading in row]
         executor = ThreadPoolExecutor(self.settings.requests_at_once, thread_name_prefix="teacher")
         try:
             answers = list(executor.map(lambda each: self._entries(each[1], each[0])[0], asked))
@@ -301,18 +333,13 @@ def teacher_elsewhere(settings: Settings, vocabulary: int) -> Endpoint | Column 
     return Column(k) if settings.teacher.endpoint.url is None else Endpoint(settings.teacher.endpoint, k, vocabulary)
 
 
-Reading = tuple[list[int], list[tuple[int, int]]]
-"""Token ids that the teacher reads, and the spans of the sampled tokens among them."""
-
-
-def _readings(batch: StepBatch) -> Iterator[list[Reading]]:
+def _readings(rows: RolloutBatch, conversations: Sequence[Conversation] | None) -> Iterator[list[Reading]]:
     # What the teacher reads for each row. Its spans, one after another, are the response of the row.
-    conversations = batch.answers.conversations
     if conversations is not None:
         for each in conversations:
             yield list(_of_turns([(turn.prompt_ids, turn.output_ids) for turn in each.turns]))
         return
-    rows = batch.rows.for_teacher()
+    rows = rows.for_teacher()
     prompts = rows.prompts.flat.split(rows.prompts.sizes())
     for prompt, response in zip(prompts, rows.responses.rows(), strict=True):
         ids = [*prompt.tolist(), *response.tolist()]
