@@ -53,6 +53,13 @@ IDLE_CASES = {
     "teacher.log_prob_use_dynamic_bsz": ({}, False, {**TAUGHT, "teacher.log_prob_micro_batch_size_per_gpu": 2}),
     "teacher.further_models": ({}, {"own": "small"}, TAUGHT),
     "teacher.key": ({}, "who", {**TAUGHT, "teacher.further_models": {"own": "small"}}),
+    "teacher.model.lora_adapter_path": ({}, "adapter", TAUGHT),
+    "teacher.model.tokenizer_path": (
+        {},
+        "words",
+        {**TAUGHT, "distill.align": "text", "distill.divergence": "sampled"},
+    ),
+    "distill.align": ({}, "text", {**TAUGHT, "distill.divergence": "sampled"}),
     "teacher.weights": ({}, "reference", {"distill.coef": 1.0}),
     "teacher.log_probs_key": ({}, "said", SAID),
     "teacher.endpoint.url": ({}, "http://host/v1", ASKED),

@@ -9,6 +9,7 @@ from verl_memopt.errors import ConfigError
 
 AR = "actor_rollout_ref"
 TAUGHT = {"algorithm.adv_estimator": "distill", "teacher.model.path": "big"}
+ASKED = {"teacher.model.path": None, "teacher.endpoint.url": "http://host/v1"}
 LIMITS = {
     "a policy learns nothing from itself at its own prompt": (
         {"algorithm.adv_estimator": "distill", "teacher.model.path": None}, "distill.teacher_prompt",
@@ -25,6 +26,39 @@ LIMITS = {
         {"algorithm.adv_estimator": "sft", "teacher.model.path": "big", "distill.coef": 1.0, f"{AR}.rollout.n": 1,
          f"{AR}.actor.policy_loss.loss_mode": "gpg"},
         "distill.divergence", ["reverse_kl"], ["sampled"],
+    ),
+    "a server has the log-probs of one temperature": (
+        TAUGHT | ASKED | {"distill.divergence": "sampled"}, f"{AR}.rollout.temperature", [1.0], [0.7],
+    ),
+    "a server has no states": (TAUGHT | ASKED, "distill.top_k", [20], [None]),
+    "ids of the most probable tokens come from vLLM": (
+        TAUGHT | ASKED | {"distill.top_k": 20}, "teacher.endpoint.api", ["vllm"], ["openai"],
+    ),
+    "there is one teacher": (TAUGHT | {"distill.divergence": "sampled"}, "teacher.endpoint.url", [None], ["http://host/v1"]),
+    "further teachers come after a first one": (
+        {"algorithm.adv_estimator": "distill", "distill.teacher_prompt": "{prompt}"}, "teacher.further_models", [{}],
+        [{"own": "small"}],
+    ),
+    "each further teacher has a folder": (TAUGHT, "teacher.further_models", [{"own": "small"}], [{"own": 1}]),
+    "a text has no divergence": (TAUGHT | {"distill.align": "text"}, "distill.divergence", ["sampled"], ["reverse_kl"]),
+    "a server of another tokenizer needs its tokenizer": (
+        TAUGHT | ASKED | {"distill.align": "text", "distill.divergence": "sampled"}, "teacher.model.tokenizer_path", ["big"],
+        [None],
+    ),
+    "adapters need a base": (
+        TAUGHT | {"teacher.model.path": None, "teacher.model.lora_adapter_path": "a"}, f"{AR}.model.lora_rank", [2], [0],
+    ),
+    "mapped files have no adapters": (
+        TAUGHT | {"teacher.model.lora_adapter_path": "a", "teacher.fsdp_config.param_offload": True}, f"{AR}.model.load_mode",
+        ["stream"], ["mmap"],
+    ),
+    "a reference teaches at the same prompt too": (
+        {"algorithm.adv_estimator": "distill"}, "teacher.weights", ["reference"], ["policy"],
+    ),
+    "only datasets have columns for tokens": (
+        {"teacher.log_probs_key": "said", "distill.coef": 1.0, "distill.top_k": 8, f"{AR}.rollout.n": 1,
+         f"{AR}.actor.policy_loss.loss_mode": "gpg"},
+        "algorithm.adv_estimator", ["sft"], ["distill"],
     ),
     "beta mixes": (TAUGHT | {"distill.divergence": "jsd"}, "distill.beta", [0.1, 0.9], [0.0, 1.0]),
 }  # fmt: skip

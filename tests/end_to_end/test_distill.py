@@ -1,9 +1,11 @@
 """Runs on the toy task whose policy learns from a teacher."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.end_to_end.runs import LOCAL, assert_equal_runs, lines_of, metrics, start, steps_here, succeeded, train, wait_for_step
@@ -103,6 +105,38 @@ def test_a_reference_that_follows_the_policy_at_once_teaches_as_the_policy_does(
         assert lagged[step]["actor/distill_loss"] == pytest.approx(own[step]["actor/distill_loss"], rel=1e-6)
     assert stays[1]["actor/distill_loss"] == pytest.approx(own[1]["actor/distill_loss"], rel=1e-6)
     assert abs(stays[2]["actor/distill_loss"] / own[2]["actor/distill_loss"] - 1) > 1e-4
+
+
+def test_adapters_teach_as_the_model_that_they_are_merged_into(toy, tmp_path):
+    """Over a base of their own, and over the base of a policy with adapters on more layers."""
+    draw, scale, adapter, base = torch.Generator().manual_seed(3), 3.0, tmp_path / "adapter", toy / "model"
+    merged = shutil.copytree(base, tmp_path / "merged")
+    weights, tensors = load_file(base / "model.safetensors"), {}
+    for name in [name for name in weights if name.endswith(("q_proj.weight", "down_proj.weight"))]:
+        down, up = (
+            0.05 * torch.randn(*shape, generator=draw) for shape in ((4, weights[name].shape[1]), (len(weights[name]), 4))
+        )
+        weights[name] = weights[name] + scale * up @ down
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
+    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+    adapter.mkdir()
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "down_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    named, low = f"teacher.model.lora_adapter_path={adapter}", f"{AR}.model.lora_rank=2"
+    ways = {
+        "merged": [f"teacher.model.path={merged}"],
+        "own": [f"teacher.model.path={base}", named, "teacher.fsdp_config.param_offload=true"],
+        "swapped": [named, low],
+    }
+    found = {}
+    for way, more in ways.items():
+        given = SHORT if "teacher.model.path" in more[0] else SHORT[:-1]
+        found[way] = steps_here(toy, tmp_path / way, *given, *more)[1]["actor/distill_loss"]
+    assert found["own"] == pytest.approx(found["merged"], rel=1e-5)
+    assert found["swapped"] == pytest.approx(found["merged"], rel=1e-5)
+    assert found["merged"] > 1e-3
 
 
 def test_after_kill_9_the_rerun_ends_as_an_uninterrupted_run(toy, tmp_path, teacher):

@@ -563,6 +563,8 @@ def teacher_in_words(settings: Settings) -> str | None:
         return None
     distill, teacher = settings.distill, settings.teacher
     itself = "the policy itself" if teacher.weights == "policy" else "the reference"
+    if teacher.model.lora_adapter_path is not None:
+        itself = f"the policy's base with the adapters {teacher.model.lora_adapter_path}"
     name = teacher.model.path or teacher.endpoint.url or itself
     if teacher.log_probs_key is not None:
         name = f"the column {teacher.log_probs_key}"

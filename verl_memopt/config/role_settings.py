@@ -245,6 +245,9 @@ class TeacherModel:
     """Folder in Hugging Face format, or a hub id, of a causal LM with the policy's tokenizer (see ``distill.align``). It may have
     another size. null = the policy is its own teacher, and ``distill.teacher_prompt`` tells the teacher more than the policy
     knows."""
+    lora_adapter_path: str | None = None
+    """Adapters of the teacher, in the peft format. Without ``path`` they are computed over the policy's own frozen base, so the
+    teacher needs no second model. The policy then has adapters too, on at least the same layers. null = none."""
     tokenizer_path: str | None = None
     """``distill.align=text``: folder or hub id of the teacher's tokenizer; null = that of ``path``."""
     trust_remote_code: bool = False

@@ -17,6 +17,7 @@ COEF, DIVERGENCE, PATH, PROMPT = "distill.coef", "distill.divergence", "teacher.
 _ESTIMATOR, _ROLLOUT = "algorithm.adv_estimator", "actor_rollout_ref.rollout"
 _ULYSSES = "teacher.fsdp_config.ulysses_sequence_parallel_size"
 ALIGN, TOKENIZER = "distill.align", "teacher.model.tokenizer_path"
+ADAPTER = "teacher.model.lora_adapter_path"
 FURTHER, OF_ROW = "teacher.further_models", "teacher.key"
 URL, COLUMN, WEIGHTS = "teacher.endpoint.url", "teacher.log_probs_key", "teacher.weights"
 _NO_TEACHER = f"{COEF} is 0, so there is no teacher"
@@ -28,7 +29,7 @@ def _splits_otherwise(settings: Settings) -> bool:
 
 def _rules() -> Iterator[Refusal]:
     yield refused(
-        {COEF: above(0), PATH: None, PROMPT: None, URL: None, COLUMN: None, WEIGHTS: "policy"},
+        {COEF: above(0), PATH: None, PROMPT: None, URL: None, COLUMN: None, WEIGHTS: "policy", ADAPTER: None},
         "the policy would be compared with itself at the same prompt",
         f"Set {PATH} to the folder of a teacher, {URL} to its server, or {PROMPT} to a prompt that tells more than the policy's.",
     )
@@ -44,6 +45,28 @@ def _rules() -> Iterator[Refusal]:
         {FURTHER: _has_wrong_names},
         "each teacher needs a name, and a folder or hub id",
         f"Write {{name:folder}}, such as {FURTHER}={{code:models/code}}.",
+    )
+    for other in (URL, COLUMN, FURTHER):
+        way_out, both = f"Remove {ADAPTER} or {other}.", {ADAPTER: IS_SET, other: bool}
+        yield refused(both, "the adapters belong to one model of this run", way_out, has_teacher)
+    rank = "actor_rollout_ref.model.lora_rank"
+    yield refused(
+        {ADAPTER: IS_SET, PATH: None, rank: 0},
+        "the policy trains all of its weights, so there is no base to which the adapters belong",
+        f"Set {PATH} to their base, or give the policy adapters too ({rank}).",
+        has_teacher,
+    )
+    yield refused(
+        {ADAPTER: IS_SET, PATH: None, WEIGHTS: "reference"},
+        "the teacher is the reference or has adapters of its own",
+        f"Remove one of them, or set {PATH}.",
+        has_teacher,
+    )
+    yield refused(
+        {ADAPTER: IS_SET, PATH: IS_SET, "actor_rollout_ref.model.load_mode": "mmap", "teacher.fsdp_config.param_offload": True},
+        "the mapped files of the base have no adapters",
+        "Set actor_rollout_ref.model.load_mode=stream, or teacher.fsdp_config.param_offload=stream.",
+        has_teacher,
     )
     text: Mapping[str, Any] = {ALIGN: "text"}
     further: Mapping[str, Any]
@@ -154,7 +177,7 @@ def _unused() -> Iterator[UnusedKey]:
             yield UnusedKey(key, _has_one_teacher, f"{COEF} is 0 or {FURTHER} is empty, so all rows have the same teacher")
         elif key == WEIGHTS:
             yield UnusedKey(key, _has_another, f"{COEF} is 0, or the teacher is another model")
-        elif key.startswith("distill.") or key in (URL, COLUMN):
+        elif key.startswith("distill.") or key in (URL, COLUMN, ADAPTER):
             yield UnusedKey(key, lambda settings: not has_teacher(settings), _NO_TEACHER)
         elif ".log_prob_" in key:
             yield UnusedKey(key, _asks_no_model, f"{COEF} is 0 or the teacher is no model of this run")

@@ -247,6 +247,44 @@ def starting_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, device:
     }
 
 
+def other_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, scale: float, key: str) -> StartingAdapter:
+    """Read adapters of any rank and scale for the adapted layers of a model, in ``dtype``, on the host.
+
+    Layers without adapters in the folder get empty ones, so that the base alone computes there.
+
+    Args:
+        folder: A folder in the peft format.
+        model: The model, with adapters of its own.
+        dtype: The compute dtype.
+        scale: The factor of the folder's adapters.
+        key: The setting that names the folder, for errors.
+
+    Raises:
+        ConfigError: The folder adapts other layers, or layers of another shape.
+    """
+    path, layers, found = folder / "adapter_model.safetensors", adapters(model), dict[str, Tensor]()
+    if not path.is_file():
+        raise ConfigError(f"{key}={folder}: it has no adapter_model.safetensors. Give a folder in the peft format.")
+    tensors = load_file(path)
+    for name, layer in layers.items():
+        down, up = (tensors.pop(f"{PEFT}{name}.{part}.weight", None) for part in ADAPTERS)
+        down = torch.empty(0, layer.in_features) if down is None else down
+        up = torch.empty(layer.out_features, 0) if up is None else up
+        if (down.shape[1], up.shape[0], down.shape[0]) != (layer.in_features, layer.out_features, up.shape[1]):
+            raise ConfigError(
+                f"{key}={folder}: its adapter of {name} has the shapes {tuple(down.shape)} and {tuple(up.shape)}, and the layer "
+                f"has {layer.in_features} inputs and {layer.out_features} outputs. Give adapters of the policy's base."
+            )
+        found[f"{PEFT}{name}.{ADAPTERS[0]}.weight"] = down.to(dtype)
+        found[f"{PEFT}{name}.{ADAPTERS[1]}.weight"] = (up.float() * (scale / layer.scale)).to(dtype)
+    if tensors:
+        raise ConfigError(
+            f"{key}={folder}: it adapts {', '.join(sorted(tensors)[:3])}, where the policy has no adapters. Give the policy "
+            "adapters on these layers (actor_rollout_ref.model.target_modules), or set teacher.model.path to the adapters' base."
+        )
+    return found
+
+
 @contextmanager
 def as_reference(model: nn.Module, start: StartingAdapter | None, device: torch.device) -> Iterator[None]:
     """Inside the body, compute with the adapters that training started from. They are on the device only in the body.

@@ -109,7 +109,7 @@ def parallelize(
             check_quantizable(packed.blocks(), f"{use.model_key}.quantization={use.quantization}")
         quantize_blocks(packed.blocks(), use.quantization)
     # After quantisation, because adapters wrap the quantised layers.
-    if use.trained and model.lora_rank > 0:
+    if model.lora_rank > 0:  # a frozen model has adapters only if it is a teacher with adapters of its own
         layers, key = (model.target_modules, model.exclude_modules), use.model_key
         apply_lora(packed.lm, model.lora_rank, model.lora_scale, *layers, key, packed.masters)
     units = wrapped_modules(packed, packed.blocks(), fsdp)

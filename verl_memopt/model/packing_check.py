@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 
 from verl_memopt.config.schema import Actor, CriticModel, Model, ModelKnobs, ScoringModel, TeacherModel
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory import lora
 from verl_memopt.memory.lora_torch import chosen_layers
 from verl_memopt.memory.shared_prompt import prompt_groups
 from verl_memopt.model.attention import REGISTERED
@@ -53,6 +54,7 @@ from verl_memopt.model.weights import (
     named_weights,
     rebuild_buffers,
 )
+from verl_memopt.records import parse_json, read_record
 
 GROUPS = (0, 1, 1, 2)
 PROMPTS = (7, 9, 9, 6)
@@ -320,7 +322,29 @@ def frozen_causal_model(own: ScoringModel | TeacherModel, policy: Model) -> Mode
     without_training = {"enable_gradient_checkpointing": False, "lora_rank": 0, "lora_adapter_path": None}
     kept = {name: getattr(own, name) for name in ("trust_remote_code", "external_lib", "override_config")}
     changes: dict[str, Any] = {"path": str(own.path), "hf_config_path": None, **kept, **without_training}
+    if isinstance(own, TeacherModel) and own.lora_adapter_path is not None:
+        changes |= {"lora_adapter_path": own.lora_adapter_path, **adapter_shape(own.lora_adapter_path)}
     return replace(policy, **changes)
+
+
+def adapter_shape(folder: str) -> dict[str, Any]:
+    """Return the settings of a teacher's adapters by their names in :class:`Model`.
+
+    Raises:
+        ConfigError: The folder has no adapters, or adapters that are not supported.
+    """
+    key = f"{TEACHER_KEY}.model.lora_adapter_path={folder}"
+    path = Path(folder).expanduser() / "adapter_config.json"
+    if not path.is_file():
+        raise ConfigError(f"{key}: it has no adapter_config.json. Give a folder in the peft format.")
+    try:
+        config = parse_json(read_record(path, follow=True), dict[str, Any])
+        reasons = lora.not_here(config)
+    except (OSError, ValueError, AttributeError) as problem:
+        raise ConfigError(f"{key}: its adapter_config.json is no JSON object. Give a folder in the peft format.") from problem
+    if reasons or not config.get("r"):
+        raise ConfigError(f"{key}: its adapter_config.json has {'; '.join(reasons) or 'no rank r'}. Give adapters without them.")
+    return {ours: config[name] for name, ours in lora.PEFT.items() if config.get(name) is not None}
 
 
 def frozen_value_model(model: ScoringModel, policy: Model) -> CriticModel:

@@ -313,6 +313,7 @@ def _worker_plan(
         teacher_folders=tuple(str(folder) for folder in environment.teacher_folders),
         distill=settings.distill if has_teacher(settings) and mode_of(settings).updates else None,
         reference_teaches=reference_teaches(settings),
+        teacher_adapter=None if environment.teacher_folders else settings.teacher.model.lora_adapter_path,
     )
 
 

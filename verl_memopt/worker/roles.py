@@ -41,7 +41,7 @@ from verl_memopt.distributed.sharded_state import load_weights, save_weights
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_offload_torch import ActivationOffload
 from verl_memopt.memory.fused import compiler_works
-from verl_memopt.memory.lora_torch import initialize_adapters, load_adapter
+from verl_memopt.memory.lora_torch import adapters_off, initialize_adapters, load_adapter
 from verl_memopt.memory.quantized_frozen_torch import exact_weights
 from verl_memopt.memory.residency import REFERENCE, REWARD_MODEL, TEACHER, TEACHER_HEAD, OffloadedParams, Residency
 from verl_memopt.model.assembly import (
@@ -141,6 +141,8 @@ class WorkerPlan:
     """The ``teacher`` section of the settings. None = the run does not distill, or the policy is its own teacher."""
     teacher_folders: tuple[str, ...] = ()
     """Folders of the teachers' models. Empty with ``teacher`` = the workers have no teacher, and are told what it says."""
+    teacher_adapter: str | None = None
+    """Folder of the teacher's adapters over the policy's base."""
     distill: Distill | None = None
     """The ``distill`` section of the settings. None = the run does not distill."""
     reference_teaches: bool = False
@@ -172,7 +174,7 @@ class WorkerPlan:
         return dataclasses.replace(self, **_absent(roles))
 
 
-ALONE = ("engine_folder", "reference_folder", "role", "teacher", "distill", "beside_cache_bytes")
+ALONE = ("engine_folder", "reference_folder", "role", "teacher", "teacher_adapter", "distill", "beside_cache_bytes")
 """Fields of the plan that only the policy's workers have."""
 
 OWN_ROLES = {
@@ -248,8 +250,11 @@ class RoleBuilder:
                 mapped = materialize_mapped(model, folder, self.device, f"{key}.model_dtype")
             else:
                 materialize(model, folder, self.device)
+            if plan.model.lora_adapter_path is not None and plan.model.lora_rank > 0:
+                load_adapter(Path(plan.model.lora_adapter_path).expanduser(), model, plan.model_key)
         if plan.quantization != "none":
-            self.log_quantization_error(model, folder, plan.key, plan.quantization)
+            with adapters_off(model):
+                self.log_quantization_error(model, folder, plan.key, plan.quantization)
         head = None if plan.head_part is None else (plan.head_part, plan.head_also)
         self.home_of(plan.part, model, fsdp, also, mapped, head)
         self.check_packing(model, folder, plan.model_key)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from verl_memopt.memory.critic_rules import CRITIC_PHASES
 from verl_memopt.memory.fused import fused_statements, take_compile_counts
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.knob import Work
-from verl_memopt.memory.lora_torch import as_reference, stored_adapters
+from verl_memopt.memory.lora_torch import as_reference, other_adapter, stored_adapters
 from verl_memopt.memory.out_of_memory import MemorySnapshot, available_bytes, limit_bytes, memory_limits
 from verl_memopt.memory.quantized_base import KEY as QUANTIZATION
 from verl_memopt.memory.residency import Residency
@@ -36,6 +36,7 @@ from verl_memopt.memory.shared_weights import bytes_a_parameter, why_not
 from verl_memopt.memory.token_budget_torch import oom_retry
 from verl_memopt.model.folder import load_tokenizer
 from verl_memopt.model.packed_model import PolicyModel, dtype_of
+from verl_memopt.model.packing_check import TEACHER_KEY, adapter_shape
 from verl_memopt.model.value_model import ValueModel
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.log_setup import is_set_up, setup_logging
@@ -446,7 +447,14 @@ class Worker:
             models = [self.reference]
         elif not models:
             # A teacher elsewhere has no model here. Only the policy's number of ids is read then.
-            models, as_teacher = [policy.model], self._as_reference if self.plan.reference_teaches else nullcontext
+            models, adapter = [policy.model], self.plan.teacher_adapter
+            if adapter is not None:
+                scale = dataclasses.replace(self.settings.model, **adapter_shape(adapter)).lora_scale
+                place, key = Path(adapter).expanduser(), f"{TEACHER_KEY}.model.lora_adapter_path"
+                other = other_adapter(place, policy.model, policy.model.compute, scale, key)
+                as_teacher = partial(as_reference, policy.model, other, self.device)
+            elif self.plan.reference_teaches:
+                as_teacher = self._as_reference
         vocabulary = policy.model.head.weight.shape[0]
         teachers = Teachers([Teacher(model, distill, self.temperature, self.device, vocabulary, as_teacher) for model in models])
         if teachers.are_exact:
