@@ -138,6 +138,16 @@ def toy(tmp_path_factory):
     return shared / "toy"
 
 
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory):
+    """A wider model with the toy's tokenizer."""
+    from verl_memopt.data.toy import SHAPE
+    from verl_memopt.model.tiny import TinyShape, make_tiny_model
+
+    shape = TinyShape(hidden_size=96, num_layers=3, vocab_size=SHAPE.vocab_size, initializer_range=0.06, tie_embeddings=False)
+    return make_tiny_model(tmp_path_factory.mktemp("teacher") / "model", shape, seed=8)
+
+
 @pytest.fixture
 def one_rank():
     """The mesh of a world of one, in a process group that lasts for one test."""

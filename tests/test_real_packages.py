@@ -1,6 +1,7 @@
 """Objects of TRL, peft, datasets and pandas themselves. Skipped where a package is missing: ``pip install -e '.[peers]'``."""
 
 import asyncio
+import importlib
 import inspect
 import json
 
@@ -61,14 +62,24 @@ def test_a_real_config_of_trl_gives_what_was_given_and_nothing_that_it_derives(g
         assert given(kind, output_dir="x", **said, **more) == least | passes | more
 
 
-@pytest.mark.parametrize("kind", ["GRPOConfig", "RLOOConfig"])
+CONFIGS = ("GRPOConfig", "RLOOConfig", "DistillationConfig", "GKDConfig", "GOLDConfig", "SDFTConfig")
+
+
+def real_config(kind):
+    peer, ours = pytest.importorskip("trl"), getattr(trl, kind).algorithm
+    if hasattr(peer, kind):
+        return getattr(peer, kind)
+    return getattr(importlib.import_module(f"trl.experimental.{ours}"), kind)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_the_defaults_of_a_real_config_are_those_that_hold_here(kind):
     import dataclasses
 
-    peer = pytest.importorskip("trl")
-    real = {field.name: field.default for field in dataclasses.fields(getattr(peer, kind)) if field.init}
-    real |= {name: [] for name in ("include_for_metrics",)}  # a list is made anew for each config
-    assert DEFAULTS[kind.removesuffix("Config").lower()] == real
+    real = {field.name: field.default for field in dataclasses.fields(real_config(kind)) if field.init}
+    # A list is made anew for each config.
+    real |= {name: [] for name in ("include_for_metrics", "callbacks") if name in real}
+    assert DEFAULTS[getattr(trl, kind).algorithm] == real
 
 
 def test_every_field_of_a_real_config_is_read_or_refused_with_a_reason(given):
@@ -76,8 +87,7 @@ def test_every_field_of_a_real_config_is_read_or_refused_with_a_reason(given):
 
     from verl_memopt.config.trl_names import NAMES
 
-    peer = pytest.importorskip("trl")
-    fields = {field.name for kind in (peer.GRPOConfig, peer.RLOOConfig) for field in dataclasses.fields(kind)}
+    fields = {field.name for kind in CONFIGS for field in dataclasses.fields(real_config(kind))}
     assert fields - NAMES == {"debug"}  # a section of ours
 
 
@@ -182,11 +192,107 @@ def test_a_documented_script_trains_with_the_import_of_the_trainer_model_and_row
     assert metrics["actor/skipped_updates"] == 0
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("kind", [name.removesuffix("Config") for name in CONFIGS])
 def test_every_argument_of_a_real_trainer_is_read_or_refused_with_a_reason(kind):
-    peer = pytest.importorskip("trl")
-    theirs = inspect.signature(getattr(peer, f"{kind}Trainer")).parameters
-    assert set(theirs) - set(inspect.signature(trl.GRPOTrainer).parameters) <= set(REFUSED)
+    peer, ours = pytest.importorskip("trl"), getattr(trl, f"{kind}Trainer")
+    if not hasattr(peer, f"{kind}Trainer"):
+        peer = importlib.import_module(f"trl.experimental.{kind.lower()}")
+    theirs = list(inspect.signature(getattr(peer, f"{kind}Trainer")).parameters)
+    own = list(inspect.signature(ours).parameters)
+    assert set(theirs) - set(own) <= set(REFUSED)
+    if kind not in ("GRPO", "RLOO"):  # given by place
+        assert own[: len(theirs)] == theirs
+
+
+DISTILLATION = """
+from datasets import load_dataset
+from trl import DistillationTrainer
+
+dataset = load_dataset("trl-lib/DeepMath-103K", split="train")
+
+trainer = DistillationTrainer(
+    model="Qwen/Qwen2.5-0.5B-Instruct",
+    teacher_model="Qwen/Qwen2.5-1.5B-Instruct",
+    train_dataset=dataset,
+)
+trainer.train()
+"""
+GKD = """
+from datasets import Dataset
+from trl.experimental.gkd import GKDConfig, GKDTrainer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+NUM_DUMMY_SAMPLES = 100
+
+tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen2.5-0.5B-Instruct")
+# The model to optimise
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B-Instruct")
+# The teacher model to calculate the KL divergence against
+teacher_model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-1.5B-Instruct")
+
+train_dataset = Dataset.from_dict(
+    {
+        "messages": [
+            [
+                {"role": "user", "content": "Hi, how are you?"},
+                {"role": "assistant", "content": "I'm great thanks"},
+            ]
+        ]
+        * NUM_DUMMY_SAMPLES
+    }
+)
+eval_dataset = Dataset.from_dict(
+    {
+        "messages": [
+            [
+                {"role": "user", "content": "What colour is the sky?"},
+                {"role": "assistant", "content": "The sky is blue"},
+            ]
+        ]
+        * NUM_DUMMY_SAMPLES
+    }
+)
+
+training_args = GKDConfig(output_dir="gkd-model", per_device_train_batch_size=1)
+trainer = GKDTrainer(
+    model=model,
+    teacher_model=teacher_model,
+    args=training_args,
+    processing_class=tokenizer,
+    train_dataset=train_dataset,
+    eval_dataset=eval_dataset,
+)
+trainer.train()
+"""
+"""From TRL's pages of distillation."""
+
+
+@pytest.mark.parametrize("script", [DISTILLATION, GKD], ids=["distillation", "gkd"])
+def test_a_documented_script_of_distillation_trains(script, model, tmp_path, monkeypatch):
+    """Only the import, the models and the rows are others, and TRL's defaults are made small. GKD also gets ``lmbda=1`` and
+    ``temperature=1``, without which it is refused."""
+    for name in ("trl", "datasets"):
+        pytest.importorskip(name)
+    teacher = make_tiny_model(tmp_path / "teacher", TinyShape(hidden_size=96, num_layers=3), seed=2)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS * 2))
+    monkeypatch.chdir(tmp_path)
+    for old, new in {
+        "from trl.experimental.gkd import": "from verl_memopt.trl import",
+        "from trl import": "from verl_memopt.trl import",
+        '"Qwen/Qwen2.5-0.5B-Instruct"': "MODEL",
+        '"Qwen/Qwen2.5-1.5B-Instruct"': "TEACHER",
+        '"trl-lib/DeepMath-103K"': '"json", data_files=FILE, cache_dir=CACHE',
+        "train_dataset=dataset": "train_dataset=dataset, args={**SMALL, 'max_completion_length': 4}",
+        "per_device_train_batch_size=1": "per_device_train_batch_size=1, lmbda=1.0, temperature=1.0, max_new_tokens=4, **SMALL",
+    }.items():
+        script = script.replace(old, new)
+    small = {"max_steps": 2, "worker_group": "local", "actor_rollout_ref.rollout.name": "hf"}
+    given = {"MODEL": model, "TEACHER": str(teacher), "FILE": str(rows), "CACHE": str(tmp_path), "SMALL": small}
+    exec(script, given)
+    metrics = given["trainer"].run.metrics
+    assert len(metrics) == 2
+    assert all(row["actor/distill_loss"] > 0 for row in metrics)
 
 
 @pytest.mark.parametrize(

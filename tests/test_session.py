@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import verl_memopt
 from tests.end_to_end.runs import wait_for_step
@@ -336,10 +338,73 @@ def test_a_call_that_is_interrupted_in_the_middle_leaves_no_process(model, tmp_p
     assert list(folder.glob("global_step_*")), "it has saved"
 
 
-def test_a_session_that_would_need_a_teacher_is_refused(tiny_folder, tmp_path):
-    model, asked = str(tiny_folder), {"teacher.model.path": str(tiny_folder), "distill.coef": 1.0}
-    with (
-        pytest.raises(ConfigError, match=r"^distill\.coef=1: a session does not ask a teacher"),
-        verl_memopt.session(model, run_dir=tmp_path / "run", **asked, **SMALL),
-    ):
-        pass
+# A teacher.
+
+OWN = {"distill.teacher_prompt": "{answer} {prompt}"}
+"""The policy is its own teacher, at a prompt that tells more."""
+OFFLOADED = {"teacher.fsdp_config.param_offload": True, "distill.top_k": 4}
+
+
+def from_teacher(session, answers):
+    return session.update(answers)
+
+
+def from_teacher_in_two_halves(session, answers):
+    return session.forward_backward(answers) | session.optim_step()
+
+
+def from_teacher_and_scores(session, answers):
+    session.advantages(answers, scores_of(answers))
+    return session.update(answers)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "further", "step"),
+    [
+        (None, {}, from_teacher),
+        (None, OFFLOADED, from_teacher_in_two_halves),
+        ("distill", OWN, from_teacher_in_two_halves),
+        (None, {"distill.divergence": "sampled", "actor_rollout_ref.actor.ppo_mini_batch_size": 2}, from_teacher),
+        ("grpo", {"distill.divergence": "jsd", "distill.coef": 0.5}, from_teacher_and_scores),
+    ],
+    ids=["exact", "top_k_offloaded_two_halves", "own_teacher_two_halves", "sampled_two_mini_batches", "beside_rewards"],
+)
+def test_a_session_learns_from_a_teacher_as_a_run_does(algorithm, further, step, model, tmp_path, teacher):
+    of_teacher = {} if further is OWN else {"teacher": teacher, "teacher.fsdp_config.dtype": "fp32"}
+    given = {"algorithm": algorithm, "steps": 2, **EXACT, **NO_KL, **of_teacher, **further}
+    rewards = right if algorithm == "grpo" else None
+    rows = verl_memopt.train(model, ROWS, rewards, run_dir=tmp_path / "run", **given).metrics
+    with verl_memopt.session(model, ROWS, run_dir=tmp_path / "session", **given) as session:
+        for number in range(2):
+            metrics = step(session, session.generate())
+            session.sync()
+            shared = {name for name in metrics if name in rows[number] and name.startswith(("actor/", "distill/"))}
+            assert shared & {"actor/distill_loss", "distill/kl_mean"}
+            assert {name: metrics[name] for name in shared} == {name: rows[number][name] for name in shared}
+
+
+def naive_log_probs(folder, prompt, response):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad():
+        log_probs = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return log_probs.gather(1, torch.tensor(response)[:, None])[:, 0].float()
+
+
+@pytest.mark.parametrize("further", [{}, OFFLOADED, {"distill.divergence": "sampled"}], ids=["exact", "top_k", "sampled"])
+def test_a_session_tells_the_teachers_log_prob_of_each_token(further, model, tmp_path, teacher):
+    settings = {**EXACT, **further, "teacher.fsdp_config.dtype": "fp32", "teacher.fsdp_config.param_offload": True}
+    prompts = [{"prompt": "1+1=", "hint": "2"}, {"prompt": "3+4=", "hint": "7"}]
+    told = {"distill.teacher_prompt": "{hint} {prompt}"}
+    with verl_memopt.session(model, teacher=teacher, run_dir=tmp_path / "run", **settings, **told) as session:
+        answers = session.generate(prompts)
+        found = session.teacher_log_probs(answers)
+        session.update(answers)  # the states are those of the update, whatever was asked before
+        assert [own.tolist() for own in session.teacher_log_probs(answers)] == [own.tolist() for own in found]
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        for row, response, own in zip(answers.rows, answers.response_ids, found, strict=True):
+            prompt = tokenizer(f"{row['hint']} {row['prompt']}").input_ids
+            torch.testing.assert_close(own, naive_log_probs(teacher, prompt, response), rtol=1e-5, atol=1e-5)
+    with verl_memopt.session(model, run_dir=tmp_path / "alone", **EXACT) as session:
+        answers = session.generate(["1+1="])
+        with pytest.raises(ConfigError, match=r"^teacher_log_probs: the session has no teacher.*teacher="):
+            session.teacher_log_probs(answers)

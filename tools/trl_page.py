@@ -12,7 +12,7 @@ from tools.settings_page import table
 from verl_memopt.config.keys import flatten, shown, value_at
 from verl_memopt.config.loader import compose_mapping
 from verl_memopt.config.schema import Settings
-from verl_memopt.config.spelling import GRPO, RLOO, Spelling
+from verl_memopt.config.spelling import DISTILL, GRPO, RLOO, Spelling
 from verl_memopt.config.trl_defaults import DEFAULTS
 from verl_memopt.config.trl_names import NO_EQUAL, SPELLINGS
 from verl_memopt.memory.lora import PEFT
@@ -25,7 +25,8 @@ _HEAD = """# From TRL
 <!-- Written by `python -m tools.trl_page` from `verl_memopt/config/trl_names.py`; edit that, not this page. -->
 
 This page is for you if you have a script or settings of TRL and want to train with them here: it says what each name of TRL does.
-Give the names of `RLOOConfig` and `GRPOConfig` as they are, without a section, to any recipe of RLOO or GRPO:
+Give the names of `RLOOConfig`, `GRPOConfig` and `DistillationConfig` as they are, without a section, to any recipe of RLOO, GRPO
+or distillation:
 
 ```bash
 .venv/bin/verl-memopt train --config-dir recipe/rloo --config-name gsm8k \\
@@ -44,7 +45,8 @@ One line of the log says how all names were read. The names mean the same on the
 `verl_memopt.train` and in a config of TRL.
 
 A name takes precedence over a recipe. A name and our own key for the same setting on one command line are refused, and so are
-an old and a new name of TRL, even if the values agree. The names are read where `algorithm.adv_estimator` is `rloo` or `grpo`.
+an old and a new name of TRL, even if the values agree. The names are read where `algorithm.adv_estimator` is `rloo`,
+`grpo` or `distill`.
 With any other estimator a name of TRL is unknown, unless it is the last part of one of our keys. In a YAML file of your own, put
 the names at the top level.
 """
@@ -69,8 +71,9 @@ tokens.
 
 _TRAINERS = """## Arguments of the trainers
 
-[`verl_memopt.trl`](python.md#a-script-of-trl) reads the other arguments of `GRPOTrainer` and `RLOOTrainer`, and `reward_weights`
-of their configs as well. It refuses these if they have a value:
+[`verl_memopt.trl`](python.md#a-script-of-trl) reads the other arguments of `GRPOTrainer`, `RLOOTrainer`, `DistillationTrainer`,
+`GKDTrainer`, `GOLDTrainer` and `SDFTTrainer`, and `reward_weights` of the first two configs as well. It refuses these
+if they have a value:
 """
 
 _METRICS = """## Metrics
@@ -101,11 +104,12 @@ _DEFAULTS = """## Defaults that differ
 
 In a script of TRL (`verl_memopt.trl`, or a config of TRL itself) TRL's defaults hold, and the log has a table of those that
 differ from ours: 8 responses per device and step, 3 epochs, a linear schedule, generation with Hugging Face
-(`use_vllm=false`), no validation unless `eval_strategy=steps`, the KL of `beta`. On the command line and in `verl_memopt.train`
-a name that is not given has our default, or the recipe's. Give the name to get TRL's default. The newer defaults
-are those of TRL 1.16, the older ones those of `RLOOConfig` in TRL 0.20.
+(`use_vllm=false`), no validation unless `eval_strategy=steps`, the KL of `beta` (in distillation `beta` is the divergence). On
+the command line and in `verl_memopt.train` a name that is not given has our default, or the recipe's. Give the name to get TRL's
+default. The newer defaults are those of TRL 1.16, the older ones those of `RLOOConfig` in TRL 0.20.
 """
 
+CONFIGS = {"grpo": "GRPOConfig", "rloo": "RLOOConfig", "distill": "DistillationConfig", "gkd": "GKDConfig", "sdft": "SDFTConfig"}
 OLDER = {
     "num_generations": "2", "beta": "0.05", "temperature": "0.7", "num_iterations": "4", "max_completion_length": "53",
     "learning_rate": "5e-05", "lr_scheduler_type": "linear", "weight_decay": "0.0",
@@ -146,7 +150,7 @@ def _readable() -> str:
 
 
 def _row(spelling: Spelling) -> tuple[str, str, str]:
-    only = "RLOO only" if spelling.estimators == RLOO else "GRPO only" if spelling.estimators == GRPO else ""
+    only = {RLOO: "RLOO only", GRPO: "GRPO only", DISTILL: "distillation only"}.get(spelling.estimators, "")
     notes = [note for note in (only, spelling.note) if note]
     return _code(spelling.names), _code(spelling.keys), ": ".join(notes)
 
@@ -175,8 +179,15 @@ def _defaults() -> str:
     for name, older in OLDER.items():
         key = next(row.keys[0] for row in SPELLINGS if name in row.names)
         ours = shown(recipe.get(key, value_at(Settings(), key)))
-        rows.append((f"`{name}`", *(shown(DEFAULTS[kind][name]) for kind in DEFAULTS), older, f"`{key}={ours}`"))
-    return table(("TRL", "`GRPOConfig`", "`RLOOConfig`", "older RLOO", "here, in `rloo_trainer`"), rows)
+        rows.append(
+            (
+                f"`{name}`",
+                *(shown(DEFAULTS[kind][name]) if name in DEFAULTS[kind] else "" for kind in CONFIGS),
+                older,
+                f"`{key}={ours}`",
+            )
+        )
+    return table(("TRL", *(f"`{name}`" for name in CONFIGS.values()), "older RLOO", "here, in `rloo_trainer`"), rows)
 
 
 def _code(words: Sequence[str]) -> str:

@@ -384,6 +384,7 @@ class Call:
     def _load(self, given: dict[str, Any], folder: Path, resume: bool | Path, inputs: Inputs) -> Settings:
         from verl_memopt.config.keys import flatten, raise_together
         from verl_memopt.config.loader import MODELS, adapter_settings, compose_mapping, load_settings, log_objective
+        from verl_memopt.config.teacher_rules import IN_BRACES
         from verl_memopt.config.trl_defaults import defaults_beside, log_defaults
         from verl_memopt.config.values import plain_values
         from verl_memopt.data.messages import NO_PROMPT
@@ -421,7 +422,8 @@ class Call:
         if makes_tasks and loaded.trainer.total_training_steps is None:
             raise ConfigError("dataset: there are no rows whose number sets the number of steps. Set steps (max_steps).")
         if not has_rows:  # no run starts without rows, so write one step's placeholder rows. A session never uses them.
-            unused = {loaded.data.prompt_key: NO_PROMPT if makes_tasks else "-"}
+            told = IN_BRACES.findall(loaded.distill.teacher_prompt or "")
+            unused = {**dict.fromkeys(told, "-"), loaded.data.prompt_key: NO_PROMPT if makes_tasks else "-"}
             write_rows([unused] * max(loaded.data.train_batch_size, loaded.data.gen_batch_size or 0), train, "dataset")
         shown = [f"{key}={as_override(without_secrets_of(key, value))}" for key, value in values.items()]
         inputs.command = shlex.join(["verl-memopt", *entry, *shown, *profile]) + "\n"

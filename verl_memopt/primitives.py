@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from verl_memopt.algorithms.custom import check_custom
-from verl_memopt.algorithms.records import CUSTOM, LOSSES, SFT, WITH_GREEDY_RESPONSES
+from verl_memopt.algorithms.records import CUSTOM, DISTILL, LOSSES, SFT, WITH_GREEDY_RESPONSES
 from verl_memopt.api import NO_ROWS, Call
 from verl_memopt.config.aliases import is_count
 from verl_memopt.config.checks import check
@@ -32,7 +32,6 @@ from verl_memopt.data.dataset import build_dataset
 from verl_memopt.data.prompts import PromptPrefetcher, StepPrompts, expand
 from verl_memopt.data.python_rows import PythonRows, write_rows
 from verl_memopt.errors import ConfigError, RewardError
-from verl_memopt.memory.knob import has_teacher
 from verl_memopt.model.export import saved_dtype, whole_folder, write_record
 from verl_memopt.observe.own_files import others_in_model, private_files
 from verl_memopt.observe.phase import PhaseClock
@@ -43,9 +42,9 @@ from verl_memopt.rewards.score import RewardResult
 from verl_memopt.run.checkpoints import check_driver, read_checkpoint
 from verl_memopt.run.resume import compare_settings
 from verl_memopt.run.run_lock import only_run
-from verl_memopt.trainer.build import RunContext, build_learner, build_run
+from verl_memopt.trainer.build import RunContext, build_learner, build_run, teacher_columns
 from verl_memopt.trainer.loop import RunState, start_workers
-from verl_memopt.trainer.micro_batching import global_metrics, with_selection
+from verl_memopt.trainer.micro_batching import global_metrics
 from verl_memopt.trainer.rollouts import StepBatch
 from verl_memopt.trainer.step import PolicyTraining, TrainingStep
 from verl_memopt.worker.trained_model import ACTOR
@@ -191,10 +190,25 @@ class Session:
             log_probs = batch.rows.ref_log_probs = learner.ref_pass.compute(batch.rows, batch.names).log_probs
         return list(log_probs.split(batch.rows.responses.sizes()))
 
+    def teacher_log_probs(self, answers: Answers) -> list[Tensor]:
+        """Return the teacher's log-prob of each token: fp32 [tokens] per answer.
+
+        The teacher reads its own prompts, if ``distill.teacher_prompt`` is set.
+
+        Raises:
+            ConfigError: The session has no teacher, or one with another tokenizer.
+            TeacherError: A server that runs the teacher gives no log-probs.
+        """
+        learner, batch = self._learner, answers._batch
+        if learner.teacher is None:
+            raise ConfigError("teacher_log_probs: the session has no teacher. Give session(..., teacher=...).")
+        return list(learner.teacher.judge(batch).split(batch.rows.responses.sizes()))
+
     def advantages(self, answers: Answers, scores: Sequence[float]) -> list[Tensor]:
         """Compute the advantage of each token by the session's algorithm: fp32 [tokens] per answer.
 
-        ``scores`` has one reward per answer. :meth:`update` uses these advantages if it is given no others.
+        ``scores`` has one reward per answer. :meth:`update` uses these advantages if it is given no others. With
+        ``distill.divergence=sampled`` they contain what the teacher says.
 
         Raises:
             RewardError: The number of scores is wrong, or one is not a number.
@@ -216,7 +230,8 @@ class Session:
 
         Args:
             answers: Answers from :meth:`generate`.
-            advantages: One number per answer, or per answer one number per token. None = the result of :meth:`advantages`.
+            advantages: One number per answer, or per answer one number per token. None = the result of :meth:`advantages`, or,
+                with ``algorithm=distill``, what is learned from the teacher alone.
             loss: The loss of this call: a name as in ``policy_loss.loss_mode``, or a function of ``log_prob``, ``old_log_prob``,
                 ``advantages``, ``response_mask`` and ``config``, as in ``policy_loss.custom``. None = the loss in the settings.
 
@@ -269,14 +284,12 @@ class Session:
             )
         self._prepare("forward_backward", answers, advantages, loss)
         rows, names = batch.for_update()
-        update, everything = self._policy.policy_update, list(range(rows.num_rows))
-        cutter, seed = update.cutter, update.cutter.seed(batch.step, 0)
-        chosen = with_selection(rows, everything, update.actor, seed)
-        minis = cutter.mini_batches(chosen, everything, names)
+        update = self._policy.policy_update
+        minis = update.cut_whole(rows, names, batch.step)
         parts = learner.workers.each("update_actor", Worker.add_gradient, [(mini,) for mini in minis])
         self._num_gradients += 1
         if rows.old_log_probs is None:
-            shares = cutter.shares(rows, everything)
+            shares = update.cutter.shares(rows, range(rows.num_rows))
             log_probs = [(share, part.log_probs) for share, part in zip(shares, parts, strict=True)]
             batch.keep_log_probs(scatter_tokens(log_probs, rows.responses.sizes()))
             self._policy.compare_log_probs(batch)
@@ -383,9 +396,8 @@ class Session:
         rows = [prompt if isinstance(prompt, dict) else {context.settings.data.prompt_key: prompt} for prompt in prompts]
         _, file = write_rows(rows, self.folder / INPUTS / "prompts.jsonl", "prompts")
         converses = context.settings.actor_rollout_ref.rollout.converses
-        dataset = build_dataset(
-            file, context.settings.data, context.environment.tokenizer, "train", by_rules=False, converses=converses
-        )
+        teachers = teacher_columns(context.settings)
+        dataset = build_dataset(file, context.settings.data, context.environment.tokenizer, "train", False, converses, teachers)
         return expand(dataset, range(len(dataset)), samples, context.settings.algorithm.expansion, context.encoder)
 
     @property
@@ -406,10 +418,12 @@ class Session:
             )
         if advantages is not None:
             rows.advantages = _per_token(name, advantages, rows.responses.sizes())
-        if rows.advantages is None:
+        if rows.advantages is None and self._context.settings.algorithm.adv_estimator != DISTILL:
             raise ConfigError(f"{name}: there are no advantages. Give them, or call advantages(answers, scores) first.")
         self._use_loss(loss)
         self._complete(batch)
+        if rows.advantages is None:
+            self._learner.advantages(batch)  # a teacher alone needs no scores
         self._learner.correct(batch)
         if rows.old_log_probs is None and LOSSES[self._policy.policy_update.actor.policy_loss.loss_mode].selects is not None:
             self._policy.add_old_log_probs(batch)
@@ -459,7 +473,7 @@ class Session:
         return {"loss_mode": CUSTOM, "custom.path": str(file), "custom.name": "loss"}
 
     def _complete(self, batch: StepBatch) -> None:
-        """Compute what the batch still lacks for advantages and update: old log-probs, reference log-probs, and values."""
+        """Compute what the batch still lacks: log-probs of policy, reference and teacher, and values."""
         learner, rows = self._learner, batch.rows
         if learner.critic is not None and rows.old_values is None and learner.critic.workers.is_apart:
             batch.values = learner.critic.begin_values(rows, batch.names)
@@ -467,6 +481,8 @@ class Session:
             learner.policy.old_log_probs(batch, update_follows=True)
         if learner.ref_pass is not None and rows.ref_log_probs is None:
             rows.ref_log_probs = learner.ref_pass.compute(rows, batch.names).log_probs
+        if learner.teacher is not None and rows.teacher_log_probs is None and rows.teacher_ids is None:
+            learner.ask_teacher(batch)
         if learner.critic is not None and rows.old_values is None:
             rows.old_values = learner.critic.values(batch)
 
@@ -518,7 +534,8 @@ def session(
     model: Any,
     dataset: Any = None,
     *,
-    algorithm: str = "grpo",
+    algorithm: str | None = None,
+    teacher: Any = None,
     memory: str | float | None = None,
     steps: int | None = None,
     run_dir: str | Path | None = None,
@@ -533,7 +550,8 @@ def session(
     Args:
         model: As in :func:`verl_memopt.train`.
         dataset: Rows as in :func:`verl_memopt.train`. None = each call of :meth:`Session.generate` gives its prompts.
-        algorithm: As in :func:`verl_memopt.train`.
+        algorithm: As in :func:`verl_memopt.train`. None = ``distill`` with a teacher, else ``grpo``.
+        teacher: As in :func:`verl_memopt.train`. The updates of the session learn from it with the weight ``distill.coef`` (1).
         memory: As in :func:`verl_memopt.train`.
         steps: Length of the learning-rate schedule in steps.
         run_dir: As in :func:`verl_memopt.train`.
@@ -552,8 +570,8 @@ def session(
     rows = NO_ROWS if dataset is None else dataset
     # A reward function spares the rows the columns that the built-in reward rules require.
     call = Call(
-        model, rows, settings, algorithm, memory, run_dir, tokenizer, rewards=_no_reward, steps=steps, resume=resume, tools=tools,
-        environment_factory=environment_factory,
+        model, rows, settings, algorithm or ("grpo" if teacher is None else DISTILL), memory, run_dir, tokenizer,
+        rewards=_no_reward, steps=steps, resume=resume, tools=tools, environment_factory=environment_factory, teacher=teacher,
     )  # fmt: skip
     with only_run("session"):
         folder, loaded, inputs = call.load()
@@ -571,11 +589,6 @@ def _opened(loaded: Settings, folder: Path, has_dataset: bool, rows: PythonRows 
         raise ConfigError("algorithm.rollout_correction.bypass_mode=true: a session does not support this mode. Leave it out.")
     if (name := loaded.algorithm.adv_estimator) in (SFT, *WITH_GREEDY_RESPONSES):
         raise ConfigError(f"algorithm={name!r}: a session has no step of this kind. Use verl_memopt.train, or another algorithm.")
-    if has_teacher(loaded):
-        raise ConfigError(
-            f"distill.coef={loaded.distill.coef:g}: a session does not ask a teacher. Use verl_memopt.train, or set "
-            "distill.coef=0 and another algorithm than distill."
-        )
     context = build_run(loaded, rows=rows)
     with context.lock, start_workers(context, PhaseClock()) as workers:
         learner = build_learner(context, workers, runner=None)

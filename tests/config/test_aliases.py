@@ -36,6 +36,8 @@ def given(alias, value):
     """The alias as a user writes it, with what it needs beside it."""
     if alias.endswith("lora.adapter_path"):
         return {alias: value, alias.replace("lora.adapter_path", "lora_rank"): 8}
+    if alias.endswith("distill_coef"):
+        return {alias: value, "teacher.model.path": "big"}
     section, _, name = alias.rpartition(".")
     return {section: {name: value}} if section.endswith("override_config") else {alias: value}
 

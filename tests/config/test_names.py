@@ -56,9 +56,19 @@ ENTROPY = {
     "use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 1.5, "entropy_coef_delta": 0.01,
     "entropy_coef_min": 0.02, "entropy_coef_max": 0.3,
 }  # fmt: skip
+OF_TEACHER = {
+    "beta": 0.3, "lmbda": 1.0, "seq_kd": False, "teacher_model_name_or_path": "wise",
+    "teacher_model_init_kwargs": {"dtype": "bfloat16"},
+}  # fmt: skip
+SELF = {
+    "distillation_mode": "full_logits", "distillation_alpha": 0.3, "distillation_is_clip": 2.0, "teacher_model_kind": "base",
+    "teacher_prompt_template": "{prompt} {answer}",
+}  # fmt: skip
+SPARSE = {"max_new_tokens": 7, "max_length": 99, "beta": 0.0, "loss_top_k": 8, "teacher_model_name_or_path": "wise"}
 READ = {
     "grpo": [NEWEST | OF_GRPO, {"entropy_coef": 0.1}, ENTROPY, {"cast_lm_head_to_fp32": False}, *BESIDE_OTHERS],
     "rloo": [NEWEST | OF_RLOO, OLDER, {"normalize_reward": True}],
+    "distill": [NEWEST | OF_TEACHER, SELF, SPARSE],
 }
 """Estimator -> names that are read together."""
 ARGUMENTS = {"model_name_or_path", "sft_model_path", "output_dir", "reward_weights", "resume_from_checkpoint"}
@@ -79,7 +89,7 @@ def from_python(algorithm, given, folder, **more):
 
 def from_the_command_line(algorithm, given, folder):
     """The values that a call of Python sets by itself stand in a file of the user."""
-    rows = from_python(algorithm, {}, folder).data
+    rows = from_python(algorithm, {"distill.teacher_prompt": "{prompt} {answer}"}, folder).data
     call = {
         "defaults": [f"{algorithm}_trainer", "_self_"],
         "data": {"train_files": rows.train_files, "val_files": rows.val_files, "train_batch_size": 32},
@@ -97,8 +107,11 @@ def from_the_command_line(algorithm, given, folder):
 
 
 def from_a_trainer_of_trl(algorithm, given, folder):
-    kind = {"grpo": (trl.GRPOTrainer, trl.GRPOConfig), "rloo": (trl.RLOOTrainer, trl.RLOOConfig)}[algorithm]
-    trainer = kind[0]("folder", right, kind[1](**given), ROWS, ROWS)
+    if algorithm == "distill":
+        trainer = trl.DistillationTrainer("folder", None, trl.DistillationConfig(**given), ROWS, ROWS)
+    else:
+        kind = {"grpo": (trl.GRPOTrainer, trl.GRPOConfig), "rloo": (trl.RLOOTrainer, trl.RLOOConfig)}[algorithm]
+        trainer = kind[0]("folder", right, kind[1](**given), ROWS, ROWS)
     settings, defaults = trainer._settings()
     return from_python(algorithm, settings, folder, trl_defaults=defaults)
 

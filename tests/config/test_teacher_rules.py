@@ -3,7 +3,10 @@
 import logging
 
 import pytest
+import yaml
 
+from verl_memopt import api
+from verl_memopt.config.keys import value_at
 from verl_memopt.config.loader import load_settings, log_objective
 from verl_memopt.errors import ConfigError
 
@@ -14,6 +17,9 @@ LIMITS = {
     "a policy learns nothing from itself at its own prompt": (
         {"algorithm.adv_estimator": "distill", "teacher.model.path": None}, "distill.teacher_prompt",
         ["{prompt} The sum is {answer}."], [None],
+    ),
+    "a template tells something of the row": (
+        TAUGHT, "distill.teacher_prompt", ["{prompt} {hint}", "{question}"], ["{prompt", "Think."],
     ),
     "distillation has a weight": (TAUGHT, "distill.coef", [0.5], [0.0]),
     "rewards that are not learned from have no KL": (TAUGHT, "algorithm.use_kl_in_reward", [False], [True]),
@@ -96,3 +102,83 @@ def test_the_log_says_what_is_learned(caplog):
     assert alone == "objective: distillation: 1 x KL from the policy to the teacher, exact (teacher: big)"
     assert "advantages grpo" in beside
     assert "0.5 x KL from the policy to the teacher" in beside
+
+
+# verl's section of distillation.
+
+LOSS, ONE = "distillation.distillation_loss", "distillation.teacher_models.teacher_model"
+OF_VERL = {
+    "distillation.enabled": True, f"{ONE}.model_path": "big", f"{LOSS}.loss_mode": "k1", f"{LOSS}.use_policy_gradient": True,
+}  # fmt: skip
+READ = {
+    "beside rewards": ({f"{LOSS}.distillation_loss_coef": 0.3}, {"distill.coef": 0.3, "algorithm.adv_estimator": "rloo"}),
+    "weight 1": ({}, {"distill.coef": 1.0, "algorithm.adv_estimator": "rloo"}),
+    "alone": ({f"{LOSS}.use_task_rewards": False}, {"distill.coef": 1.0, "algorithm.adv_estimator": "distill"}),
+    "alone, whatever the weight": (
+        {f"{LOSS}.use_task_rewards": False, f"{LOSS}.distillation_loss_coef": 0.3}, {"distill.coef": 1.0},
+    ),
+    "another name of the estimate": ({f"{LOSS}.loss_mode": "kl", f"{LOSS}.loss_max_clamp": None}, {"distill.coef": 1.0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", READ)
+def test_verls_estimate_in_the_policy_gradient_is_ours(settled, what):
+    further, expected = READ[what]
+    settings = settled({"algorithm.adv_estimator": "rloo"} | OF_VERL | further)
+    expected = expected | {"distill.divergence": "sampled", "teacher.model.path": "big"}
+    assert {key: value_at(settings, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("further", "name", "way_out"),
+    [
+        ({f"{LOSS}.use_policy_gradient": False}, f"{LOSS}.use_policy_gradient=false", f"Set {LOSS}.use_policy_gradient=true"),
+        ({f"{LOSS}.loss_mode": "forward_kl_topk"}, f"{LOSS}.loss_mode=forward_kl_topk", "distill.top_k"),
+        ({f"{LOSS}.loss_mode": "k3"}, f"{LOSS}.loss_mode=k3", "distill.divergence=reverse_kl"),
+        ({f"{LOSS}.loss_max_clamp": 10.0}, f"{LOSS}.loss_max_clamp=10.0", "Set it to null"),
+        ({f"{LOSS}.policy_loss_mode": "gspo"}, f"{LOSS}.policy_loss_mode=gspo", "Set it to vanilla"),
+        ({"distillation.teacher_models.other.model_path": "x"}, "teacher_models.other.model_path=x", "Keep one"),
+        ({"distillation.self_distillation": True}, "distillation.self_distillation=true", "docs/distill.md"),
+        ({"distill.divergence": "jsd"}, "distill.divergence=jsd", "Keep distill.divergence"),
+        ({"distillation.enabled": "maybe"}, "distillation.enabled=maybe", "Correct it"),
+    ],
+)
+def test_what_verl_computes_otherwise_is_refused_by_name(complaint, further, name, way_out):
+    lines = complaint({"algorithm.adv_estimator": "rloo"} | OF_VERL | further).splitlines()
+    assert any(name in line and way_out in line for line in lines), lines
+
+
+def test_verls_pool_of_the_teacher_and_a_section_that_is_off_do_nothing(settled, caplog):
+    plain = settled({"algorithm.adv_estimator": "rloo"} | OF_VERL)
+    with caplog.at_level(logging.WARNING):
+        idle = {"distillation.n_gpus_per_node": 4, f"{ONE}.inference.name": "vllm", f"{LOSS}.topk": 32}
+        assert settled({"algorithm.adv_estimator": "rloo"} | OF_VERL | idle) == plain
+    for key, value in idle.items():
+        assert f"{key}={value} does nothing here" in caplog.text
+    off = settled({"algorithm.adv_estimator": "rloo"} | OF_VERL | {"distillation.enabled": False})
+    assert off == settled({"algorithm.adv_estimator": "rloo"})
+
+
+def test_verls_section_reads_the_same_from_the_command_line_a_file_and_python(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"defaults": ["grpo_trainer", "_self_"], **nested(OF_VERL)}))
+    least = [f"data.train_files={rows}", "data.val_files=null", f"{AR}.model.path=small", f"{AR}.actor.use_dynamic_bsz=true"]
+    words = [f"{key}={str(value).lower()}" for key, value in OF_VERL.items()]
+    found = [load_settings("grpo_trainer", [*least, *words]), load_settings("mine", least, str(tmp_path))]
+    given = {"distillation": nested(OF_VERL)["distillation"]}, OF_VERL
+    found += [api.Call("small", [{"prompt": "1+1="}], each, run_dir=tmp_path / "run").load()[1] for each in given]
+    for settings in found:
+        assert (settings.distill.divergence, settings.distill.coef, settings.teacher.model.path) == ("sampled", 1.0, "big")
+        assert settings.algorithm.adv_estimator == "grpo"
+
+
+def nested(flat):
+    tree = {}
+    for key, value in flat.items():
+        *sections, last = key.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    return tree

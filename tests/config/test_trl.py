@@ -151,9 +151,27 @@ IN_GRPO = {
     "vllm_importance_sampling_correction": (False, {IS: None}),
     "vllm_importance_sampling_mode": ("token_mask", {IS: None}),  # the engine is hf
 }
+DIVERGENCE, AGG_MODE = "distill.divergence", f"{ACTOR}.loss_agg_mode"
+IN_DISTILL = {
+    "beta": (0.3, {DIVERGENCE: "jsd", "distill.beta": 0.3, f"{ACTOR}.use_kl_loss": False}),
+    "teacher_model_name_or_path": ("wise", {"teacher.model.path": "wise"}),
+    "teacher_model_init_kwargs": (
+        {"dtype": "bfloat16", "quantization_config": {"load_in_8bit": True}},
+        {"teacher.fsdp_config.model_dtype": "bfloat16", "teacher.quantization": "int8"},
+    ),
+    "bf16": (False, {f"{ACTOR}.fsdp_config.dtype": "fp32", "teacher.fsdp_config.dtype": "fp32"}),
+    "lmbda": (1.0, {}),
+    "seq_kd": (False, {}),
+    "max_new_tokens": (64, {"data.max_response_length": 64}),
+    "max_length": (64, {"data.max_prompt_length": 64}),
+    "distillation_is_clip": (None, {}),
+    "teacher_model_kind": ("base", {"teacher.model.path": "folder"}),
+    "teacher_prompt_template": ("{prompt} {hint}", {"distill.teacher_prompt": "{prompt} {hint}"}),
+}
+TOLD = {"distill.teacher_prompt": "{prompt} {solution}"}
 NEEDS_ANOTHER = {
     "gradient_accumulation_steps", "ref_model_sync_steps", "ref_model_mixup_alpha", "entropy_target", "entropy_coef_delta",
-    "entropy_coef_min", "entropy_coef_max",
+    "entropy_coef_min", "entropy_coef_max", "loss_top_k", "distillation_mode", "distillation_alpha",
 }  # fmt: skip
 """Names that mean something beside another name alone."""
 
@@ -193,7 +211,7 @@ def load_file(tmp_path):
 
 def test_every_name_is_tried():
     known = {name for spelling in SPELLINGS for name in spelling.names}
-    assert known == MEANINGS.keys() | IN_GRPO.keys() | NEEDS_ANOTHER
+    assert known == MEANINGS.keys() | IN_GRPO.keys() | IN_DISTILL.keys() | NEEDS_ANOTHER
     assert not known & NO_EQUAL.keys()
     assert not {
         name for name in known | NO_EQUAL.keys() if "." in name or any(key.startswith(f"{name}.") for key in leaf_types())
@@ -224,6 +242,35 @@ def test_grpo_reads_the_names_in_its_own_way(name):
         assert refused({name: value}) == f"{name}={shown(value)}: rloo has no such setting. Remove it."
 
 
+@pytest.mark.parametrize("name", IN_DISTILL)
+def test_a_run_that_distills_reads_the_names_in_its_own_way(name):
+    value, expected = IN_DISTILL[name]
+    told = {} if name == "teacher_prompt_template" else TOLD
+    settings = load({name: value, **told}, entry="distill_trainer")
+    assert {key: value_at(settings, key) for key in expected} == expected
+    if name not in MEANINGS:
+        assert refused({name: value}) == f"{name}={shown(value)}: rloo has no such setting. Remove it."
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"beta": 0}, {DIVERGENCE: "forward_kl"}),
+        ({"beta": 1.0}, {DIVERGENCE: "reverse_kl"}),
+        ({"beta": 0.0, "loss_top_k": 8}, {DIVERGENCE: "forward_kl", "distill.top_k": 8}),
+        (
+            {"distillation_mode": "full_logits", "distillation_alpha": 0.3},
+            {DIVERGENCE: "jsd", "distill.beta": 0.3, AGG_MODE: "seq-mean-token-mean"},
+        ),
+        ({"distillation_mode": "full_logits", "distillation_alpha": 1.0}, {DIVERGENCE: "reverse_kl"}),
+        ({"distillation_mode": "sampled_token", "distillation_alpha": 1.0}, {DIVERGENCE: "sampled"}),
+    ],
+)
+def test_trls_numbers_name_a_divergence(given, expected):
+    settings = load({**given, **TOLD}, entry="distill_trainer")
+    assert {key: value_at(settings, key) for key in expected} == expected
+
+
 @pytest.mark.parametrize(
     ("name", "key"), [(name, row.keys[-1]) for row in SPELLINGS if "rloo" in row.estimators for name in row.names]
 )
@@ -238,7 +285,7 @@ def test_a_name_and_our_key_at_once_are_refused_even_if_they_agree(name, key):
 
 @pytest.mark.parametrize("names", [names for names in ONE_SETTING if len(names) > 1], ids=" ".join)
 def test_an_old_and_a_new_name_at_once_are_refused(names):
-    given = {name: MEANINGS[name][0] for name in names}
+    given = {name: (MEANINGS | IN_DISTILL)[name][0] for name in names}
     address = ", ".join(f"{name}={shown(value)}" for name, value in given.items())
     assert address + ": two spellings of one setting. Keep one." in refused(given)
 

@@ -170,7 +170,7 @@ def test_an_argument_of_a_models_loading_without_an_equal_is_named(given, reason
         model_arguments("model_init_kwargs", {"model_init_kwargs": given}, {})
 
 
-KEY = re.compile(r"\b(?:actor_rollout_ref|algorithm|data|trainer|custom_reward_function|reward_model)(?:\.\w+)+")
+KEY = re.compile(r"\b(?:actor_rollout_ref|algorithm|data|trainer|custom_reward_function|reward_model|teacher|distill)(?:\.\w+)+")
 
 
 def test_rows_and_reasons_name_keys_that_exist_and_every_name_stands_once_for_an_estimator():

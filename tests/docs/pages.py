@@ -8,7 +8,9 @@ README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SECTIONS = "actor_rollout_ref|algorithm|critic|custom_reward_function|data|debug|memory|ray_kwargs|reward_model|trainer"
+SECTIONS = (
+    "actor_rollout_ref|algorithm|critic|custom_reward_function|data|debug|distill|memory|ray_kwargs|reward_model|teacher|trainer"
+)
 SETTING = re.compile(rf"`((?:{SECTIONS})[.=][^`\s]*)`")
 
 

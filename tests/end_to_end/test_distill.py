@@ -1,5 +1,7 @@
 """Runs on the toy task whose policy learns from a teacher."""
 
+import contextlib
+import io
 import json
 import shutil
 
@@ -8,9 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import verl_memopt
 from tests.end_to_end.runs import LOCAL, assert_equal_runs, lines_of, metrics, start, steps_here, succeeded, train, wait_for_step
+from verl_memopt import trl
 from verl_memopt.cli import main
+from verl_memopt.config.values_of_python import as_override
 from verl_memopt.data.toy import SHAPE
+from verl_memopt.errors import UserError
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
 AR = "actor_rollout_ref"
@@ -19,13 +25,6 @@ SHORT = [
     "trainer.test_freq=-1", "trainer.val_before_train=false", "data.train_batch_size=4", f"{AR}.rollout.n=4",
     f"{AR}.actor.ppo_mini_batch_size=4", "teacher.fsdp_config.dtype=fp32",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory):
-    """A wider model with the toy's tokenizer."""
-    shape = TinyShape(hidden_size=96, num_layers=3, vocab_size=SHAPE.vocab_size, initializer_range=0.06, tie_embeddings=False)
-    return make_tiny_model(tmp_path_factory.mktemp("teacher") / "model", shape, seed=8)
 
 
 def log_probs_of(folder, prompt, response):
@@ -169,21 +168,86 @@ def test_two_workers_learn_what_one_learns(toy, tmp_path, teacher, form):
         assert found[1][name] == pytest.approx(found[0][name], rel=1e-4), name
 
 
-def refused(toy, tmp_path, capsys, *overrides):
+# A mistake is one line that names the key and the way out, whatever door it comes through.
+
+
+def by_train(toy, folder, teacher, settings):
+    verl_memopt.train(str(toy / "model"), ROWS, teacher=teacher, algorithm="distill", run_dir=folder / "run", **HERE, **settings)
+
+
+def by_session(toy, folder, teacher, settings):
+    given = {**HERE, **settings}
+    with verl_memopt.session(str(toy / "model"), ROWS, teacher=teacher, algorithm="distill", run_dir=folder / "run", **given):
+        pass
+
+
+def by_trl(toy, folder, teacher, settings):
+    args = {"output_dir": str(folder / "run"), "max_steps": 1, "per_device_train_batch_size": 2, **HERE, **settings}
+    trl.DistillationTrainer(str(toy / "model"), teacher, args, ROWS).train()
+
+
+def by_command(toy, folder, teacher, settings):
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     given = [
-        f"data.train_files={toy}/train.parquet", "data.val_files=null", f"{AR}.model.path={toy}/model",
-        f"trainer.default_local_dir={tmp_path}/run", f"{AR}.actor.use_dynamic_bsz=true", *LOCAL,
+        f"data.train_files={folder}/rows.jsonl", "data.val_files=null", f"{AR}.model.path={toy}/model", *LOCAL,
+        f"trainer.default_local_dir={folder}/run", f"{AR}.actor.use_dynamic_bsz=true",
+        "data.train_batch_size=2", f"{AR}.actor.ppo_mini_batch_size=2",
+        *([] if teacher is None else [f"teacher.model.path={teacher}"]),
+        *(f"{key}={as_override(value)}" for key, value in settings.items()),
     ]  # fmt: skip
-    assert main(["train", "--config-name", "distill_trainer", *given, *overrides]) == 2
-    return capsys.readouterr().err
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        assert main(["train", "--config-name", "distill_trainer", *given]) == 2
+    lines = [line for line in said.getvalue().splitlines() if line.strip() and " driver " not in line]  # without the log
+    raise UserError("\n".join(lines))
 
 
-def test_a_teacher_with_another_tokenizer_or_too_few_tokens_is_refused(toy, tmp_path, capsys, teacher):
-    other = make_tiny_model(tmp_path / "other", TinyShape(vocab_size=SHAPE.vocab_size), seed=1)
+ROWS = [{"prompt": f"{number}+1=", "hint": str(number + 1)} for number in range(2)]
+HERE = {"worker_group": "local", f"{AR}.rollout.name": "hf"}
+PATH, PROMPT, FORM = "teacher.model.path", "distill.teacher_prompt", "distill.divergence"
+MISTAKES = {
+    "another tokenizer": ("other", {}, f"{PATH}=", "its tokenizer is another", "give a teacher of the policy's family"),
+    "no such folder": ("./nowhere", {}, f"{PATH}=./nowhere: no such folder", "Give a model folder", ""),
+    "no model": ("empty", {}, f"{PATH}=", "has no config.json", "Give a model folder"),
+    "no teacher": (None, {}, f"{PATH}=null", f"{PROMPT}=null", f"Set {PATH}"),
+    "no such column": (
+        None,
+        {PROMPT: "{prompt} {solution}"},
+        "the row has no solution",
+        PROMPT,
+        "Change the template or the row",
+    ),
+    "no server": (
+        None, {"teacher.endpoint.url": "http://127.0.0.1:9/v1", "teacher.endpoint.timeout_seconds": 0.1, FORM: "sampled"},
+        "teacher.endpoint.url: the teacher at http://127.0.0.1:9/v1 gave no answer", "raise teacher.endpoint.timeout_seconds",
+    ),
+    "a server has no states": (None, {"teacher.endpoint.url": "http://host/v1"}, "teacher.endpoint.url", "Set distill.top_k=20"),
+    "no such adapters": (
+        None, {"teacher.model.lora_adapter_path": "./nowhere", f"{AR}.model.lora_rank": 2},
+        "teacher.model.lora_adapter_path=./nowhere: it has no adapter_config.json", "Give a folder in the peft format",
+    ),
+    "no name in braces": (None, {PROMPT: "{prompt"}, f"{PROMPT}=", "braces", "Write {prompt}"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("teachers")
+    other = make_tiny_model(folder / "other", TinyShape(vocab_size=SHAPE.vocab_size), seed=1)
     text = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(text.replace('"z":', '"ZZ":'))
-    said = refused(toy, tmp_path, capsys, f"teacher.model.path={other}")
-    assert "teacher.model.path=" in said
-    assert "its tokenizer is another than the policy's" in said
-    assert "Teacher and policy are compared token by token" in said
-    assert "teacher.model.path=./nowhere" in refused(toy, tmp_path, capsys, "teacher.model.path=./nowhere")
+    (folder / "empty").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("door", [by_train, by_session, by_trl, by_command])
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_is_one_line_through_every_door(what, door, toy, tmp_path, folders):
+    name, settings, *said = MISTAKES[what]
+    teacher = str(folders / name) if name in ("other", "empty") else name
+    with pytest.raises(UserError) as caught:
+        door(toy, tmp_path, teacher, settings)
+    (line,) = str(caught.value).splitlines()
+    for part in said:
+        assert part in line
+    assert not (tmp_path / "run").exists()

@@ -63,6 +63,15 @@ def test_numbers_change_only_where_nothing_else_makes_a_run_fit(given, card, cha
     assert lossy(advised(*given, card=card)) == changing_numbers
 
 
+@pytest.mark.parametrize(("host", "changing_numbers"), [(None, []), (64, ["quantized_frozen"])])
+def test_a_teacher_that_does_not_fit_streams_and_is_quantised_only_for_a_small_host(host, changing_numbers):
+    given = ("model=qwen3_0_6b", "algorithm.adv_estimator=distill", "teacher.model.path=Qwen/Qwen3-32B", DYNAMIC)
+    card = Card.of(24)
+    found = advised(*given, card=card if host is None else replace(card, host_bytes=host * GIB))
+    assert lossy(found) == changing_numbers
+    assert found.keys["teacher.fsdp_config.param_offload"] == "stream"
+
+
 @pytest.mark.parametrize("memory", ["memory=large_multi_gpu", DYNAMIC])
 def test_a_70b_fits_8_cards_of_80_gb_once_several_share_an_engine(memory, monkeypatch):
     monkeypatch.setitem(PUBLISHED, "a/70b", LLAMA_70B)

@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from verl_memopt.algorithms.records import DISTILL
 from verl_memopt.config.algorithm_rules import KEY
 from verl_memopt.config.keys import Problem, flatten, problem, shown
+from verl_memopt.config.role_settings import SAMPLED
 from verl_memopt.config.schema import REQUIRED, Data, Model, RolloutCorrection, Trainer
 from verl_memopt.config.unused_keys import NoEffect, refusal_of, refuse
 from verl_memopt.memory.knob import POOL
@@ -77,6 +79,7 @@ RENAMED = {
     "reward.reward_manager.name": "reward_model.reward_manager",
     "reward.reward_manager.source": "reward_manager.source",
     "reward_manager.name": "reward_model.reward_manager",
+    f"{_AR}.actor.distill_coef": "distill.coef",
 }
 """Spelling -> our key, for spellings whose value needs no conversion."""
 
@@ -152,6 +155,8 @@ def translate(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     for overrides in (f"{model}.override_config" for model in _MODELS.values()):
         flat |= _without_attention(overrides, flat.get(overrides))
     flat, problems = with_preset(flat)
+    flat, found = with_distillation(flat)
+    problems += found
     spellings: dict[str, dict[str, Any]] = {}  # our key -> {spelling of it: our value}
     for key, value in flat.items():
         name, meant = our_key(key), value
@@ -372,3 +377,96 @@ def with_preset(written: Mapping[str, Any]) -> tuple[dict[str, Any], list[Proble
     values = {f"{KEY}.{field}": value for field, value in asdict(PRESETS[name]).items()}
     logger.info("%s=%s sets %s", key, name, ", ".join(f"{own}={shown(value)}" for own, value in values.items()))
     return values | settings, []
+
+
+# verl's section ``distillation``. Its loss is a term of its own with its own clip. In the first optimizer step of a rollout its
+# gradient is that of the advantages here. Source: ``verl/trainer/distillation/losses.py`` of verl 0.9.
+
+
+_ESTIMATOR = "algorithm.adv_estimator"
+_SECTION = "distillation."
+_LOSS, _TEACHERS = f"{_SECTION}distillation_loss", f"{_SECTION}teacher_models"
+_MODE, _BY_GRADIENT, _REWARDS = (f"{_LOSS}.{name}" for name in ("loss_mode", "use_policy_gradient", "use_task_rewards"))
+_LOSS_DEFAULTS: dict[str, Any] = {
+    f"{_SECTION}enabled": False, _MODE: "k3", _BY_GRADIENT: False, _REWARDS: True, f"{_LOSS}.distillation_loss_coef": 1.0,
+}  # fmt: skip
+_NO_POOL = "the teacher takes turns with the policy on its devices, and needs no engine"
+_OF_TOP_K = "it belongs to the top-k losses"
+_IDLE = {
+    **dict.fromkeys((f"{_SECTION}{name}" for name in ("n_gpus_per_node", "nnodes", "enable_resource_pool")), _NO_POOL),
+    **dict.fromkeys((f"{_LOSS}.topk", f"{_LOSS}.log_prob_min_clamp"), _OF_TOP_K),
+    **dict.fromkeys((f"{_LOSS}.clip_ratio{end}" for end in ("", "_low", "_high")), f"{_AR}.actor.clip_ratio decides"),
+}
+"""Key of the section without an effect -> why."""
+_ONLY: dict[str, tuple[Any, str]] = {
+    f"{_LOSS}.loss_max_clamp": (None, "the estimate is not bounded, because a bound removes the lesson where it is largest"),
+    f"{_LOSS}.policy_loss_mode": ("vanilla", f"the loss is that of {_LOSS_MODE}"),
+    f"{_LOSS}.task_loss_coef": (1.0, "the loss of the rewards has the weight 1, and distill.coef is that of the teacher"),
+}
+"""Key of the section -> the only value that is read, and why."""
+
+
+def with_distillation(written: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Replace verl's section ``distillation`` by our keys; return the settings with the problems that were found."""
+    settings = {key: value for key, value in written.items() if not key.startswith(_SECTION)}
+    given = {key: value for key, value in written.items() if key.startswith(_SECTION)}
+    if not given:
+        return settings, []
+    values = _LOSS_DEFAULTS | given
+    problems = [
+        problem({key: values[key]}, "expected true or false", "Correct it.")
+        for key in (f"{_SECTION}enabled", _BY_GRADIENT, _REWARDS)
+        if not isinstance(values[key], bool)
+    ]
+    if not values[f"{_SECTION}enabled"]:
+        logger.info("the section distillation has no effect, because distillation.enabled is false")
+        return settings, problems
+    for key, value in given.items():
+        problems += _problems_of(key, value)
+    if problem_of_loss := _problem_of_loss(values):
+        problems.append(problem_of_loss)
+    teachers = {key: path for key, path in given.items() if key.endswith(".model_path") and path is not None}
+    if len(teachers) > 1:
+        problems.append(problem(teachers, "a run has one teacher", "Keep one."))
+    ours: dict[str, Any] = {"distill.divergence": SAMPLED}
+    if teachers:
+        ours["teacher.model.path"] = next(iter(teachers.values()))
+    if values[_REWARDS]:
+        ours["distill.coef"] = values[f"{_LOSS}.distillation_loss_coef"]
+    else:
+        ours[_ESTIMATOR] = DISTILL
+        settings.pop(_ESTIMATOR, None)  # verl learns nothing from the advantages then, whatever their estimator
+    for key in ours.keys() & settings.keys():
+        problems.append(problem({key: settings[key], **given}, "two spellings of one setting", f"Keep {key}."))
+    read = ", ".join(f"{key}={shown(value)}" for key, value in ours.items())
+    logger.info("verl's section distillation is read as %s", read)
+    return settings | ours, problems
+
+
+def _problems_of(key: str, value: Any) -> list[Problem]:
+    if key in _LOSS_DEFAULTS or key.endswith(".model_path"):
+        return []
+    if key in _ONLY and value not in (None, _ONLY[key][0]):
+        only, why = _ONLY[key]
+        return [problem({key: value}, why, f"Set it to {shown(only)}.")]
+    if key not in _ONLY and key not in _IDLE and not key.startswith(f"{_TEACHERS}."):
+        return [problem({key: value}, "this key has no equal here", "Remove it, or use the keys of docs/distill.md.")]
+    if value is not None and key not in _ONLY:
+        logger.warning("%s=%s does nothing here: %s.", key, shown(value), _IDLE.get(key, _NO_POOL))
+    return []
+
+
+def _problem_of_loss(values: Mapping[str, Any]) -> Problem | None:
+    mode = values[_MODE]
+    address = {key: values[key] for key in (_MODE, _BY_GRADIENT)}
+    if mode in ("k1", "kl"):
+        if values[_BY_GRADIENT]:
+            return None
+        what, way_out = "as a loss this estimate has no gradient on average", f"Set {_BY_GRADIENT}=true."
+        return problem(address, what, way_out)
+    if str(mode).endswith("_topk"):
+        what = "verl leaves the tokens outside the top k out, so that their probability is free; here they count as one"
+        way_out = "Remove the section, and set distill.divergence=forward_kl (or reverse_kl) and distill.top_k."
+        return problem(address, what, way_out)
+    way_out = f"Set k1 with {_BY_GRADIENT}=true, or remove the section for distill.divergence=reverse_kl, which is exact."
+    return problem(address, "of the estimates from one token only k1 is here", way_out)

@@ -10,9 +10,9 @@ from verl_memopt.config.keys import value_at
 from verl_memopt.config.schema import Settings
 
 ESTIMATOR = "algorithm.adv_estimator"
-RLOO, GRPO = ("rloo",), ("grpo",)
-ESTIMATORS = (*RLOO, *GRPO)
-"""Values of ``algorithm.adv_estimator`` with which TRL's names are read: the algorithms of ``recipe/rloo``."""
+RLOO, GRPO, DISTILL = ("rloo",), ("grpo",), ("distill",)
+ESTIMATORS = (*RLOO, *GRPO, *DISTILL)
+"""Values of ``algorithm.adv_estimator`` with which TRL's names are read."""
 
 TrlSettings = Mapping[str, Any]
 """Name of TRL -> value, for all names that the user wrote."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -20,6 +21,8 @@ ALIGN, TOKENIZER = "distill.align", "teacher.model.tokenizer_path"
 ADAPTER = "teacher.model.lora_adapter_path"
 FURTHER, OF_ROW = "teacher.further_models", "teacher.key"
 URL, COLUMN, WEIGHTS = "teacher.endpoint.url", "teacher.log_probs_key", "teacher.weights"
+IN_BRACES = re.compile(r"\{([A-Za-z_]\w*)\}")
+"""A name of a column in the template of a teacher's prompt."""
 _NO_TEACHER = f"{COEF} is 0, so there is no teacher"
 
 
@@ -119,6 +122,12 @@ def _rules() -> Iterator[Refusal]:
         {COLUMN: IS_SET, "data.custom_cls.path": IS_SET},
         "the rows of a class have no columns",
         "Remove data.custom_cls.path, and write the rows to a file.",
+        has_teacher,
+    )
+    yield refused(
+        {PROMPT: lambda template: isinstance(template, str) and not IN_BRACES.search(template)},
+        "no name stands in braces, so the teacher would read one text for all rows",
+        "Write {prompt}, or the name of a column in braces.",
         has_teacher,
     )
     yield refused({_ESTIMATOR: DISTILL, COEF: 0}, "nothing would be learned", f"Remove {COEF}, or choose another {_ESTIMATOR}.")

@@ -13,8 +13,7 @@ from verl_memopt.config.keys import shown, value_at
 from verl_memopt.config.names import estimator_of, keys_set
 from verl_memopt.config.schema import Settings
 from verl_memopt.config.spelling import ESTIMATOR
-from verl_memopt.config.trl_names import BATCH_NAMES, NAMES, ONE_SETTING
-from verl_memopt.config.unused_keys import NO_EQUAL
+from verl_memopt.config.trl_names import BATCH_NAMES, NAMES, ONE_SETTING, SPELLINGS
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +78,60 @@ _GRPO: dict[str, Any] = {
 }  # fmt: skip
 _RLOO: dict[str, Any] = {"num_generations": 2, "beta": 0.05, "normalize_advantages": False, "reward_clip_range": None}
 
-DEFAULTS = {"grpo": _COMMON | _GRPO, "rloo": _COMMON | _RLOO}
-"""Algorithm -> {field of TRL's config: its default}."""
+
+def _without(names: str) -> dict[str, Any]:
+    return {name: value for name, value in _COMMON.items() if name not in names.split()}
+
+
+_OF_REWARDS = (
+    "epsilon epsilon_high log_multimodal mask_truncated_completions ref_model_mixup_alpha ref_model_sync_steps reward_weights "
+    "sync_ref_model transformers_continuous_batching_config use_transformers_continuous_batching use_transformers_paged "
+)
+_OF_VLLM = " ".join(name for name in _COMMON if name.startswith("vllm_") or name == "use_vllm") + " "
+_OF_ROLLOUTS = (
+    "cache_implementation chat_template_kwargs ds3_gather_for_generation generation_kwargs min_p num_generations_eval "
+    "num_iterations repetition_penalty steps_per_generation log_unique_prompts "
+)
+_TEACHER: dict[str, Any] = dict.fromkeys(("teacher_model_name_or_path", "teacher_model_init_kwargs"))
+_DISTILL = _TEACHER | {"teacher_model_revision": None, "beta": 1.0, "max_tool_calling_iterations": None}
+_GKD: dict[str, Any] = {
+    **dict.fromkeys(("chat_template_path", "dataset_kwargs", "dataset_num_proc", "eos_token", "eval_packing", "pad_token")),
+    **_TEACHER, "completion_only_loss": None, "remove_unused_columns": True, "dataset_text_field": "text", "max_length": 1024,
+    "truncation_mode": "keep_start", "shuffle_dataset": False, "packing": False, "packing_strategy": "bfd", "padding_free": False,
+    "assistant_only_loss": False, "loss_type": "nll", "activation_offloading": False, "temperature": 0.9, "lmbda": 0.5,
+    "beta": 0.5, "disable_dropout": True, "seq_kd": False,
+}  # fmt: skip
+_GOLD: dict[str, Any] = {
+    "learning_rate": 1e-7, "top_p": 0.95, "max_completion_length": 128, "teacher_model_revision": None, "num_generations": 1,
+    "teacher_tokenizer_name_or_path": None, "use_uld_loss": False, "uld_token_merge_strategy": "observed",
+    "use_extended_uld": True, "uld_use_hybrid_loss": False, "uld_hybrid_matched_weight": None,
+    "uld_hybrid_unmatched_weight": None, "uld_crossentropy_weight": 0.0, "uld_distillation_weight": 1.0,
+    "uld_student_temperature": 1.0, "uld_teacher_temperature": 1.0, "uld_skip_student_eos": True, "uld_skip_teacher_eos": True,
+    "vllm_server_port": 8001, "vllm_gpu_memory_utilization": 0.9, "vllm_sync_frequency": 1, "log_completions_steps": 100,
+    "wandb_log_unique_prompts": True, "callbacks": [],
+}  # fmt: skip
+_SDFT: dict[str, Any] = {
+    "learning_rate": 5e-5, "disable_dropout": True, "max_prompt_length": 512, "num_generations": 8, "max_completion_length": 256,
+    "use_teacher_server": False, "teacher_model_kind": "base", "teacher_update_rate": 0.05, "teacher_sync_steps": 1,
+    "distillation_alpha": 0.5, "distillation_mode": "topk_logits", "distillation_topk": 100, "distillation_is_clip": 2.0,
+    "distillation_add_tail": False, "generate_from_teacher": False, "num_loss_tokens_to_skip": 0,
+    "teacher_prompt_template": "{prompt}\n\n{privileged_context}",
+}  # fmt: skip
+_TABLES = "log_completions log_unique_prompts num_completions_to_print "
+
+DEFAULTS = {
+    "grpo": _COMMON | _GRPO,
+    "rloo": _COMMON | _RLOO,
+    "distill": _without(
+        f"{_OF_REWARDS}generation_batch_size num_generations_eval num_iterations router_aux_loss_coef steps_per_generation"
+    ) | _DISTILL,
+    "gkd": _without(
+        f"{_OF_REWARDS}{_OF_VLLM}{_OF_ROLLOUTS}{_TABLES}generation_batch_size max_completion_length top_k top_p"
+    ) | _GKD | {"learning_rate": 2e-5, "max_new_tokens": 128},
+    "gold": _without(f"{_OF_REWARDS}{_OF_ROLLOUTS}") | _GKD | _GOLD,
+    "sdft": _without(f"{_OF_REWARDS}{_TABLES}pad_to_multiple_of router_aux_loss_coef vllm_structured_outputs_regex") | _SDFT,
+}  # fmt: skip
+"""Config -> {field of TRL's config: its default}."""
 
 _SAY_NOTHING = frozenset({"max_steps", "use_cpu", "adam_epsilon", "report_to"})
 """Names that are read, but whose default changes no setting here."""
@@ -101,18 +152,19 @@ def defaults_beside(defaults: Mapping[str, Any], given: Mapping[str, Any], algor
     Args:
         defaults: Name of TRL -> default.
         given: The user's settings: name of TRL, short name or key -> value.
-        algorithm: ``grpo`` or ``rloo``.
+        algorithm: ``grpo``, ``rloo`` or ``distill``.
     """
     estimator = {ESTIMATOR: algorithm} | {name: value for name, value in given.items() if name == ESTIMATOR}
     if estimator_of(estimator) != algorithm:
         return {}
     by_key = {key for name, keys in keys_set({**given, **estimator}).items() if name not in NAMES for key in keys} - {ESTIMATOR}
     keys, values = keys_set({**defaults, **estimator}), {**defaults, **given}
+    read = {name for spelling in SPELLINGS if algorithm in spelling.estimators for name in spelling.names}
 
     def holds(name: str) -> bool:
         said_otherwise = any(name in names and not given.keys().isdisjoint(names) for names in ONE_SETTING)
         off = any(name.startswith(start) and values.get(switch) is not True for start, switch in _COUNT_WITH.items())
-        idle = (defaults[name] is None and name not in _OFF) or name in _SAY_NOTHING or name in NO_EQUAL or name not in NAMES
+        idle = (defaults[name] is None and name not in _OFF) or name in _SAY_NOTHING or name not in read
         return not (said_otherwise or off or idle or keys[name] & by_key)
 
     held = {name: value for name, value in defaults.items() if name not in given and holds(name)}

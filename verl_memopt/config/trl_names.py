@@ -13,6 +13,7 @@ from typing import Any
 from verl_memopt.config.aliases import MINI_BATCH, PROMPTS, is_count
 from verl_memopt.config.schema import LOGGERS
 from verl_memopt.config.spelling import (
+    DISTILL,
     ESTIMATOR,
     GRPO,
     RLOO,
@@ -29,6 +30,7 @@ from verl_memopt.config.spelling import (
     unless_none,
     words,
 )
+from verl_memopt.config.trl_distillation import teacher_names
 from verl_memopt.config.trl_objective import DRAWING, KL_IN_LOSS, OBJECTIVE, WEIGHING
 from verl_memopt.config.unused_keys import NO_EQUAL, NoEffect
 
@@ -62,7 +64,7 @@ class RecipeNames:
 
 _AR = "actor_rollout_ref"
 _ACTOR, _OPTIM, _ROLLOUT = f"{_AR}.actor", f"{_AR}.actor.optim", f"{_AR}.rollout"
-SAMPLES, EPOCHS = f"{_AR}.rollout.n", f"{_AR}.actor.ppo_epochs"
+SAMPLES, ENGINE, EPOCHS = f"{_AR}.rollout.n", f"{_AR}.rollout.name", f"{_AR}.actor.ppo_epochs"
 STEPS, TOTAL_EPOCHS = "trainer.total_training_steps", "trainer.total_epochs"
 KL_IN_REWARD, KL_COEF = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"
 SYNC_EVERY, SYNC_ALPHA = f"{_AR}.ref.sync_every_steps", f"{_AR}.ref.sync_mixup_alpha"
@@ -212,7 +214,8 @@ def beta(place: int) -> Convert:
 
 
 def dtype(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    return {} if trl[name] is None else dict.fromkeys(_DTYPES, "bfloat16" if trl[name] else "fp32")
+    keys = _DTYPES if effective(ESTIMATOR, values) in DISTILL else _DTYPES[:-1]
+    return {} if trl[name] is None else dict.fromkeys(keys, "bfloat16" if trl[name] else "fp32")
 
 
 def epsilon(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
@@ -255,23 +258,28 @@ _PRECISIONS = {"float32": "fp32", "fp32": "fp32", "bfloat16": "bfloat16", "bf16"
 
 
 def model_arguments(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    return loading_arguments(trl[name] or {}, _MODEL_KEYS)
+
+
+def loading_arguments(given: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """Convert arguments of ``from_pretrained``. ``keys``: what they say -> our key; what is missing is refused."""
     ours: dict[str, Any] = {}
-    for argument, value in (trl[name] or {}).items():
+    for argument, value in given.items():
         if value is None or value == "auto" or argument in _LOADS_ANYWAY or (argument, value) == ("revision", "main"):
             continue
         if argument in ("dtype", "torch_dtype"):
             rests = _PRECISIONS.get(str(value).removeprefix("torch."))
             if rests is None:
-                raise NotConvertibleError(f"{argument}={value} is neither float32 nor bfloat16", f"Set {_REST}.")
-            ours[_REST] = rests
-        elif argument == "attn_implementation" and value in _KERNELS:
-            ours[_ATTENTION] = value
+                raise NotConvertibleError(f"{argument}={value} is neither float32 nor bfloat16", f"Set {keys['dtype']}.")
+            ours[keys["dtype"]] = rests
+        elif argument == "attn_implementation" and value in _KERNELS and "attention" in keys:
+            ours[keys["attention"]] = value
         elif argument == "quantization_config" and isinstance(value, Mapping):
-            ours |= _quantized(value)
+            ours |= _quantized(value, keys["quantization"])
         elif argument == "trust_remote_code":
-            ours[f"{_AR}.model.trust_remote_code"] = value
+            ours[keys["trust"]] = value
         else:
-            way_out = f"Remove it, or use {_AR}.model.override_config for a field of config.json."
+            way_out = f"Remove it, or use {keys['override']} for a field of config.json."
             raise NotConvertibleError(f"{argument}={value!r:.100} has no equal", way_out)
     return ours
 
@@ -280,16 +288,16 @@ BNB_4BIT = "fp4"
 """The 4-bit type that bitsandbytes uses by default."""
 
 
-def _quantized(config: Mapping[str, Any]) -> dict[str, Any]:
+def _quantized(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     if config.get("load_in_8bit"):
-        return {_QUANTIZATION: "int8"}
+        return {key: "int8"}
     if not config.get("load_in_4bit"):
         return {}
     if (kind := config.get("bnb_4bit_quant_type", BNB_4BIT)) != "nf4":
         default = "" if "bnb_4bit_quant_type" in config else ", the default of bitsandbytes"
         what = f"bnb_4bit_quant_type={kind}{default}: the only 4-bit type here is nf4"
-        raise NotConvertibleError(what, f"Set bnb_4bit_quant_type=nf4, or {_QUANTIZATION}=nf4 or int8.")
-    return {_QUANTIZATION: "nf4"}
+        raise NotConvertibleError(what, f"Set bnb_4bit_quant_type=nf4, or {key}=nf4 or int8.")
+    return {key: "nf4"}
 
 
 REF_STEPS, REF_ALPHA = 512, 0.6
@@ -316,7 +324,12 @@ _REST, _ATTENTION, _QUANTIZATION = (
     f"{_AR}.model.attn_implementation",
     f"{_AR}.model.quantization",
 )
-_DTYPES = tuple(f"{section}.fsdp_config.dtype" for section in (_ACTOR, f"{_AR}.ref"))
+_MODEL_KEYS = {
+    "dtype": _REST, "attention": _ATTENTION, "quantization": _QUANTIZATION, "trust": f"{_AR}.model.trust_remote_code",
+    "override": f"{_AR}.model.override_config",
+}  # fmt: skip
+"""What an argument of ``from_pretrained`` says -> our key."""
+_DTYPES = tuple(f"{section}.fsdp_config.dtype" for section in (_ACTOR, f"{_AR}.ref", "teacher"))
 _SCHEDULE = "the schedule then counts optimizer steps, as in TRL; a warm-up starts one step above TRL's rate of 0"
 
 
@@ -336,6 +349,8 @@ _NORMALIZE = "algorithm.normalize_advantages"
 _GROUPS = "all responses to a prompt are in the same optimizer step"
 SAVE, TEST = "trainer.save_freq", "trainer.test_freq"
 _BY_STEPS = "TRL counts optimizer steps; a training step here is a rollout with all its optimizer steps"
+
+TEACHING = teacher_names(loading_arguments)
 
 SPELLINGS: tuple[Spelling, ...] = (
     same("num_generations", SAMPLES, "rloo_k"),
@@ -371,6 +386,11 @@ SPELLINGS: tuple[Spelling, ...] = (
     same(
         "response_length", "data.max_response_length",
         note=f"the older trainer generated on after the end of a response; set {_ROLLOUT}.ignore_eos=true for that",
+    ),
+    Spelling(("max_new_tokens",), ("data.max_response_length",), copied("data.max_response_length"), "", DISTILL),
+    Spelling(
+        ("max_length",), ("data.max_prompt_length",), unless_none("data.max_prompt_length"),
+        "TRL cuts longer prompts; here data.truncation decides, and by default a longer prompt is an error", DISTILL,
     ),
     same(
         "max_prompt_length", "data.max_prompt_length",
@@ -428,7 +448,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     Spelling(("save_total_limit",), ("trainer.max_actor_ckpt_to_keep",), unless_none("trainer.max_actor_ckpt_to_keep")),
     same("eval_on_start", "trainer.val_before_train"),
     same("gradient_checkpointing", f"{_AR}.model.enable_gradient_checkpointing"),
-    Spelling(("use_vllm",), (f"{_ROLLOUT}.name",), words(f"{_ROLLOUT}.name", {"true": "vllm", "false": "hf"})),
+    Spelling(("use_vllm",), (ENGINE,), words(ENGINE, {"true": "vllm", "false": "hf"})),
     *WEIGHING,
     same("vllm_gpu_memory_utilization", f"{_ROLLOUT}.gpu_memory_utilization"),
     same("vllm_tensor_parallel_size", f"{_ROLLOUT}.tensor_model_parallel_size"),
@@ -452,11 +472,13 @@ SPELLINGS: tuple[Spelling, ...] = (
     ),
     same("run_name", "trainer.experiment_name", "exp_name"),
     Spelling(("report_to",), ("trainer.logger",), loggers, "console and jsonl are always written"),
+    *TEACHING,
 )  # fmt: skip
 """The records, in the order in which they are read. A conversion sees the values that earlier conversions have set."""
 
 ONE_SETTING: tuple[tuple[str, ...], ...] = (
-    ("max_completion_length", "response_length"),
+    ("max_completion_length", "response_length", "max_new_tokens"),
+    ("max_prompt_length", "max_length"),
     ("max_steps", "total_episodes"),
     ("normalize_advantages", "normalize_advantage", "normalize_reward"),
     *(spelling.names for spelling in SPELLINGS),

@@ -18,6 +18,7 @@ from verl_memopt.config.keys import IS_SET, Problem, above, belongs, field_types
 from verl_memopt.config.reward_rules import SANDBOX_UNUSED
 from verl_memopt.config.schema import Fsdp, Settings, TrainedFsdp
 from verl_memopt.config.teacher_rules import TEACHER_UNUSED
+from verl_memopt.config.trl_distillation import WITHOUT_EQUAL
 from verl_memopt.memory import lora
 from verl_memopt.memory.critic_rules import twin_unused, unused_keys
 from verl_memopt.memory.knob import Refusal, UnusedKey, needs_reference, num_devices, pool_keys
@@ -208,16 +209,9 @@ _TRAINER = {
     "use_legacy_worker_impl": NoEffect(("auto", "enable", "disable"), "there is one implementation. Remove the key"),
 }
 
-_TEACHER = (
-    "here distillation has other keys. Set algorithm.adv_estimator=distill (or distill.coef), teacher.model.path and "
-    "distill.divergence (docs/distill.md)"
-)
-
 _TOP = {
     "reward_manager.source": NoEffect(("register",), _OWN_REWARD),
     "reward_manager.module.*": NoEffect((), _OWN_REWARD),
-    "distillation.enabled": NoEffect((False,), _TEACHER),
-    "distillation.*": NoEffect(ANY, _TEACHER),
     "model_engine": NoEffect(("dp",), _ONE_BACKEND),
     **_absent("transfer_queue.enable"),
     "global_profiler.*": NoEffect(ANY, _PHASE_TABLE),
@@ -543,5 +537,7 @@ _ROWS: tuple[tuple[str, tuple[Any, ...] | None, str], ...] = (
 )  # fmt: skip
 """(names, separated by spaces; values that pass; reason and way out)."""
 
-NO_EQUAL: dict[str, NoEffect] = {name: NoEffect(inert, reason) for names, inert, reason in _ROWS for name in names.split()}
+NO_EQUAL: dict[str, NoEffect] = {
+    name: NoEffect(inert, reason) for names, inert, reason in (*_ROWS, *WITHOUT_EQUAL) for name in names.split()
+}
 """Name of TRL without an equal here -> its row."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
@@ -12,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from verl_memopt.config import schema
+from verl_memopt.config.teacher_rules import IN_BRACES
 from verl_memopt.data.encoder import RENDER_ERRORS, Spans, decode, overlong, special_tokens_of, tokenize
 from verl_memopt.data.messages import (
     NO_PROMPT,
@@ -95,8 +95,6 @@ class PromptRows(Protocol):
 
 
 TEACHER_PROMPT = "distill.teacher_prompt"
-IN_BRACES = re.compile(r"\{([A-Za-z_]\w*)\}")
-"""A name of a column in the template of a teacher's prompt."""
 
 
 @dataclass(frozen=True)

@@ -352,6 +352,7 @@ NEEDS: dict[str, frozenset[str]] = {
     "values": frozenset({CRITIC}),
     "update_critic": frozenset({CRITIC}),
     "teacher": frozenset({TEACHER}),
+    "teacher_log_probs": frozenset({TEACHER, TEACHER_HEAD}),
     "update_actor": frozenset({POLICY, TEACHER_HEAD}),
     "update_weights": frozenset({POLICY}),
     "sync_ref": frozenset(),
@@ -367,7 +368,7 @@ where the parts rest, and a reference that follows the policy is updated where b
 for a whole phase: its blocks come and go during its own pass.
 """
 
-PASSES = frozenset({"reward", "old_log_prob", "ref", "values", "teacher", "update_critic", "update_actor"})
+PASSES = frozenset({"reward", "old_log_prob", "ref", "values", "teacher", "teacher_log_probs", "update_critic", "update_actor"})
 """Phases in which a forward is the first to read the parameters of the needed parts. It waits for them unit by unit. Code that
 reads or writes them earlier must call :meth:`OffloadedParams.arrive`."""
 

@@ -12,8 +12,8 @@ from verl_memopt.config.keys import leaf_types, value_at
 from verl_memopt.config.schema import Settings
 from verl_memopt.memory import grad_offload, quantized_base, split_masters
 from verl_memopt.memory.critic_rules import has_critic, twin
-from verl_memopt.memory.knob import knob_named, longest_sample, needs_reference, num_devices
-from verl_memopt.memory.param_offload import ACTOR_KEY, REFERENCE_KEY, STREAM
+from verl_memopt.memory.knob import has_own_teacher, has_teacher, knob_named, longest_sample, needs_reference, num_devices
+from verl_memopt.memory.param_offload import ACTOR_KEY, REFERENCE_KEY, STREAM, TEACHER_KEY
 from verl_memopt.memory.rollout_memory import AUTO, CACHE
 from verl_memopt.memory.sequence_parallel import KEYS as SEQUENCE
 from verl_memopt.model.sizes import ModelSize
@@ -27,10 +27,11 @@ SHARE, BUDGET, DYNAMIC = (
 )
 BUDGETS = (
     BUDGET, f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", f"{_AR}.ref.log_prob_max_token_len_per_gpu",
-    "critic.ppo_max_token_len_per_gpu", "critic.forward_max_token_len_per_gpu",
+    "critic.ppo_max_token_len_per_gpu", "critic.forward_max_token_len_per_gpu", "teacher.log_prob_max_token_len_per_gpu",
 )  # fmt: skip
 """Keys of the largest number of tokens per micro-batch, for each pass."""
 UPDATES = (BUDGET, "critic.ppo_max_token_len_per_gpu")
+_TEACHER_DTYPE = "teacher.fsdp_config.model_dtype"
 SHARES = tuple(percent / 100 for percent in range(95, 15, -5))
 """The shares of the card's memory that are tried for the engine."""
 RANKS = (16, 8, 4)
@@ -157,6 +158,7 @@ def _budgets(settings: Settings) -> Iterator[Lever]:
     longest, devices = longest_sample(settings), num_devices(settings)
     read = [key for key in BUDGETS if has_critic(settings) or not key.startswith("critic.")]
     read = [key for key in read if needs_reference(settings) or ".ref." not in key]
+    read = [key for key in read if has_teacher(settings) or not key.startswith("teacher.")]
     sizes = [
         8 * longest,
         4 * longest,
@@ -243,8 +245,18 @@ def _weights(settings: Settings, host_is_bounded: bool) -> Iterator[Lever]:
             Level("streamed_params" if value == STREAM else "param_offload", {REFERENCE_KEY: value}) for value in (True, STREAM)
         ]
         yield Lever(tuple(rests), 4, is_choice=off)
+    if has_own_teacher(settings):
+        yield Lever(tuple(_rests_of_teacher(settings)), 4, is_choice=off)
     yield Lever(_levels(settings, "split_masters", split_masters.KEY, on), 4, is_choice=True)
     yield Lever(tuple(_homes(settings)), 9, is_choice=True)
+
+
+def _rests_of_teacher(settings: Settings) -> Iterator[Level]:
+    # Weights that are only read lose nothing in the dtype in which the teacher computes.
+    rest = {_TEACHER_DTYPE: settings.teacher.fsdp_config.dtype}
+    yield Level("precision", rest)
+    yield Level("param_offload", {**rest, TEACHER_KEY: True})
+    yield Level("streamed_params", {**rest, TEACHER_KEY: STREAM})
 
 
 def _homes(settings: Settings) -> Iterator[Level]:
@@ -266,6 +278,9 @@ def _lossy(settings: Settings, size: ModelSize) -> Iterator[Lever]:
     model = settings.actor_rollout_ref.model
     if needs_reference(settings) or settings.reward_model.enable:
         yield Lever((_row(settings, "quantized_frozen", changes_numbers=True),), 20)
+    if has_own_teacher(settings):
+        kinds = [{"teacher.quantization": kind} for kind in ("int8", "nf4")]
+        yield Lever(tuple(Level("quantized_frozen", keys, changes_numbers=True) for keys in kinds), 20)
     yield Lever((_row(settings, "precision", changes_numbers=True),), 30)
     yield Lever((_row(settings, "stochastic_rounding", changes_numbers=True),), 25)
     yield Lever((_row(settings, "optimizer_state_dtype", changes_numbers=True),), 22)

@@ -25,7 +25,7 @@ from verl_memopt.model.folder import (
     read_tokenizer,
     resolve_folder,
 )
-from verl_memopt.model.packing_check import TEACHER_KEY, check_architecture, frozen_causal_model
+from verl_memopt.model.packing_check import TEACHER_KEY, adapter_shape, check_architecture, frozen_causal_model
 from verl_memopt.run.builds import vllm_build
 
 CRITIC_PATH = "critic.model.path"
@@ -145,6 +145,8 @@ def resolve_environment(
         way_out = f"The critic reads the policy's token ids: give a critic of the same family, or leave {key} out."
         _check_same_tokenizer(tokenizer, tokenizer_folder, own, key, trusted, way_out)
     teachers: dict[str, str] = {}
+    if with_teacher and settings.teacher.model.lora_adapter_path is not None:
+        adapter_shape(settings.teacher.model.lora_adapter_path)
     if with_teacher and settings.teacher.model.path is not None:
         further = settings.teacher.further_models
         teachers = {f"{TEACHER_KEY}.model.path": settings.teacher.model.path}

@@ -171,6 +171,9 @@ def build_run(
     own: dict[str, ResourcePool] = {role: pools[role] for role in own_pools(settings) if role in pools}
     distills = has_teacher(settings) and mode.updates
     environment = resolve_environment(settings, reference, critic, own, distills)
+    server = teacher_elsewhere(settings, environment.embedding_rows) if distills else None
+    if isinstance(server, Endpoint):
+        server.check(read_teacher_tokenizer(settings) if settings.distill.align == "text" else environment.tokenizer)
     settings = _shares_prompts(settings, environment)
     folder = record_folder(settings, environment.run_dir)
     with ExitStack() as released_on_error:
@@ -185,9 +188,6 @@ def build_run(
         check_own_files(settings, environment, folder, is_of(checkpoint, folder))
         data = settings.data
         agent, environments = _agents(settings, environment, folder)
-        server = teacher_elsewhere(settings, environment.embedding_rows) if distills else None
-        if isinstance(server, Endpoint):
-            server.check(read_teacher_tokenizer(settings) if settings.distill.align == "text" else environment.tokenizer)
         by_rules, unscored = _by_rules(settings, environments), False
         # A teacher needs no rewards, so rows that no rule can score are no mistake then.
         optional = by_rules and settings.algorithm.adv_estimator == DISTILL
@@ -350,7 +350,7 @@ def _datasets(settings: Settings, environment: Environment, by_rules: bool) -> t
     if not mode.supervised:
         read = partial(build_dataset, by_rules=by_rules, converses=converses)
     # Only training rows have a teacher.
-    teachers = _teacher_columns(settings)
+    teachers = teacher_columns(settings)
     train = None if data.streaming else read(data.train_files, data, environment.tokenizer, "train", teachers=teachers)
     validation = None if data.val_files is None else read(data.val_files, data, environment.tokenizer, "val")
     for split in (train, validation):
@@ -361,7 +361,8 @@ def _datasets(settings: Settings, environment: Environment, by_rules: bool) -> t
     return train, validation
 
 
-def _teacher_columns(settings: Settings) -> TeacherColumns | None:
+def teacher_columns(settings: Settings) -> TeacherColumns | None:
+    """Return what the rows of a run say of their teachers; None = it has no teacher."""
     if not has_teacher(settings):
         return None
     teacher, distill = settings.teacher, settings.distill
@@ -446,7 +447,7 @@ def _stream_loader(
     by_rules: bool,
 ) -> StreamLoader:
     data, tokenizer, converses = settings.data, environment.tokenizer, settings.actor_rollout_ref.rollout.converses
-    supervised, teachers = mode_of(settings).supervised, _teacher_columns(settings)
+    supervised, teachers = mode_of(settings).supervised, teacher_columns(settings)
     reader = stream_reader(data, tokenizer, supervised, by_rules, converses, teachers)
 
     def read(items: Sequence[Item]) -> list[PromptRow]:

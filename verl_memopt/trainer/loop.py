@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from verl_memopt.algorithms.records import DISTILL
 from verl_memopt.config.reward_rules import FURTHER
 from verl_memopt.config.schema import CheckpointContents, CustomReward, RewardModel, Settings
 from verl_memopt.data.plugin import EndsProcessError, contained, raised
@@ -207,7 +208,8 @@ class TrainingLoop:
         critic_updates = None if critic is None else Updates(CRITIC, critic.optim.lr, role_updates(critic, size))
         actor_updates = Updates(ACTOR, actor.optim.lr, role_updates(actor, size))
         self.guard = UpdateGuard(self.settings.max_skipped_steps, context.store, actor_updates, critic_updates)
-        self.health = Health(validates=self.validator is not None and self.settings.test_freq > 0)
+        validates = self.validator is not None and self.settings.test_freq > 0
+        self.health = Health(validates, context.settings.algorithm.adv_estimator != DISTILL)
         self.state = RunState(context, workers, self.learner, {"guard": self.guard, "health": self.health})
         self.step = 0
         self.saved_step = 0

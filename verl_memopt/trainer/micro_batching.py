@@ -334,15 +334,30 @@ class PolicyUpdate:
 
     def cut(self, batch: RolloutBatch, names: Sequence[str], step: int) -> list[list[MiniBatch]]:
         """Return the mini-batches of each rank. If their update reads states of a teacher, the workers have them then."""
-        if self.teacher_states is not None:
-            batch = batch.clone(recurse=False)
-            batch.places = torch.arange(batch.responses.flat.shape[0])
+        return self._taught(batch, names, lambda numbered: self._cut(numbered, names, step))
+
+    def cut_whole(self, batch: RolloutBatch, names: Sequence[str], step: int) -> list[MiniBatch]:
+        """Return the part of each rank in one mini-batch of all rows, with states of a teacher as in :meth:`cut`."""
+
+        def whole(numbered: RolloutBatch) -> list[list[MiniBatch]]:
+            rows = range(numbered.num_rows)
+            chosen = with_selection(numbered, rows, self.actor, self.cutter.seed(step, 0))
+            return [[mini] for mini in self.cutter.mini_batches(chosen, rows, names)]
+
+        return [mini for (mini,) in self._taught(batch, names, whole)]
+
+    def _taught(
+        self, batch: RolloutBatch, names: Sequence[str], cut: Callable[[RolloutBatch], list[list[MiniBatch]]]
+    ) -> list[list[MiniBatch]]:
+        if self.teacher_states is None:
+            return cut(batch)
+        batch = batch.clone(recurse=False)
+        batch.places = torch.arange(batch.responses.flat.shape[0])
         # Only the teacher's pass reads what a teacher elsewhere has said.
         learned = batch.clone(recurse=False)
         learned.teacher_ids = learned.teacher_top = None
-        per_rank = self._cut(learned, names, step)
-        if self.teacher_states is not None:
-            self.teacher_states(batch, names, per_rank)
+        per_rank = cut(learned)
+        self.teacher_states(batch, names, per_rank)
         return per_rank
 
     def _cut(self, batch: RolloutBatch, names: Sequence[str], step: int) -> list[list[MiniBatch]]:

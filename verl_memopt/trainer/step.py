@@ -129,11 +129,14 @@ class TrainingStep:
             score(self.scorer, batch)
         if self.ref_pass is not None:
             batch.rows.ref_log_probs = self.ref_pass.compute(batch.rows, batch.names).log_probs
-        if self.teacher is not None:
-            self.teacher.read(batch)
+        self.ask_teacher(batch)
         if "ref_log_probs" in reads or batch.answers.model_scores is not None:
             score(self.scorer, batch)
         return batch
+
+    def ask_teacher(self, batch: StepBatch) -> None:
+        if self.teacher is not None:
+            self.teacher.read(batch)
 
     def correct(self, batch: StepBatch) -> None:
         algorithm = self.algorithm

@@ -74,9 +74,30 @@ class TeacherPass:
                 said = self.elsewhere.say(batch.answers, batch.rows, batch.names)
             batch.rows.teacher_ids, batch.rows.teacher_top = said.top()
 
-    def _sampled(self, rows: RolloutBatch, names: Sequence[str], conversations: Sequence[Conversation] | None) -> Tensor:
+    def judge(self, batch: StepBatch) -> Tensor:
+        """Return the log-probs of all response tokens of a step, fp32 [R], whatever is learned from the teacher.
+
+        Raises:
+            ConfigError: The teacher reads text, in tokens of its own.
+            DataError, TeacherError: As for :meth:`read`.
+        """
+        if self.retells is not None:
+            raise ConfigError(
+                "distill.align=text: the teacher reads tokens of its own, so the policy's have no log-probs there. Choose a "
+                "teacher with the policy's tokenizer."
+            )
+        self.tell(batch)
+        return self._sampled(batch.rows, batch.names, batch.answers.conversations, reads_head=True)
+
+    def _sampled(
+        self,
+        rows: RolloutBatch,
+        names: Sequence[str],
+        conversations: Sequence[Conversation] | None,
+        reads_head: bool = False,
+    ) -> Tensor:
         if self.elsewhere is None:
-            return self.log_probs(rows, names)
+            return self.log_probs(rows, names, reads_head)
         assert isinstance(self.elsewhere, Endpoint), "the rules refuse a column"
         with self.workers.clock.phase("teacher"):
             return self.elsewhere.ask(_readings(rows, conversations), names).log_probs
@@ -121,12 +142,16 @@ class TeacherPass:
         # Rows with one prompt share a list, which is stored once.
         batch.rows.teacher_prompts = prompt_rows([ids[id(row)] for row in batch.answers.rows])
 
-    def log_probs(self, batch: RolloutBatch, names: Sequence[str]) -> Tensor:
-        """Return the teachers' log-probs of all response tokens, fp32 [R], in batch order."""
+    def log_probs(self, batch: RolloutBatch, names: Sequence[str], reads_head: bool = False) -> Tensor:
+        """Return the teachers' log-probs of all response tokens, fp32 [R], in batch order.
+
+        ``reads_head``: the divergence is exact, so that the teacher's head is not on the device in the teacher's own phase.
+        """
+        phase = "teacher_log_probs" if reads_head else "teacher"
         batch = batch.for_teacher()
         found, sizes = torch.zeros(batch.responses.flat.shape[0]), batch.responses.sizes()
         for number, rows in _by_teacher(batch, range(batch.num_rows)).items():
-            asked = LogProbPass(self.workers, "teacher", Worker.teacher_log_probs, self.budget, self.balance, (number,))
+            asked = LogProbPass(self.workers, phase, Worker.teacher_log_probs, self.budget, self.balance, (number,))
             own = asked.compute(batch.select(rows), [names[row] for row in rows])
             found[token_index(sizes, rows)] = own.log_probs
         return found

@@ -238,6 +238,8 @@ class _State:
 @dataclass
 class Health:
     validates: bool
+    learns_rewards: bool = True
+    """False = only a teacher is learned from, so answers without a score are no loss."""
     _state: _State = field(default_factory=_State)
 
     @property
@@ -260,7 +262,7 @@ class Health:
         if not self.validates and self.collapsed:
             warnings["reward"] = WORSE.format(what="training reward", now=self._recent(), step=step, first=state.first)
         invalid = metrics.get("reward/invalid_rows", 0.0)
-        if invalid > INVALID_SHARE * len(scores):
+        if self.learns_rewards and invalid > INVALID_SHARE * len(scores):
             warnings["invalid"] = SCORELESS.format(invalid=int(invalid), answers=len(scores), step=step)
         return self._new(warnings)
 

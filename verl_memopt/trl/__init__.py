@@ -8,9 +8,11 @@ What scripts import beside the trainers, such as ``TrlParser`` and ``RichProgres
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, ClassVar
 
-from verl_memopt.trl.config import GRPOConfig, RLOOConfig
+from verl_memopt.trl.config import DistillationConfig, GKDConfig, GOLDConfig, GRPOConfig, RLOOConfig, SDFTConfig
+from verl_memopt.trl.distillation import DistillationTrainer, GKDTrainer, GOLDTrainer, SDFTTrainer
 from verl_memopt.trl.rewards import (
     accuracy_reward,
     get_cosine_scaled_reward,
@@ -22,7 +24,8 @@ from verl_memopt.trl.rewards import (
 from verl_memopt.trl.trainer import TrlTrainer
 
 __all__ = [
-    "GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer", "accuracy_reward", "get_cosine_scaled_reward",
+    "DistillationConfig", "DistillationTrainer", "GKDConfig", "GKDTrainer", "GOLDConfig", "GOLDTrainer", "GRPOConfig",
+    "GRPOTrainer", "RLOOConfig", "RLOOTrainer", "SDFTConfig", "SDFTTrainer", "accuracy_reward", "get_cosine_scaled_reward",
     "get_repetition_penalty_reward", "get_soft_overlong_punishment", "reasoning_accuracy_reward", "think_format_reward",
 ]  # fmt: skip
 
@@ -31,9 +34,19 @@ OF_TRL = (
     "get_peft_config", "get_quantization_config",
 )  # fmt: skip
 """Names that come from TRL itself."""
+_SERVER = "no server is asked for the teacher's log-probs. Use DistillationTrainer, whose teacher may be streamed or quantised"
+NOT_HERE = {
+    "MiniLLM": "its reward of whole responses is not here. Use DistillationTrainer with beta=1.0, which is exact at each token",
+    "SDPO": "a policy does not learn from its own successful answers. Use SDFTTrainer with a column privileged_context",
+    "ServerDistillation": _SERVER, "AsyncDistillation": _SERVER,
+}  # fmt: skip
+"""Start of the name of a trainer of TRL's distillation -> why it is not here, and the way out."""
 
 
 def __getattr__(name: str) -> Any:
+    kind = name.removesuffix("Trainer").removesuffix("Config")
+    if kind in NOT_HERE and kind != name:
+        raise ImportError(f"{name}: {NOT_HERE[kind]}.")
     if name not in OF_TRL:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -44,14 +57,17 @@ def __getattr__(name: str) -> Any:
 
 
 def _parser(trl: Any) -> Any:
-    theirs = {GRPOConfig: "GRPOConfig", RLOOConfig: "RLOOConfig"}
+    def theirs(kind: Any) -> Any:
+        if kind in (GKDConfig, GOLDConfig, SDFTConfig):
+            return getattr(importlib.import_module(f"trl.experimental.{kind.algorithm}"), kind.__name__)
+        return getattr(trl, kind.__name__) if kind in (DistillationConfig, GRPOConfig, RLOOConfig) else kind
 
     class TrlParser(trl.TrlParser):
         """TRL's parser of command lines. It reads TRL's configs in place of ours, which are no dataclasses."""
 
         def __init__(self, dataclass_types: Any = None, **options: Any) -> None:
             given = dataclass_types if isinstance(dataclass_types, list | tuple) else [dataclass_types]
-            super().__init__([getattr(trl, theirs[kind]) if kind in theirs else kind for kind in given if kind], **options)
+            super().__init__([theirs(kind) for kind in given if kind], **options)
 
     return TrlParser
 

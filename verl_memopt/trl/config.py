@@ -65,6 +65,30 @@ class RLOOConfig(GRPOConfig):
     algorithm: ClassVar[str] = "rloo"
 
 
+class DistillationConfig(GRPOConfig):
+    """TRL's ``DistillationConfig``, in the form of :class:`GRPOConfig`."""
+
+    algorithm: ClassVar[str] = "distill"
+
+
+class GKDConfig(GRPOConfig):
+    """``GKDConfig`` of ``trl.experimental``, in the form of :class:`GRPOConfig`."""
+
+    algorithm: ClassVar[str] = "gkd"
+
+
+class GOLDConfig(GRPOConfig):
+    """``GOLDConfig`` of ``trl.experimental``, in the form of :class:`GRPOConfig`."""
+
+    algorithm: ClassVar[str] = "gold"
+
+
+class SDFTConfig(GRPOConfig):
+    """``SDFTConfig`` of ``trl.experimental``, in the form of :class:`GRPOConfig`."""
+
+    algorithm: ClassVar[str] = "sdft"
+
+
 def as_attributes(args: Any, kind: type[GRPOConfig]) -> Any:
     """Return a config whose arguments are attributes. None or a plain dict becomes a ``kind``; a config stays as it is."""
     if args is None or (isinstance(args, Mapping) and not isinstance(args, GRPOConfig)):

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from verl_memopt.data.dataset import VALIDATION_SET
 from verl_memopt.rewards.python_functions import ENVIRONMENT_REWARD, RM_SCORE
+from verl_memopt.rewards.score import RewardResult
 
 if TYPE_CHECKING:
-    from verl_memopt.rewards.score import RewardResult
     from verl_memopt.trainer.listener import Progress
     from verl_memopt.trainer.rollouts import RowAnswers
 
@@ -64,9 +64,10 @@ class ScoredRow:
 
 
 def scored_rows(answers: RowAnswers, results: Sequence[RewardResult]) -> list[ScoredRow]:
-    """Pair answers with their rewards."""
+    """Pair answers with their rewards. ``results`` is empty if nothing is scored."""
     generation = answers.generation
-    columns = zip(answers.rows, generation.response_ids, generation.finish_reasons, results, strict=True)
+    scores = results or [RewardResult(math.nan)] * len(answers.rows)
+    columns = zip(answers.rows, generation.response_ids, generation.finish_reasons, scores, strict=True)
     return [
         ScoredRow(row.index, str(row.extra_info.get(VALIDATION_SET, "")), len(ids), reason == "stop", result)
         for row, ids, reason, result in columns

@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 REFUSED = {
     "compute_metrics": "a validation reports rewards only. For other metrics return a dict of numbers from the reward function",
     "optimizers": "the optimizer is set by actor_rollout_ref.actor.optim. Leave it out",
+    "data_collator": "the run encodes the rows. Leave it out",
+    "formatting_func": "rows have a prompt, or messages. Format them first",
+    "preprocess_logits_for_metrics": "a validation reports rewards only. Leave it out",
     "rollout_func": "the engine is chosen by actor_rollout_ref.rollout.name. Leave it out",
 }
 """Arguments of TRL's trainers without a counterpart here: why, and the way out."""
@@ -61,6 +64,7 @@ class TrlTrainer:
 
     algorithm: ClassVar[str] = ""
     config: ClassVar[type[GRPOConfig]] = GRPOConfig
+    learns_rewards: ClassVar[bool] = True
     aux_loss_enabled: ClassVar[bool] = False
     """Whether the loss has a load-balancing term for experts. It never has one here."""
 
@@ -132,7 +136,7 @@ class TrlTrainer:
         ]
         if train_dataset is None and environments is None:
             found.append("train_dataset: `train_dataset` is required, and there is none. Give the rows to train on.")
-        if (reward_funcs is None or reward_funcs == []) and environments is None:
+        if self.learns_rewards and (reward_funcs is None or reward_funcs == []) and environments is None:
             found.append("reward_funcs: No reward source provided. Give a function, a list of functions, or a reward model.")
         if found:
             raise ArgumentError("\n".join(found))
@@ -144,7 +148,7 @@ class TrlTrainer:
             settings["model_init_kwargs"] = {
                 **(settings.get("model_init_kwargs") or {}), "quantization_config": self._quantization
             }  # fmt: skip
-        return settings, defaults or DEFAULTS[self.algorithm]
+        return settings, defaults or DEFAULTS[self.config.algorithm]
 
     def _check_code(self) -> None:
         # Transformers would run the model's custom code in this process.

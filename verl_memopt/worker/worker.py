@@ -314,7 +314,8 @@ class Worker:
         policy.actor = replaced(policy.actor, changes)
 
     def add_gradient(self, mini: MiniBatch) -> Updated:
-        return _built(self.policy).add_gradient(mini, self.temperature)
+        with self._taught(1):
+            return _built(self.policy).add_gradient(mini, self.temperature)
 
     def take_step(self, learning_rate: float | None) -> dict[str, float]:
         trained = _built(self.policy).trained
@@ -515,7 +516,7 @@ class Worker:
     def _sequence_ranks(self, phase: str) -> int:
         own = {
             "ref": self.reference,
-            "teacher": None if self.teachers is None else self.teachers.all[0].model,
+            **dict.fromkeys(("teacher", "teacher_log_probs"), None if self.teachers is None else self.teachers.all[0].model),
             # Phases that are not named here use the policy.
             "reward": self.reward_model if self.role is None else self.role.model,
             **dict.fromkeys(CRITIC_PHASES, None if self.critic is None else self.critic.model),
