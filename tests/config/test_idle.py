@@ -66,6 +66,7 @@ IDLE_CASES = {
     **{f"teacher.endpoint.{key}": ({}, value, ASKED) for key, value in OF_A_SERVER.items()},
     "distill.divergence": ({}, "jsd", TAUGHT),
     "distill.teacher_prompt": ({}, "{prompt}", TAUGHT),
+    "distill.weight_key": ({}, "weight", TAUGHT),
     "distill.top_k": ({}, 64, TAUGHT),
     "distill.beta": ({}, 0.3, {**TAUGHT, "distill.divergence": "jsd"}),
     "distill.discount": ({}, 0.3, {**TAUGHT, "distill.divergence": "sampled"}),

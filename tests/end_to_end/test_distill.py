@@ -72,20 +72,21 @@ def test_a_policy_learns_from_itself_without_rewards(toy, tmp_path):
 SPREAD = [f"{AR}.actor.ppo_max_token_len_per_gpu=40", "teacher.log_prob_max_token_len_per_gpu=64"]
 
 
-def test_rows_learn_from_the_teacher_that_they_name(toy, tmp_path, teacher):
-    rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a), "teacher": "own" if a % 2 else None} for a in range(1, 9)]
+def test_rows_learn_from_the_teacher_that_they_name_with_its_weight(toy, tmp_path, teacher):
+    rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a), "weight": 3 - a % 2} for a in range(1, 9)]
+    rows = [row | ({"teacher": "own"} if number % 2 == 0 else {}) for number, row in enumerate(rows)]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     given = [*SHORT, *SPREAD, f"data.train_files={tmp_path}/rows.jsonl", "data.val_files=null", f"teacher.model.path={teacher}"]
-    two = f"teacher.further_models={{own:{toy}/model}}"
+    given += [f"teacher.further_models={{own:{toy}/model}}", "distill.weight_key=weight"]
     for form in ("reverse_kl", "sampled"):
         more = [f"distill.divergence={form}", f"trainer.rollout_data_dir={tmp_path}/{form}"]
-        found = steps_here(toy, tmp_path / f"run_{form}", *given, two, *more)[1]
+        found = steps_here(toy, tmp_path / f"run_{form}", *given, *more)[1]
         total, tokens = 0.0, 0
         for sample in lines_of(tmp_path / form / "1.jsonl"):
             ids, odd = (sample["prompt_ids"], sample["response_ids"]), int(sample["input"].split("+")[0].split()[-1]) % 2
             a, b = log_probs_of(toy / "model", *ids), log_probs_of(toy / "model" if odd else teacher, *ids)
             sampled = (a - b).gather(-1, torch.tensor(ids[1])[:, None]).sum()
-            total += (sampled if form == "sampled" else (a.exp() * (a - b)).sum()).item()
+            total += (3 - odd) * (sampled if form == "sampled" else (a.exp() * (a - b)).sum()).item()
             tokens += len(ids[1])
         name = "distill/kl_mean" if form == "sampled" else "actor/distill_loss"
         assert found[name] == pytest.approx(total / tokens, rel=1e-4)

@@ -322,6 +322,8 @@ class Distill:
     discount: Share = 0.0
     """sampled: weight of the estimates of later tokens in a token's advantage. 0 = each token answers for itself; 1 = the
     gradient of the divergence between whole responses, which also rewards ending early."""
+    weight_key: str | None = None
+    """Column with the weight of the teacher in a row, a number of at least 0, which multiplies ``coef``. null = 1 in each row."""
     align: Literal["tokens", "text"] = "tokens"
     """tokens = the teacher has the policy's tokenizer, and reads the sampled tokens. text = it has another tokenizer, and reads
     their text in its own tokens, after the prompt in its own chat template. This needs ``divergence=sampled``. Tokens that only

@@ -18,7 +18,7 @@ from verl_memopt.model.prefix_layout import ranges
 
 TOKEN_FIELDS = (
     "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "selected", "old_values", "returns", "weights", "kept",
-    "sampled_log_probs", "teacher_log_probs", "teacher_ids", "teacher_top", "places",
+    "sampled_log_probs", "teacher_log_probs", "teacher_weights", "teacher_ids", "teacher_top", "places",
 )  # fmt: skip
 """Fields with one entry per response token, in the order of ``responses.flat``."""
 
@@ -41,6 +41,7 @@ class RolloutBatch(TensorClass):
         weights: fp32 [R], importance weights of the rollout correction.
         sampled_log_probs: fp32 [R], the engine's log-probs, if ``actor.off_policy_mask_threshold`` reads them in the update.
         teacher_log_probs: fp32 [R], log-probs under the teacher, if ``distill.divergence=sampled`` reads them.
+        teacher_weights: fp32 [R], the weight of the teacher in each token's row. None = 1.
         teacher_ids: int32 [R, k], the most probable tokens of a teacher that is not in the workers.
         teacher_top: fp32 [R, k], their log-probs.
         teacher_prompts: The prompt of each row that the teacher reads. None = it reads ``prompts``.
@@ -66,6 +67,7 @@ class RolloutBatch(TensorClass):
     kept: Tensor | None = None
     sampled_log_probs: Tensor | None = None
     teacher_log_probs: Tensor | None = None
+    teacher_weights: Tensor | None = None
     teacher_ids: Tensor | None = None
     teacher_top: Tensor | None = None
     places: Tensor | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
@@ -76,6 +77,8 @@ class PromptRow:
     """Name of the environment of a conversation. None = the only one."""
     teacher: tuple[str, Spans] | None = None
     """The prompt that a teacher reads instead, like ``text`` and ``plain``. None = it reads the policy's prompt."""
+    teacher_weight: float = 1.0
+    """The weight of the teacher in this row."""
     teacher_number: int = 0
     """The teacher of the row: 0 = the first one, 1, 2, ... = the further ones in their order."""
     teacher_top: tuple[tuple[tuple[int, float], ...], ...] = ()
@@ -105,6 +108,7 @@ class TeacherColumns:
         prompt: ``distill.teacher_prompt``, from which each row gets a prompt for the teacher; None = it needs none.
         key: ``teacher.key``.
         names: The names in ``teacher.further_models``.
+        weight: ``distill.weight_key``.
         said: ``teacher.log_probs_key``.
         top: ``distill.top_k``.
         tokenizer: The tokenizer of a teacher that reads text, and whose chat template its prompts have; None = it reads the
@@ -114,6 +118,7 @@ class TeacherColumns:
     prompt: str | None = None
     key: str = ""
     names: tuple[str, ...] = ()
+    weight: str | None = None
     said: str | None = None
     top: int = 0
     tokenizer: Any = None
@@ -128,6 +133,17 @@ class TeacherColumns:
                 f"{', '.join(self.names)}. Add it there, or correct the row."
             )
         return 1 + self.names.index(name)
+
+    def weight_of(self, address: str, columns: Mapping[str, Any]) -> float:
+        if self.weight is None:
+            return 1.0
+        value = columns.get(self.weight)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise DataError(
+                f"{address}: distill.weight_key={self.weight} must be a number of at least 0, but it is {value!r:.100}. Correct "
+                "the row, or remove the key."
+            )
+        return float(value)
 
 
 class PromptReader:
@@ -229,6 +245,7 @@ class PromptReader:
             environment=others.get(ENVIRONMENT_COLUMN),
             teacher=self._for_teacher(address, columns, prompt if is_text else messages),
             teacher_number=self._teachers.number(address, columns),
+            teacher_weight=self._teachers.weight_of(address, columns),
         )
 
     def _prompt(self, address: str, columns: dict[str, Any]) -> Any:

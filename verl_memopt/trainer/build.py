@@ -366,9 +366,15 @@ def teacher_columns(settings: Settings) -> TeacherColumns | None:
     if not has_teacher(settings):
         return None
     teacher, distill = settings.teacher, settings.distill
-    names = tuple(teacher.further_models)
-    tokenizer = read_teacher_tokenizer(settings) if distill.align == "text" else None
-    return TeacherColumns(distill.teacher_prompt, teacher.key, names, teacher.log_probs_key, distill.top_k or 0, tokenizer)
+    return TeacherColumns(
+        prompt=distill.teacher_prompt,
+        key=teacher.key,
+        names=tuple(teacher.further_models),
+        weight=distill.weight_key,
+        said=teacher.log_probs_key,
+        top=distill.top_k or 0,
+        tokenizer=read_teacher_tokenizer(settings) if distill.align == "text" else None,
+    )
 
 
 def _by_rules(settings: Settings, environments: Mapping[str | None, EnvironmentKind]) -> bool:

@@ -417,6 +417,8 @@ class StepBatch:
         estimate = rows.old_log_probs - rows.teacher_log_probs
         if rows.kept is not None:
             estimate = estimate.where(rows.kept, 0.0)
+        if rows.teacher_weights is not None:
+            estimate = estimate * rows.teacher_weights
         counted = estimate if self.teacher_shares is None else estimate * self.teacher_shares
         self.metrics["distill/kl_mean"] = float(counted.mean()) if estimate.numel() else 0.0
         if distill.discount:

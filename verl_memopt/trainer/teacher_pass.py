@@ -121,13 +121,16 @@ class TeacherPass:
         batch.teacher_shares = torch.cat([shares for _, shares in found])
 
     def tell(self, batch: StepBatch) -> None:
-        """Add the number of its teacher to each row of a step, and the prompts that the teachers read.
+        """Add the number and weight of its teacher to each row of a step, and the prompts that the teachers read.
 
         Raises:
             DataError: A row has no such prompt, because a user's class made it.
         """
         numbers = [row.teacher_number for row in batch.answers.rows]
         batch.rows.teacher = torch.tensor(numbers) if any(numbers) else None
+        if self.distill.weight_key is not None:
+            weights = torch.tensor([row.teacher_weight for row in batch.answers.rows], dtype=torch.float32)
+            batch.rows.teacher_weights = weights.repeat_interleave(batch.rows.responses.lengths)
         if self.tokenizer is None:
             return
         rows = list({id(row): row for row in batch.answers.rows}.values())

@@ -277,8 +277,13 @@ class Objective:
         # The gradients of all divergences, fp32 [R]. They do not depend on the divergences, because the loss averages these.
         with torch.enable_grad():
             divergence = torch.zeros_like(self.micro.pack.row, dtype=torch.float32, requires_grad=True)
-            loss = self.distill_coef * scale * self._mean(divergence, self.actor.loss_agg_mode, EVERYTHING)
+            weighted = self._weighted(divergence, EVERYTHING)
+            loss = self.distill_coef * scale * self._mean(weighted, self.actor.loss_agg_mode, EVERYTHING)
         return torch.autograd.grad(loss, divergence)[0]
+
+    def _weighted(self, divergence: Tensor, rows: Any) -> Tensor:
+        weights = self.micro.teacher_weights
+        return divergence if weights is None else divergence * weights[rows]
 
     def _mean(self, values: Tensor, mode: str, rows: Any) -> Tensor:
         micro = self.micro
@@ -348,7 +353,8 @@ class Objective:
             weight = actor.entropy_coeff if self.counts.entropy_coeff is None else self.counts.entropy_coeff
             penalties.append((-weight, "entropy", self._mean(entropy, actor.entropy_agg_mode or actor.loss_agg_mode, rows)))
         if divergence is not None:
-            penalties.append((self.distill_coef, "distill_loss", self._mean(divergence, actor.loss_agg_mode, rows)))
+            mean = self._mean(self._weighted(divergence, rows), actor.loss_agg_mode, rows)
+            penalties.append((self.distill_coef, "distill_loss", mean))
         if actor.use_kl_loss:
             assert self.micro.ref_log_probs is not None
             divergence = kl_estimate(log_probs, self.micro.ref_log_probs[rows], actor.kl_loss_type)

@@ -51,6 +51,7 @@ TOKEN_TENSORS = (
     "weights",
     "kept",
     "sampled_log_probs",
+    "teacher_weights",
 )
 """The fields of :class:`MicroBatch` with one value per response token."""
 
@@ -82,6 +83,7 @@ class MicroBatch:
     weights: Tensor | None = None
     kept: Tensor | None = None
     sampled_log_probs: Tensor | None = None
+    teacher_weights: Tensor | None = None
     prompt: Pack | None = None
     ends: bool = True
     reads: bool = True
