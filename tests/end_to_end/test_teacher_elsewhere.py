@@ -4,6 +4,7 @@ import json
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
@@ -103,6 +104,23 @@ def test_a_server_says_what_the_model_would_say(toy, tmp_path, teacher, server, 
     assert "secret" not in "".join(path.read_text() for path in (tmp_path / "there").glob("*.json*"))
     other = steps_here(toy, tmp_path / "openai", *SHORT[:-1], asked, form, "teacher.endpoint.api=openai")
     the_same(here, other)
+
+
+def test_a_server_reads_the_turns_of_conversations(toy, tmp_path, teacher, asked):
+    world, rollout = Path(__file__).parents[1] / "agents" / "world.py", f"{AR}.rollout"
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{a}+{a}=", "number": {a}}}\n' for a in range(8)))
+    more = [
+        f"{rollout}.agent.environment.path={world}", f"{rollout}.agent.environment.name=World",
+        f"{rollout}.multi_turn.format={world}:calls", f"{rollout}.multi_turn.max_assistant_turns=3", "data.val_files=null",
+        f"data.train_files={tmp_path}/rows.jsonl", "data.max_response_length=60", "data.max_prompt_length=64",
+        f"{rollout}.stop_token_ids={list(range(20, 120))}", f"{rollout}.multi_turn.max_tool_response_length=10",
+        f"{AR}.actor.ppo_max_token_len_per_gpu=256", f"{AR}.rollout.log_prob_max_token_len_per_gpu=256",
+    ]  # fmt: skip
+    for form in (["distill.divergence=sampled"], ["distill.divergence=reverse_kl", "distill.top_k=8"]):
+        place, named = tmp_path / str(len(form)), f"teacher.model.path={teacher}"
+        here = steps_here(toy, place / "here", *SHORT, *more, *form, named, "teacher.log_prob_max_token_len_per_gpu=256")
+        the_same(here, steps_here(toy, place / "there", *SHORT[:-1], *more, *form, asked))
+        assert here[1]["agent/turns/mean"] > 1
 
 
 def test_a_server_says_the_most_probable_tokens(toy, tmp_path, teacher, asked):
