@@ -51,6 +51,8 @@ class Draw:
     share: float
     student: TinyShape | None = None
     """RLT's model that scores."""
+    teacher: TinyShape | None = None
+    """The model that a run distills from, beside what its settings say of ``teacher`` and ``distill``."""
 
     @property
     def config(self) -> str:
@@ -205,7 +207,8 @@ def run(drawn: Draw, folder: Path, limited: bool = True) -> tuple[Outcome, Peaks
     local = [] if "trainer.worker_group=ray" in drawn.settings else ["trainer.worker_group=local"]
     fixed += local
     settings = load_settings(drawn.config, [*drawn.settings, *fixed])
-    sizes = Sizes(size_of(drawn.shape), student=None if drawn.student is None else size_of(drawn.student))
+    others = {"student": drawn.student, "teacher": drawn.teacher}
+    sizes = Sizes(size_of(drawn.shape), **{role: size_of(shape) for role, shape in others.items() if shape is not None})
     peaks = predict(settings, sizes, phases_of(settings), "cpu")
     limit = round(peaks.device_bytes * drawn.share)
     if limited:
@@ -266,7 +269,10 @@ def _inputs(drawn: Draw, folder: Path, longest: int) -> list[str]:
     (folder / "score.py").write_text(SCORE)
     if drawn.student is not None:
         return [f"reward_model.model.path={student}"]
-    return ["data.response_key=answer"] if drawn.way == "sft" else [f"custom_reward_function.path={folder}/score.py"]
+    found = ["data.response_key=answer"] if drawn.way == "sft" else [f"custom_reward_function.path={folder}/score.py"]
+    if drawn.teacher is not None:
+        found.append(f"teacher.model.path={make_tiny_model(folder / 'teacher', drawn.teacher)}")
+    return found
 
 
 def line(outcome: Outcome) -> str:

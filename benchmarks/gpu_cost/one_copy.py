@@ -1,9 +1,9 @@
 """``python -m benchmarks.gpu_cost.one_copy``: device and host bytes of each phase of a step, from the real step on fake tensors.
 
 A worker of a published shape runs on the virtual GPU (``tests/virtual_gpu``), whose tensors have no values: load, old log-probs,
-reference log-probs, update and weight sync. Generation is not run: its weights are those that are there, and the KV cache takes
-what is left. Every figure is predicted. Host buffers are mapped and never written, so that a model larger than this machine can
-be run.
+reference log-probs, the pass of a teacher, update and weight sync. Generation is not run: its weights are those that are there,
+and the KV cache takes what is left. Every figure is predicted. Host buffers are mapped and never written, so that a model larger
+than this machine can be run.
 
 ``--measure`` runs the same steps for real, with random weights, on the GPU that is there: three steps, with what the allocator
 counts beside what the formulas of ``fit`` say. Without a GPU it runs on the CPU; make it small then (``--shrink 32 --layers 2``).
@@ -44,7 +44,7 @@ from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.observe.log_setup import setup_logging
 from verl_memopt.observe.phase import GIB
 from verl_memopt.plan.peaks import Sizes, predict
-from verl_memopt.trainer.micro_batching import budgets, cut_ranks
+from verl_memopt.trainer.micro_batching import budgets, cut_ranks, teacher_budget
 from verl_memopt.worker.group import Placement
 from verl_memopt.worker.trained_model import MiniBatch
 from verl_memopt.worker.worker import Worker
@@ -54,12 +54,13 @@ NO_RESERVE = 0x4000
 """MAP_NORESERVE of Linux: pages that nobody writes need no memory."""
 LARGE = 2**16
 """Elements of a host tensor from which on it is not written."""
-PARTS = {
+MODELS = {
+    **SHAPES,
     "14b": dataclasses.replace(
         SHAPES["8b"], hidden_size=5120, intermediate_size=17408, num_layers=40, num_heads=40, num_kv_heads=8
-    )
+    ),
 }
-PARTS["32b"] = dataclasses.replace(PARTS["14b"], intermediate_size=25_600, num_layers=64, num_heads=64)
+MODELS["32b"] = dataclasses.replace(MODELS["14b"], intermediate_size=25_600, num_layers=64, num_heads=64)
 STEPS = {"predicted": 2, "measured": 3}
 """The first makes the optimizer's state, and compiles; the last one's figures are shown."""
 
@@ -111,7 +112,7 @@ def phases(case: Case, track: bool, ranks: int = 1) -> dict[str, Any]:
     ``ranks``: of the group of which the worker is the first. The case is its share of the work; the others are not there.
     """
     with tempfile.TemporaryDirectory() as parent:
-        folder = make_model_folder(case.shape, Path(parent) / "model")
+        folder = _folder_of(case, Path(parent))
         settings = settings_of(case, folder, ranks)
         no_reserve = mock.patch.object(mmap, "MAP_PRIVATE", mmap.MAP_PRIVATE | NO_RESERVE)
         with fake_process_group(ranks), BoundlessHost(total_bytes=2**40) as gpu, no_reserve:
@@ -125,23 +126,35 @@ def measured(case: Case, keep: Path | None, steps: int) -> dict[str, Any]:
     """
     device = local_device(resolve_device("auto"), 0)
     with tempfile.TemporaryDirectory() as parent:
-        folder = make_model_folder(case.shape, Path(parent) / "model")
+        folder = _folder_of(case, Path(parent))
         settings = settings_of(case, folder, device=device.type)
         try:
             found = _steps(case, settings, folder, None, device.type, not is_gpu(device), 1, steps, keep)
         except DeviceMemoryError as error:
             found = {"error": " ".join(str(error).split())}
         leave_process_group()
-        foreseen = predict(settings, Sizes(size_of(case.shape)), ("init", "old_log_prob", "ref", "update_actor"), device.type)
+        foreseen = predict(settings, sizes_of(case), ("init", "old_log_prob", "ref", "teacher", "update_actor"), device.type)
     beside = ("context", "allocator", "engine")
     phases = {name: sum(size for kind, size in kinds.items() if kind not in beside) for name, kinds in foreseen.phases.items()}
     limit = settings.memory.device_limit_gb
     return {**found, "foreseen": phases, "foreseen_host": foreseen.host_bytes, "limit_gb": limit}
 
 
+def sizes_of(case: Case) -> Sizes:
+    return Sizes(size_of(case.shape), teacher=None if case.teacher is None else size_of(case.teacher))
+
+
+def _folder_of(case: Case, parent: Path) -> Path:
+    # A teacher's folder is beside the model's.
+    if case.teacher is not None:
+        make_model_folder(case.teacher, parent / "teacher")
+    return make_model_folder(case.shape, parent / "model")
+
+
 def settings_of(case: Case, folder: Path, ranks: int = 1, device: str | None = None) -> Settings:
     """Return the settings of a run of which each rank has the case's work. ``device``: a real one, where functions compile."""
     fake = () if device else ("actor_rollout_ref.actor.use_torch_compile=false",)
+    taught = () if case.teacher is None else (f"teacher.model.path={folder.parent / 'teacher'}", "distill.coef=1")
     return load_settings(
         "rloo_trainer",
         [
@@ -151,7 +164,7 @@ def settings_of(case: Case, folder: Path, ranks: int = 1, device: str | None = N
             "actor_rollout_ref.rollout.name=hf", f"actor_rollout_ref.rollout.n={case.group}",
             "actor_rollout_ref.actor.adaptive_token_budget=false", *fake,
             f"trainer.worker_group={'local' if ranks == 1 else 'ray'}", f"trainer.n_gpus_per_node={ranks}",
-            f"trainer.device={device or 'cuda'}", *case.overrides,
+            f"trainer.device={device or 'cuda'}", *taught, *case.overrides,
         ],
     )  # fmt: skip
 
@@ -162,6 +175,9 @@ def _steps(
 ) -> dict[str, Any]:  # fmt: skip
     roles = settings.actor_rollout_ref
     plan = dataclasses.replace(worker_plan(settings, folder, roles.actor.use_kl_loss), kinds_on_gpu=track, track_init=track)
+    if case.teacher is not None:
+        taught = {"teacher": settings.teacher, "teacher_folder": settings.teacher.model.path, "distill": settings.distill}
+        plan = dataclasses.replace(plan, **taught)
     worker = Worker(plan, Placement(0, ranks, 0, "127.0.0.1", 0, device))
     try:
         first = worker.init_memory
@@ -171,7 +187,9 @@ def _steps(
         work = UpdateSize(rows=case.groups * case.group, prompt=case.prompt, response=case.response, group=case.group)
         batch = make_batch(work, roles.actor)
         names = [f"row {row}" for row in range(batch.num_rows)]
-        update, scoring, of_reference = (cut_ranks([batch.row_tokens()], [names], each)[0] for each in budgets(roles))
+        asked = (*budgets(roles), *(() if case.teacher is None else (teacher_budget(settings),)))
+        cuts = (cut_ranks([batch.row_tokens()], [names], each)[0] for each in asked)
+        update, scoring, of_reference, *of_teacher = ([list(rows) for rows in cut] for cut in cuts)
         counts = GlobalCounts(float(batch.responses.lengths.sum()), float(batch.num_rows))
 
         def call(phase: str, method: str, *args: Any) -> Any:
@@ -194,18 +212,21 @@ def _steps(
 
         for _ in range(steps):
             call("gen", "release_engine")
-            batch.old_log_probs = call("old_log_prob", "old_log_probs", batch, [list(rows) for rows in scoring], False).log_probs
+            batch.old_log_probs = call("old_log_prob", "old_log_probs", batch, scoring, False).log_probs
             if roles.actor.use_kl_loss:
-                batch.ref_log_probs = call("ref", "ref_log_probs", batch, [list(rows) for rows in of_reference]).log_probs
-            call("update_actor", "update_actor", [MiniBatch(batch, [list(rows) for rows in update], counts)])
+                batch.ref_log_probs = call("ref", "ref_log_probs", batch, of_reference).log_probs
+            if case.teacher is not None:
+                batch.places = torch.arange(batch.responses.flat.shape[0])
+                call("teacher", "teacher_states", batch, *of_teacher)
+            call("update_actor", "update_actor", [MiniBatch(batch, update, counts)])
             call("update_weights", "update_weights")
         params = sum(parameter.numel() for parameter in worker.policy.model.parameters()) if worker.policy else 0
         host = host_allocator()
         return {
             "params": params, "phases": found, "host_bytes": host.held_bytes, "host_peak_bytes": host.peak_bytes,
             "host_kinds": {kind: size for kind, size in host.kinds.items() if size},
-            "micro_batches": len(update), "passes": [len(update), len(scoring), len(of_reference)],
-            "tokens": sum(batch.row_tokens().cost(list(rows)) for rows in update),
+            "micro_batches": len(update), "passes": [len(update), len(scoring), len(of_reference), *map(len, of_teacher)],
+            "tokens": sum(batch.row_tokens().cost(rows) for rows in update),
         }  # fmt: skip
     finally:
         worker.close()
@@ -268,7 +289,8 @@ def render(model: str, found: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_cost.one_copy", description=__doc__)
-    parser.add_argument("--model", choices=sorted({*SHAPES, *PARTS}), default="8b")
+    parser.add_argument("--model", choices=sorted(MODELS), default="8b")
+    parser.add_argument("--teacher", choices=sorted(MODELS), help="a model to distill from")
     parser.add_argument("--layers", type=int, help="in place of the model's")
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--response", type=int, default=2048)
@@ -281,10 +303,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="with --measure: write each phase here when it ends")
     parser.add_argument("overrides", nargs="*", help="settings, as on a command line")
     asked = parser.parse_args(argv)
-    shape = {**SHAPES, **PARTS}[asked.model]
+    shape = MODELS[asked.model]
     longest = max(shape.max_positions, asked.prompt + asked.response)
     shape = dataclasses.replace(shrunk_shape(shape, asked.layers, asked.shrink), max_positions=longest)
-    case = Case(shape, asked.prompt, asked.response, asked.group, overrides=tuple(asked.overrides))
+    teacher = None if asked.teacher is None else shrunk_shape(MODELS[asked.teacher], asked.layers, asked.shrink)
+    case = Case(shape, asked.prompt, asked.response, asked.group, overrides=tuple(asked.overrides), teacher=teacher)
     if asked.measure:
         setup_logging(level=logging.INFO)
         found = measured(case, asked.keep, asked.steps)

@@ -38,7 +38,7 @@ class Case:
     """One update of a model: ``groups`` prompts of ``prompt`` tokens, to each ``group`` answers of ``response`` tokens.
 
     budget: tokens of a micro-batch; None = as the settings say. off_policy: the old log-probs are given, so that the loss is one
-    of ratios. overrides: further settings, as on a command line.
+    of ratios. overrides: further settings, as on a command line. teacher: a model to distill from; None = there is none.
     """
 
     shape: TinyShape
@@ -49,6 +49,7 @@ class Case:
     budget: int | None = 16_384
     off_policy: bool = False
     overrides: tuple[str, ...] = ()
+    teacher: TinyShape | None = None
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,9 @@ QLORA = [
     *(f"{FSDP}.{key}=false" for key in ("split_master_weights", "grad_offload", "param_offload", "offload_policy")),
 ]
 VLLM = ["debug.mode=off", f"{AR}.rollout.name=vllm", f"{AR}.rollout.enforce_eager=true"]
+TEACHER = replace(draw(0).shape, model_type="qwen3", hidden_size=192, num_layers=3)
+TEACHER_FSDP = "teacher.fsdp_config"
+STREAMED = [f"{TEACHER_FSDP}.param_offload=stream", f"{TEACHER_FSDP}.model_dtype=bfloat16"]
 OPTIMS = (f"{AR}.actor.optim", "critic.optim")
 SGD, MOMENTUM = ([f"{optim}.{key}" for optim in OPTIMS for key in ("optimizer=SGD", f"momentum={rate}")] for rate in (0.0, 0.9))
 
@@ -81,6 +84,28 @@ def test_no_phase_of_a_run_holds_more_than_was_predicted(number, more, phases, t
     assert {phase: pair for phase, pair in both.items() if pair[0] > pair[1]} == {}
     assert "ref" not in phases or "ref" in both
     assert outcome.host[1] <= outcome.host[0]
+
+
+@pytest.mark.parametrize(
+    ("number", "more"),
+    [
+        (15, ["distill.divergence=reverse_kl"]),  # the head is cast in the update, and logits are of all tokens at once
+        (31, ["distill.divergence=jsd", f"{TEACHER_FSDP}.param_offload=true"]),
+        (46, [*STREAMED, "teacher.quantization=int8"]),
+        (5, ["distill.top_k=8"]),  # the head is cast in the teacher's pass
+        (13, [*STREAMED, "distill.top_k=64", "distill.divergence=forward_kl"]),
+        pytest.param(36, ["distill.divergence=sampled", f"{TEACHER_FSDP}.dtype=bfloat16"], marks=SLOW),
+    ],
+)  # fmt: skip
+def test_no_phase_of_a_run_with_a_teacher_holds_more_than_was_predicted(number, more, tmp_path):
+    drawn = draw(number)
+    teacher = replace(TEACHER, model_type=drawn.shape.model_type, vocab_size=drawn.shape.vocab_size)
+    settings = (*drawn.settings, "debug.mode=forge", f"{AR}.rollout.top_p=1", "distill.coef=1", *more)
+    outcome, _, _ = run(replace(drawn, settings=settings, teacher=teacher), tmp_path / "draw", limited=False)
+    assert outcome.ran, outcome.error
+    both = {phase: (outcome.measured[phase], outcome.predicted[phase]) for phase in ("init", "teacher", "update_actor")}
+    assert {phase: pair for phase, pair in both.items() if pair[0] > pair[1]} == {}
+    assert 0 < outcome.host[1] <= outcome.host[0]
 
 
 def test_a_run_that_fits_runs_and_one_far_above_the_limit_is_refused_and_runs_out_of_memory(tmp_path):

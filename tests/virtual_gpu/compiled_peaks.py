@@ -1,7 +1,7 @@
 """The peak of each pass of a step with compiled functions, beside the formulas.
 
 A worker of a published shape runs its second step on the virtual GPU: PPO with a critic of another width, RLT with a student of
-another width, GRPO with a KL, and LoRA. What such a device does not see is added to its count: the tensors that Inductor keeps
+another width, GRPO with a KL, LoRA, and distillation from a teacher of another width. What such a device does not see is added to its count: the tensors that Inductor keeps
 inside a compiled function, and those that the kernels of attention's backward allocate. Rows have their longest lengths, as the
 formulas of ``verl-memopt fit`` suppose.
 """
@@ -32,13 +32,13 @@ from verl_memopt.ladder.measure import UpdateSize, make_batch
 from verl_memopt.memory.critic_rules import has_critic
 from verl_memopt.memory.fused import compiled_for_width, recorded_calls
 from verl_memopt.memory.kernels import Kernel
-from verl_memopt.memory.knob import needs_reference
+from verl_memopt.memory.knob import has_teacher, needs_reference
 from verl_memopt.memory.recompute_elementwise_torch import _norm_of_sum
 from verl_memopt.model.tiny import TinyShape
 from verl_memopt.plan.peaks import Sizes, predict
 from verl_memopt.recipes.rlt.student import Student, StudentPlan, student_batch, student_micro_batches
 from verl_memopt.recipes.rlt.student_rows import StudentRows
-from verl_memopt.trainer.micro_batching import budgets, critic_budgets, cut_ranks
+from verl_memopt.trainer.micro_batching import budgets, critic_budgets, cut_ranks, teacher_budget
 from verl_memopt.worker.group import Placement
 from verl_memopt.worker.roles import WorkerPlan
 from verl_memopt.worker.trained_model import MiniBatch
@@ -53,9 +53,12 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
     "grpo": ("algorithm.adv_estimator=grpo", f"{AR}.actor.use_kl_loss=true"),
     "lora": ("algorithm.adv_estimator=grpo", f"{AR}.actor.use_kl_loss=true", f"{AR}.model.lora_rank=16"),
+    "distill": ("algorithm.adv_estimator=distill",),
+    "top_k": ("algorithm.adv_estimator=distill", "distill.top_k=64", "teacher.fsdp_config.param_offload=stream"),
     "graphs": ("algorithm.adv_estimator=grpo", f"{AR}.actor.use_kl_loss=true", f"{AR}.actor.fsdp_config.cuda_graphs=true"),
 }  # fmt: skip
-"""Run -> its settings. ``ppo`` has a critic of another shape than the policy, ``rlt`` a student."""
+"""Run -> its settings. ``ppo`` has a critic of another shape than the policy, ``rlt`` a student, and those that distill a
+teacher."""
 
 
 class CompiledGpu(VirtualGpu):
@@ -159,7 +162,8 @@ def settings_of(run: str, case: Case, folder: Path, other: Path) -> Settings:
             "trainer.worker_group=local", "trainer.device=cuda",
             *RUNS[run],
             *((f"critic.model.path={other}", f"critic.ppo_mini_batch_size={mini}") if run == "ppo" else ()),
-            *((f"reward_model.model.path={other}",) if run == "rlt" else ()), *case.overrides,
+            *((f"reward_model.model.path={other}",) if run == "rlt" else ()),
+            *((f"teacher.model.path={other}",) if "algorithm.adv_estimator=distill" in RUNS[run] else ()), *case.overrides,
         ],
     )  # fmt: skip
 
@@ -169,6 +173,8 @@ def plan_of(run: str, settings: Settings, folder: Path, other: Path) -> WorkerPl
     plan = worker_plan(settings, folder, own_reference)
     if has_critic(settings):
         return dataclasses.replace(plan, critic=settings.critic, critic_folder=str(other), critic_schedule_steps=1000)
+    if has_teacher(settings):
+        return dataclasses.replace(plan, teacher=settings.teacher, teacher_folder=str(other), distill=settings.distill)
     if run == "rlt":
         rewards = settings.reward_model
         return dataclasses.replace(plan, role=StudentPlan(rewards.model, rewards.rlt, "separate", str(other)))
@@ -205,7 +211,9 @@ def phases(worker: Worker, case: Case, settings: Settings, updates_alone: bool) 
     counts = GlobalCounts(float(batch.responses.lengths.sum()), float(batch.num_rows))
     call("gen", "release_engine")
     zeros = torch.zeros(int(counts.tokens))
-    batch = dataclasses.replace(batch, old_log_probs=zeros, ref_log_probs=zeros)
+    batch = dataclasses.replace(batch, old_log_probs=zeros, ref_log_probs=zeros, places=torch.arange(len(zeros)))
+    if has_teacher(settings):  # an update needs what its pass leaves
+        call("teacher", "teacher_states", batch, cut(teacher_budget(settings)))
     if not updates_alone:
         call("old_log_prob", "old_log_probs", batch, scoring, False)
         if needs_reference(settings):
@@ -234,7 +242,7 @@ def count(run: str, case: Case, other_shape: TinyShape) -> dict[str, Any]:
     settings, counted = _step(run, case, other_shape, kept)
     assert kept.keys() == regions.keys(), "a deeper model compiles other functions"
     own = size_of(other_shape)
-    foreseen = predict(settings, Sizes(size_of(case.shape), critic=own, student=own), tuple(counted), "cuda")
+    foreseen = predict(settings, Sizes(size_of(case.shape), critic=own, student=own, teacher=own), tuple(counted), "cuda")
     return {"counted": counted, "foreseen": bare(foreseen.phases)}
 
 

@@ -26,6 +26,9 @@ _CHUNK = "actor_rollout_ref.model.logprob_chunk_tokens"
 FREE_TILE = 16_384
 """Vocabulary entries per tile where ``logprob_vocab_tile`` is 0 and tiles cost no extra product."""
 
+TAUGHT_COLUMNS = 1024
+"""Columns that statements with a teacher compute at a time where they are not compiled. They need several temporary tensors."""
+
 LEAST_CHUNK = 64
 """Smaller chunks make matrix products slow and save almost nothing."""
 
@@ -42,15 +45,53 @@ class ChunkedLogprob:
     on-policy. Set it when logits set the memory peak."""
 
 
-def logit_bytes(shapes: Shapes, update: bool) -> int:
+@dataclass(frozen=True)
+class Taught:
+    """A divergence from a teacher, as far as the bytes of a head depend on it."""
+
+    divergence: str
+    """reverse_kl, forward_kl or jsd."""
+    vocabulary: int
+    """Number of entries of the teacher's head."""
+    top_k: int | None = None
+    """Number of the teacher's most probable tokens that are known in place of its head."""
+    narrow: int = 0
+    """Bytes per element of the teacher's products, if it computes in half precision and the student does not."""
+
+    @property
+    def whole_rows_pay(self) -> bool:
+        """Over tiles a JSD takes one sweep more than other divergences."""
+        return self.divergence == "jsd"
+
+    def row_bytes(self, tile: int, compiles: bool) -> int:
+        """Return the bytes per token beside the student's logits: fp32 logits of the teacher, and temporary tensors.
+
+        ``tile``: columns of the student's logits. ``compiles``: statements are compiled, and those of a whole teacher need no
+        temporary tensors then.
+        """
+        columns = min(tile, TAUGHT_COLUMNS)
+        if self.top_k is not None:
+            return 4 * 3 * columns + 64 * self.top_k
+        temporaries = 0 if compiles else 7 if self.divergence == "jsd" else 5
+        return (4 + self.narrow) * min(tile, self.vocabulary) + 4 * temporaries * columns
+
+
+def logit_bytes(shapes: Shapes, update: bool, taught: Taught | None = None) -> int:
     """Bytes of the logits in an update (``update``) or in a log-prob pass, without those for entropy."""
     model, actor = shapes.settings.model, shapes.settings.actor
     chunk = model.logprob_chunk_tokens
     whole_rows = chunk == 0 or (update and actor.policy_loss.loss_mode not in LOSSES_OF_SEQUENCES)
+    whole_rows |= taught is not None and taught.whole_rows_pay
     tile = model.logprob_vocab_tile or (shapes.vocab if whole_rows else FREE_TILE)
     tile = min(shapes.vocab, tile)
     narrow = 0 if shapes.compute_bytes == 4 else shapes.compute_bytes
     entry_bytes = 4 + narrow
+    if taught is not None:
+        # As in ``Head.rows_at_once``: beside the logits of a teacher, fewer tokens fit in the bytes of a chunk.
+        summed = 0 if tile == shapes.vocab else shapes.hidden * (4 + shapes.compute_bytes)
+        alone, beside = entry_bytes * tile + summed, taught.row_bytes(tile, shapes.compiles)
+        rows = max(chunk * alone // (alone + beside), 1) if chunk else shapes.responses
+        return min(shapes.responses, rows) * (alone + beside)
     if narrow and shapes.compiles:
         # As in ``Head.rows_at_once``: without fp32 logits a chunk has more tokens in the same bytes.
         summed = 0 if tile == shapes.vocab else shapes.hidden * (4 + narrow)

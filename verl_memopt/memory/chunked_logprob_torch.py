@@ -68,7 +68,7 @@ def head_log_probs(
     gradient_in_forward = token_gradient is not None and torch.is_grad_enabled()
     tile = FREE_TILE if head.vocab_tile == 0 and head.chunk_tokens > 0 and not gradient_in_forward else head.vocab_tile
     asked = {} if statistics is None else statistics.asked
-    if teaching is not None and teaching.whole_rows_pay():
+    if teaching is not None and teaching.taught(head).whole_rows_pay:
         tile = head.vocab_tile
     if any(statistic.rescaled is None for statistic in asked.values()):
         tile = 0

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from verl_memopt.memory import kernels
+from verl_memopt.memory.chunked_logprob import TAUGHT_COLUMNS
 from verl_memopt.memory.fused import fused_statements, over_rows, run_compiled
 from verl_memopt.memory.kernels import has_kernel
 
@@ -30,8 +31,6 @@ times it is 0."""
 SCRATCH_COLUMNS = 4096
 """Columns of the scratch tensor beside the logits where functions are not compiled. It is used for entropy, and for exponentials
 on a GPU."""
-TAUGHT_COLUMNS = 1024
-"""Columns that statements with a teacher compute at a time where they are not compiled. They need several temporary tensors."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,8 @@ class Head:
         entry, summed = self.weight.itemsize, 0 if self.whole_rows else self.weight.shape[1] * (4 + self.weight.itemsize)
         both = (entry if entry == 4 else 4 + entry) * self.tile + summed
         if self.teaching is not None and self.chunk_tokens:
-            return max(self.chunk_tokens * both // (both + self.teaching.row_bytes(self)), 1)
+            beside = self.teaching.taught(self).row_bytes(self.tile, self.compiled and self.cap is None)
+            return max(self.chunk_tokens * both // (both + beside), 1)
         return self.chunk_tokens * both // (entry * self.tile + summed) if self.one_buffer else self.chunk_tokens
 
     def chunks(self, tokens: int) -> list[slice]:

@@ -23,13 +23,10 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from verl_memopt.memory.chunked_logprob import FREE_TILE
-from verl_memopt.memory.logit_tiles import BEFORE_ANY, TAUGHT_COLUMNS, Head, LogitTiles, log_softmax_, slices
+from verl_memopt.memory.chunked_logprob import FREE_TILE, TAUGHT_COLUMNS, Taught
+from verl_memopt.memory.logit_tiles import BEFORE_ANY, Head, LogitTiles, log_softmax_, slices
 from verl_memopt.observe.byte_tracker import scope
 
-TEMPORARIES = {"reverse_kl": 5, "forward_kl": 5, "jsd": 7}
-"""Divergence -> how many fp32 tensors [tokens, TAUGHT_COLUMNS] its statements need at once."""
-TEMPORARIES_OF_TOP = 3
 FAR = 20.0
 """Beyond this difference of log-probs, e^d is not computed: it may overflow."""
 
@@ -114,15 +111,10 @@ class Teaching:
     def at(self, index: Any) -> Teaching:
         return Teaching(self.divergence, self.head, self.states[index])
 
-    def row_bytes(self, student: Head) -> int:
-        """Return the bytes per token beside the student's logits: fp32 logits of the teacher, and temporary tensors."""
-        # Compiled statements need none.
-        temporaries = 0 if student.compiled and student.cap is None else TEMPORARIES[self.divergence.kind]
-        return 4 * (min(student.tile, self.head.vocabulary) + temporaries * min(student.tile, TAUGHT_COLUMNS))
-
-    def whole_rows_pay(self) -> bool:
-        # Over tiles a JSD takes one sweep more than other divergences.
-        return self.divergence.kind == "jsd"
+    def taught(self, student: Head) -> Taught:
+        own, theirs = student.weight.dtype, self.head.weight.dtype
+        narrow = 0 if theirs in (own, torch.float32) else theirs.itemsize
+        return Taught(self.divergence.kind, self.head.vocabulary, narrow=narrow)
 
     def lessons(self, student: Head, narrow: Tensor | None, run: Callable[..., Any]) -> Callable[[slice], Lesson]:
         """Return a function that makes the lesson of some tokens.
@@ -167,11 +159,8 @@ class TopTeaching:
     def at(self, index: Any) -> TopTeaching:
         return TopTeaching(self.kind, self.ids[index], self.log_probs[index], self.log_rest[index], self.vocabulary)
 
-    def row_bytes(self, student: Head) -> int:
-        return 4 * TEMPORARIES_OF_TOP * min(student.tile, TAUGHT_COLUMNS)
-
-    def whole_rows_pay(self) -> bool:
-        return False
+    def taught(self, student: Head) -> Taught:
+        return Taught(self.kind, student.vocabulary, self.ids.shape[1])
 
     def lessons(self, student: Head, narrow: Tensor | None, run: Callable[..., Any]) -> Callable[[slice], Lesson]:
         return lambda rows: _TopLesson(self.at(rows), student)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from verl_memopt.config.schema import ActorRolloutRef, PolicyLoss, TrainedFsdp
-from verl_memopt.memory.chunked_logprob import logit_bytes
+from verl_memopt.memory.chunked_logprob import FREE_TILE, TAUGHT_COLUMNS, Taught, logit_bytes
 from verl_memopt.memory.fused import TILE_ELEMENTS
 from verl_memopt.memory.grad_offload import matrix_params, tile_params
 from verl_memopt.memory.host_buffers import CHUNK_BYTES, GIB
@@ -60,6 +60,10 @@ class Held:
     has_logits: bool = True
     reads_head: bool = True
     """Its own passes read its head. False = they end at the states."""
+    top_k: int | None = None
+    """Its own passes find the k most probable tokens by a whole copy of its head, which exists after the blocks."""
+    taught: Taught | None = None
+    """What its update learns from a teacher besides."""
     quantization: str = "none"
     whole: bool = False
     """Each rank holds all weights, because its engine computes with them too."""
@@ -221,8 +225,8 @@ class Held:
 
     def _without_gradients(self, work: Pass, s: Shapes, block: float, states: float) -> dict[str, float]:
         block += self.decode_scratch
-        logits = self._logits(s, update=False)
-        moments = self._gathered(block, {"activations": states, "logits": logits})
+        at_head = {"activations": states, "logits": self._logits(s, update=False), "params": self._copied_head}
+        moments = self._gathered(block, at_head)
         if self.fsdp.streams:
             moments = [sum_kinds(moment, {"params": params}) for moment, params in zip(moments, self._streamed, strict=True)]
         held = {"activations": _packed(work)} | ({} if self.fsdp.streams else {"params": self.params})
@@ -234,8 +238,14 @@ class Held:
         # norm.
         per_param, hidden, vocab = self.at_rest.master_bytes, self.size.hidden, self.size.vocab
         matrices = vocab * hidden * (1 if self.size.tied or not self.has_logits else 2)
-        blocks = self.params - per_param * matrices
-        return per_param * hidden + 2 * blocks / self.size.layers, per_param * (hidden + vocab * hidden)
+        blocks = per_param * hidden + 2 * (self.params - per_param * matrices) / self.size.layers
+        # Two blocks stay beside a copy of the head (_copied_head), which is no unit that takes the place of one.
+        return blocks, per_param * (hidden + vocab * hidden) if self.top_k is None else blocks
+
+    @property
+    def _copied_head(self) -> float:
+        copied = self.top_k is not None and (self.is_cast or self.fsdp.streams)
+        return self.at_rest.compute_bytes * self.size.vocab * self.size.hidden if copied else 0
 
     def _gathered(self, block: float, head: Kinds) -> list[Kinds]:
         if not self.is_cast:
@@ -246,10 +256,10 @@ class Held:
         if not self._alone:
             blocks = {"activations": block, "gathered parameters": stay + first + root + stays + 2 * unit}
             blocks["collective buffers"] = max(2 * unit, root)
-            at_head = stay + first + root + own
+            at_head = stay + first + root + (own if self.reads_head else 0)
             return [blocks, {**head, "gathered parameters": at_head, "collective buffers": max(root, own)}]
         blocks = {"activations": block, "gathered parameters": max(stay, unit) + first + root + stays}
-        at_head = stay + root + (first + own if self.has_logits else own)
+        at_head = stay + root + (first + own if self.has_logits else own) * self.reads_head
         states = {"activations": head["activations"], "collective buffers": self._passing}
         return [blocks, {**head, "gathered parameters": at_head}, {**states, "gathered parameters": at_head}]
 
@@ -295,13 +305,19 @@ class Held:
         return kept + max(s.compute_bytes, 4) * share * (forest.held * pairs + forest.states * s.hidden)
 
     def _logits(self, s: Shapes, update: bool) -> float:
+        model = self.roles.model
+        chunk = min(s.responses, model.logprob_chunk_tokens or s.responses)
+        if self.top_k is not None and not update:
+            tile, narrow = min(s.vocab, model.logprob_vocab_tile or FREE_TILE), 0 if s.compute_bytes == 4 else s.compute_bytes
+            kept, passing = s.responses * (8 * self.top_k + 4), 12 * min(tile, TAUGHT_COLUMNS) + 64 * self.top_k
+            return kept + chunk * ((4 + narrow) * tile + passing)
         if not self.reads_head:
             return 0
         if not self.has_logits:
             return 16 * s.responses + 8 * s.hidden
         entropy = self.roles.actor.entropy_coeff != 0 or self.roles.actor.calculate_entropy
-        chunk = min(s.responses, self.roles.model.logprob_chunk_tokens or s.responses)
-        return logit_bytes(s, update) + (4 * chunk * min(s.vocab, 4096) if entropy else 0)
+        taught = self.taught if update else None
+        return logit_bytes(s, update, taught) + (4 * chunk * min(s.vocab, 4096) if entropy else 0)
 
     def update(self, work: Pass, exact_ratio: bool) -> dict[str, float]:
         """Kind -> bytes at the peak of an update, with parameters and gradients, without optimizer moments.

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from verl_memopt.config.keys import value_at
 from verl_memopt.config.role_settings import SAMPLED
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, CriticModel, Fsdp, Model, Settings, TrainedFsdp
+from verl_memopt.memory.chunked_logprob import Taught
 from verl_memopt.memory.critic_rules import CRITIC_PHASES, has_critic, own_pools
 from verl_memopt.memory.host_buffers import ALIGNMENT, GIB
 from verl_memopt.memory.knob import SequenceRole, devices_of, has_own_teacher, has_teacher, needs_reference, sequence_ranks
@@ -225,7 +226,7 @@ class _Prediction:
         if not has_own_teacher(self.settings):
             return None
         held = self._frozen(TEACHER, teacher.fsdp_config, self.sizes.teacher or self.sizes.policy, teacher.quantization)
-        return replace(held, reads_head=not self._keeps_states)
+        return replace(held, **self._judging)
 
     @cached_property
     def critic(self) -> Held | None:
@@ -395,13 +396,13 @@ class _Prediction:
         start = {"params": 0 if reference or self.roles.ref.adapter == "base" else self._start_bytes}
         scored = reference or policy
         found["ref"] = lambda: [start, *self._with(scored, "ref", self._most(scored.forward, "ref"))]
-        judge = self.teacher or replace(policy, trained=False, reads_head=not self._keeps_states)
+        judge = self.teacher or replace(policy, trained=False, **self._judging)
         found["teacher"] = lambda: self._with(self.teacher or policy, "teacher", self._most(judge.forward, "teacher"))
         if critic is not None:
             update_critic = partial(critic.update, exact_ratio=False)
             found["values"] = lambda: self._with(critic, "values", self._most(critic.forward, "values"))
             found["update_critic"] = lambda: self._with(critic, "update_critic", self._most(update_critic, "critic"))
-        update = partial(policy.update, exact_ratio=self.roles.actor.old_log_prob_pass == "always")
+        update = partial(replace(policy, taught=self._lesson).update, exact_ratio=self.roles.actor.old_log_prob_pass == "always")
         found["update_actor"] = lambda: [
             *self._with(policy, "update_actor", self._most(update, "actor")),
             self._taught(self._pass("actor")),
@@ -416,8 +417,21 @@ class _Prediction:
 
     @property
     def _keeps_states(self) -> bool:
-        # Otherwise the teacher's own pass reads its head.
         return self._is_taught and self.settings.distill.top_k is None
+
+    @property
+    def _judging(self) -> dict[str, Any]:
+        # How a model in the place of the teacher differs from others that score: which part of its head its pass reads.
+        return {"reads_head": not self._is_taught, "top_k": self.settings.distill.top_k if self._is_taught else None}
+
+    @property
+    def _lesson(self) -> Taught | None:
+        if not self._is_taught:
+            return None
+        distill, held, own = self.settings.distill, self.teacher or self.policy, self.policy.at_rest.compute_bytes
+        theirs = held.at_rest.compute_bytes
+        narrow = 0 if theirs in (own, 4) else theirs
+        return Taught(distill.divergence, held.size.vocab, distill.top_k, narrow)
 
     def _kept(self, held: Held) -> int:
         # Bytes per response token that the teacher's pass leaves for the update.
@@ -434,7 +448,11 @@ class _Prediction:
             return kept
         size, shapes, away = held.size, held.at_rest, held.leaves or held.fsdp.streams
         matrix = size.vocab * size.hidden
-        copied = held.is_cast or (self.teacher is not None and away) or held.fsdp.streams
+        # The policy's own head is copied if it changes before the last use of it.
+        actor = self.roles.actor
+        steps = self.settings.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+        changes = self.teacher is None and steps > 1 and not held.adapters
+        copied = held.is_cast or (self.teacher is not None and away) or held.fsdp.streams or changes
         moved = shapes.master_bytes if held.fsdp.param_offload is True and self.teacher is not None and held.is_cast else 0
         head = matrix * ((shapes.compute_bytes if copied else 0) + moved / held.ranks)
         return {"params": head, **kept}
@@ -493,7 +511,8 @@ class _Prediction:
             # A tied head is a separate tensor until it is tied to the embedding.
             tie = {"params": model.at_rest.master_bytes * model.size.vocab * model.size.hidden} if model.size.tied else {}
             moments.append(built if model.fsdp.streams else sum_kinds(built, {"params": model.params}, tie))
-            moments.append(sum_kinds(built, model.forward(check), whole, quantized))
+            # The check reads the head of every model.
+            moments.append(sum_kinds(built, replace(model, reads_head=True, top_k=None).forward(check), whole, quantized))
             built = sum_kinds(built, model.resting)
             moments.append(built)
         if self.device == "cuda" and self.roles.rollout.name == "vllm" and self.pool is None:

@@ -119,11 +119,12 @@ class Teacher:
             if top is None:
                 kept.put(positions, [states])
                 return
-            assert self._head is not None
-            ids, log_probs, log_rest = top_log_probs(self._head, states, top, self.vocabulary)
+            with self.whole_head(1):  # not before, so that it is not there beside the blocks
+                assert self._head is not None
+                ids, log_probs, log_rest = top_log_probs(self._head, states, top, self.vocabulary)
             kept.put(positions, [ids, log_probs, log_rest[:, None]])
 
-        with self.as_teacher(), nullcontext() if top is None else self.whole_head(1):
+        with self.as_teacher():
             forward_pass(self.model, batch, micro_batches, self.device, forward)
         self.kept = kept
 
