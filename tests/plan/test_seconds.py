@@ -20,7 +20,7 @@ ONLY_PRODUCTS = Rates(
     "products alone", half_flops=1e12, fp32_flops=5e11, memory_bytes=FREE, bus_bytes=FREE, sampled=FREE, call_seconds=0
 )
 SIZE = shape_size(SHAPES["0.6b"])
-STEP = ("gen", "old_log_prob", "update_actor", "update_weights")
+STEP = ("gen", "old_log_prob", "teacher", "update_actor", "update_weights")
 
 
 def seconds(*more, rates=ONLY_PRODUCTS, kv_tokens=10_000):
@@ -48,6 +48,16 @@ def test_moments_on_the_host_cross_the_bus_both_ways_once_a_mini_batch():
         seconds(f"{AR}.actor.fsdp_config.optimizer_offload={each}", rates=bus)["update_actor"] for each in ("false", "true")
     )
     assert on - off == pytest.approx(2 * 8 * SIZE.params / 1e9)
+
+
+def test_the_head_of_a_teacher_is_multiplied_with_once_in_its_pass_or_in_the_update():
+    head = 2 * SIZE.hidden * SIZE.vocab * 6 * 8 / ONLY_PRODUCTS.half_flops
+    taught = ("distill.coef=1", "teacher.model.path=none")
+    plain, exact, top = seconds(), seconds(*taught), seconds(*taught, "distill.top_k=64")
+    assert exact["update_actor"] - plain["update_actor"] == pytest.approx(head)
+    assert top["teacher"] - exact["teacher"] == pytest.approx(head)
+    assert top["teacher"] == pytest.approx(top["old_log_prob"])
+    assert top["update_actor"] == plain["update_actor"]
 
 
 def test_a_cache_without_room_for_all_sequences_decodes_in_waves():

@@ -1,9 +1,9 @@
 """The peak of each pass of a step with compiled functions, beside the formulas.
 
 A worker of a published shape runs its second step on the virtual GPU: PPO with a critic of another width, RLT with a student of
-another width, GRPO with a KL, LoRA, and distillation from a teacher of another width. What such a device does not see is added to its count: the tensors that Inductor keeps
-inside a compiled function, and those that the kernels of attention's backward allocate. Rows have their longest lengths, as the
-formulas of ``verl-memopt fit`` suppose.
+another width, GRPO with a KL, LoRA, and distillation from a teacher of another width. To its count is added what such a device
+does not see: the tensors that Inductor keeps inside a compiled function, and those that the kernels of attention's backward
+allocate. Rows have their longest lengths, as the formulas of ``verl-memopt fit`` suppose.
 """
 
 from __future__ import annotations

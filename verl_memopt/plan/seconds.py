@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from verl_memopt.config.role_settings import SAMPLED
 from verl_memopt.config.schema import Actor, Critic, CriticModel, Model, Settings, TrainedFsdp
 from verl_memopt.memory.cards import Datasheet
-from verl_memopt.memory.knob import data_ranks, num_devices
+from verl_memopt.memory.knob import data_ranks, has_teacher, num_devices, teacher_fsdp
 from verl_memopt.memory.lora import adapter_params
 from verl_memopt.memory.param_offload import STREAM
 from verl_memopt.memory.precision import width
@@ -100,14 +101,31 @@ class Lengths:
 
 
 def seconds_of(
-    settings: Settings, size: ModelSize, phases: Collection[str], rates: Rates, kv_tokens: int, device: str = "cuda"
+    settings: Settings,
+    size: ModelSize,
+    phases: Collection[str],
+    rates: Rates,
+    kv_tokens: int,
+    device: str = "cuda",
+    teacher: ModelSize | None = None,
 ) -> dict[str, float]:
-    """Return phase -> estimated seconds per step. ``kv_tokens``: tokens for which one engine's KV cache has room."""
-    step = _Step(settings, size, rates, kv_tokens, device)
+    """Return phase -> estimated seconds per step.
+
+    Args:
+        settings: Of the run.
+        size: Of the policy.
+        phases: Of a step. Those that are not estimated are left out.
+        rates: Of the device.
+        kv_tokens: Tokens for which one engine's KV cache has room.
+        device: ``cpu`` or ``cuda``.
+        teacher: Size of the teacher. None = it has the policy's size, or there is none.
+    """
+    step = _Step(settings, size, rates, kv_tokens, device, teacher or size)
     made = {
         "gen": step.generation,
         "old_log_prob": lambda: step.scoring("actor"),
         "ref": lambda: step.scoring("ref"),
+        "teacher": lambda: replace(step, size=step.teacher).scoring("teacher"),
         "values": lambda: step.scoring("critic"),
         "update_critic": lambda: step.update("critic"),
         "update_actor": lambda: step.update("actor"),
@@ -123,6 +141,13 @@ class _Step:
     rates: Rates
     kv_tokens: int
     device: str
+    teacher: ModelSize
+
+    @property
+    def _keeps_states(self) -> bool:
+        # The update then multiplies with the teacher's head, and the teacher's pass does not.
+        distill = self.settings.distill
+        return has_teacher(self.settings) and distill.divergence != SAMPLED and distill.top_k is None
 
     def _lengths(self, role: str) -> Lengths:
         data, roles = self.settings.data, self.settings.actor_rollout_ref
@@ -153,13 +178,19 @@ class _Step:
 
     def scoring(self, role: str) -> float:
         roles = self.settings.actor_rollout_ref
-        critic, section = role == "critic", roles.ref if role == "ref" else roles.rollout
-        fsdp = self.settings.critic.model.fsdp_config if critic else (roles.ref if role == "ref" else roles.actor).fsdp_config
+        critic, section, fsdp = role == "critic", roles.rollout, roles.actor.fsdp_config
+        if role == "ref":
+            section, fsdp = roles.ref, roles.ref.fsdp_config
+        elif role == "teacher":
+            section, fsdp = self.settings.teacher, teacher_fsdp(self.settings)
+        elif critic:
+            fsdp = self.settings.critic.model.fsdp_config
+        headless = critic or (role == "teacher" and self._keeps_states)
         work, dtype = self._lengths(role), fsdp.dtype
         blocks, head = self._flops(work)
         micro = self._micro_batches(work, section.log_prob_max_token_len_per_gpu, section.log_prob_micro_batch_size_per_gpu)
-        compute = (blocks + (0 if critic else head)) / self.rates.products(dtype)
-        logits = 0 if critic else 2 * LOGIT_BYTES * self.size.vocab * work.rows * work.response
+        compute = (blocks + (0 if headless else head)) / self.rates.products(dtype)
+        logits = 0 if headless else 2 * LOGIT_BYTES * self.size.vocab * work.rows * work.response
         touched = (self._touched(work, dtype) + micro * self._weights(dtype) + logits) / self.rates.memory_bytes
         calls = micro * self.size.layers * FORWARD_CALLS * self.rates.call_seconds
         once = self._weights(dtype) / self.rates.bus_bytes
@@ -179,7 +210,10 @@ class _Step:
         passes = (2 if roles.model.lora_rank else 3) + again
         again_less = again * 2 * self.size.layers * self.size.hidden * self.size.mlp * work.tokens
         micro = self._micro_batches(work, own.ppo_max_token_len_per_gpu, own.ppo_micro_batch_size_per_gpu)
-        compute = (passes * blocks - again_less + (0 if role == "critic" else 3 * head)) / self.rates.products(dtype)
+        heads = 0 if role == "critic" else 3 * head
+        if role == "actor" and self._keeps_states:
+            heads += head * self.teacher.hidden / self.size.hidden
+        compute = (passes * blocks - again_less + heads) / self.rates.products(dtype)
         logits = 0 if role == "critic" else 4 * LOGIT_BYTES * self.size.vocab * work.rows * work.response
         touched = (passes * (self._touched(work, dtype) + micro * self._weights(dtype)) + logits) / self.rates.memory_bytes
         calls = micro * self.size.layers * (FORWARD_CALLS * (1 + again) + BACKWARD_CALLS) * self.rates.call_seconds

@@ -231,8 +231,8 @@ def machines(card: Card) -> tuple[Rates, ...]:
 
 
 def seconds_with(settings: Settings, verdict: FitVerdict, rates: Rates) -> dict[str, float]:
-    size, phases = sizes_of_models(settings).policy, verdict.peaks.phases
-    return seconds_of(settings, size, phases, rates, verdict.peaks.kv_tokens, verdict.card.device)
+    sizes, phases = sizes_of_models(settings), verdict.peaks.phases
+    return seconds_of(settings, sizes.policy, phases, rates, verdict.peaks.kv_tokens, verdict.card.device, sizes.teacher)
 
 
 def beside_cache(settings: Settings) -> int | None:
