@@ -57,6 +57,8 @@ class Taught:
     """Number of the teacher's most probable tokens that are known in place of its head."""
     narrow: int = 0
     """Bytes per element of the teacher's products, if it computes in half precision and the student does not."""
+    mixed: bool = False
+    """Several teachers say something of a chunk, so each reads a copy of the student's rows."""
 
     @property
     def whole_rows_pay(self) -> bool:
@@ -69,11 +71,11 @@ class Taught:
         ``tile``: columns of the student's logits. ``compiles``: statements are compiled, and those of a whole teacher need no
         temporary tensors then.
         """
-        columns = min(tile, TAUGHT_COLUMNS)
+        columns, copies = min(tile, TAUGHT_COLUMNS), 8 * tile * self.mixed
         if self.top_k is not None:
-            return 4 * 3 * columns + 64 * self.top_k
+            return copies + 4 * 3 * columns + 64 * self.top_k
         temporaries = 0 if compiles else 7 if self.divergence == "jsd" else 5
-        return (4 + self.narrow) * min(tile, self.vocabulary) + 4 * temporaries * columns
+        return copies + (4 + self.narrow) * min(tile, self.vocabulary) + 4 * temporaries * columns
 
 
 def logit_bytes(shapes: Shapes, update: bool, taught: Taught | None = None) -> int:

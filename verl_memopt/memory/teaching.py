@@ -190,12 +190,9 @@ class MixedTeaching:
         number, places = number[index], places[index]
         return MixedTeaching([part.at(places[number == place]) for place, part in enumerate(self.parts)], number)
 
-    def row_bytes(self, student: Head) -> int:
-        """Return the bytes per token beside the student's logits. Each teacher reads a copy of the student's rows."""
-        return max(part.row_bytes(student) for part in self.parts) + 8 * student.tile
-
-    def whole_rows_pay(self) -> bool:
-        return self.parts[0].whole_rows_pay()
+    def taught(self, student: Head) -> Taught:
+        largest = max((part.taught(student) for part in self.parts), key=lambda each: each.vocabulary * (4 + each.narrow))
+        return replace(largest, mixed=True)
 
     def lessons(self, student: Head, narrow: Tensor | None, run: Callable[..., Any]) -> Callable[[slice], Lesson]:
         makers = [part.lessons(student, narrow, run) for part in self.parts]

@@ -431,7 +431,8 @@ class _Prediction:
         distill, held, own = self.settings.distill, self.teacher or self.policy, self.policy.at_rest.compute_bytes
         theirs = held.at_rest.compute_bytes
         narrow = 0 if theirs in (own, 4) else theirs
-        return Taught(distill.divergence, held.size.vocab, distill.top_k, narrow)
+        mixed = bool(self.settings.teacher.further_models)
+        return Taught(distill.divergence, held.size.vocab, distill.top_k, narrow, mixed)
 
     def _kept(self, held: Held) -> int:
         # Bytes per response token that the teacher's pass leaves for the update.
