@@ -19,7 +19,16 @@ from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, CriticMode
 from verl_memopt.memory.chunked_logprob import Taught
 from verl_memopt.memory.critic_rules import CRITIC_PHASES, has_critic, own_pools
 from verl_memopt.memory.host_buffers import ALIGNMENT, GIB
-from verl_memopt.memory.knob import SequenceRole, devices_of, has_own_teacher, has_teacher, needs_reference, sequence_ranks
+from verl_memopt.memory.knob import (
+    SequenceRole,
+    devices_of,
+    has_own_teacher,
+    has_teacher,
+    needs_reference,
+    reference_teaches,
+    sequence_ranks,
+    teacher_is_elsewhere,
+)
 from verl_memopt.memory.lora import slot_rank
 from verl_memopt.memory.precision import width
 from verl_memopt.memory.quantized_frozen import QUANTIZED_AT_ONCE
@@ -63,6 +72,7 @@ class Sizes:
     """Size of the model that scores: reward model or student."""
     further: tuple[ModelSize, ...] = ()
     """Sizes of the further reward models."""
+    further_teachers: tuple[ModelSize, ...] = ()
 
 
 CERTAIN = ("params", "rollout weights", "grads", "optimizer")
@@ -221,12 +231,21 @@ class _Prediction:
         return self._frozen(REFERENCE, ref.fsdp_config, self.sizes.reference or self.sizes.policy, ref.quantization)
 
     @cached_property
-    def teacher(self) -> Held | None:
+    def teachers(self) -> list[Held]:
+        # The teachers that are models of their own.
         teacher = self.settings.teacher
         if not has_own_teacher(self.settings):
-            return None
-        held = self._frozen(TEACHER, teacher.fsdp_config, self.sizes.teacher or self.sizes.policy, teacher.quantization)
-        return replace(held, **self._judging)
+            return []
+        sizes = (self.sizes.teacher or self.sizes.policy, *self.sizes.further_teachers)
+        held = (self._frozen(TEACHER, teacher.fsdp_config, size, teacher.quantization) for size in sizes)
+        return [replace(model, **self._judging) for model in held]
+
+    @property
+    def _judges(self) -> list[Held]:
+        # The models that judge. Empty = a server or a column does.
+        if teacher_is_elsewhere(self.settings):
+            return []
+        return self.teachers or [(self.reference if reference_teaches(self.settings) else None) or self.policy]
 
     @cached_property
     def critic(self) -> Held | None:
@@ -268,7 +287,7 @@ class _Prediction:
             apart = own_pools(self.settings)
             others = [model for role, models in own.items() if role not in apart for model in models]
             # A worker builds the models in this order.
-            held = [self.policy, self.reference, self.teacher, *others]
+            held = [self.policy, self.reference, *self.teachers, *others]
         return [model for model in held if model is not None]
 
     # The rollout engine.
@@ -396,8 +415,13 @@ class _Prediction:
         start = {"params": 0 if reference or self.roles.ref.adapter == "base" else self._start_bytes}
         scored = reference or policy
         found["ref"] = lambda: [start, *self._with(scored, "ref", self._most(scored.forward, "ref"))]
-        judge = self.teacher or replace(policy, trained=False, **self._judging)
-        found["teacher"] = lambda: self._with(self.teacher or policy, "teacher", self._most(judge.forward, "teacher"))
+        judges = self._judges
+        if judges:
+            judge = max(judges, key=lambda held: held.size.params)
+            judging = replace(judge, trained=False, **self._judging)
+            found["teacher"] = lambda: self._with(judge, "teacher", self._most(judging.forward, "teacher"))
+        else:
+            found["teacher"] = lambda: [self._others("teacher")]
         if critic is not None:
             update_critic = partial(critic.update, exact_ratio=False)
             found["values"] = lambda: self._with(critic, "values", self._most(critic.forward, "values"))
@@ -428,35 +452,39 @@ class _Prediction:
     def _lesson(self) -> Taught | None:
         if not self._is_taught:
             return None
-        distill, held, own = self.settings.distill, self.teacher or self.policy, self.policy.at_rest.compute_bytes
+        distill, own = self.settings.distill, self.policy.at_rest.compute_bytes
+        held = max(self._judges or [self.policy], key=lambda held: held.size.vocab)
         theirs = held.at_rest.compute_bytes
         narrow = 0 if theirs in (own, 4) else theirs
         mixed = bool(self.settings.teacher.further_models)
         return Taught(distill.divergence, held.size.vocab, distill.top_k, narrow, mixed)
 
-    def _kept(self, held: Held) -> int:
-        # Bytes per response token that the teacher's pass leaves for the update.
+    @property
+    def _kept(self) -> int:
+        # Most bytes per response token that a teacher's pass leaves for the update.
         top = self.settings.distill.top_k
-        return held.size.hidden * held.at_rest.compute_bytes if top is None else 8 * top + 4
+        if top is not None:
+            return 8 * top + 4
+        return max((held.size.hidden * held.at_rest.compute_bytes for held in self._judges), default=0)
 
     def _taught(self, work: Pass) -> Kinds:
-        # What an exact divergence adds to an update: the teacher's head, and what is kept of a micro-batch's tokens.
+        # What an exact divergence adds to an update: the teachers' heads, and what is kept of a micro-batch's tokens.
         if not self._is_taught:
             return {}
-        held = self.teacher or self.policy
-        kept = {"activations": work.responses * self._kept(held)}
-        if not self._keeps_states:
-            return kept
+        kept = {"activations": work.responses * self._kept}
+        return sum_kinds(kept, *map(self._head_in_update, self._judges if self._keeps_states else []))
+
+    def _head_in_update(self, held: Held) -> Kinds:
+        is_policy = held is self.policy
         size, shapes, away = held.size, held.at_rest, held.leaves or held.fsdp.streams
         matrix = size.vocab * size.hidden
         # The policy's own head is copied if it changes before the last use of it.
         actor = self.roles.actor
         steps = self.settings.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
-        changes = self.teacher is None and steps > 1 and not held.adapters
-        copied = held.is_cast or (self.teacher is not None and away) or held.fsdp.streams or changes
-        moved = shapes.master_bytes if held.fsdp.param_offload is True and self.teacher is not None and held.is_cast else 0
-        head = matrix * ((shapes.compute_bytes if copied else 0) + moved / held.ranks)
-        return {"params": head, **kept}
+        changes = is_policy and steps > 1 and not held.adapters
+        copied = held.is_cast or (away and not is_policy) or held.fsdp.streams or changes
+        moved = shapes.master_bytes if held.fsdp.param_offload is True and not is_policy and held.is_cast else 0
+        return {"params": matrix * ((shapes.compute_bytes if copied else 0) + moved / held.ranks)}
 
     def _others(self, phase: str, but: Held | None = None) -> Kinds:
         needed = NEEDS[phase]
@@ -569,9 +597,9 @@ class _Prediction:
             if held is not None and on and held in self.models:
                 parts.append({"activations": max(map(held.offloaded, self._passes(role)))})
         if self._is_taught:
-            held, data = self.teacher or self.policy, self.settings.data
+            data = self.settings.data
             rows = -(-data.train_batch_size * self.roles.rollout.n // self.ranks)
-            parts.append({"teacher states": rows * data.max_response_length * self._kept(held)})
+            parts.append({"teacher states": rows * data.max_response_length * self._kept})
         return sum_kinds(*parts)
 
     # The largest micro-batch of each pass.

@@ -17,7 +17,7 @@ from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.cards import CARDS, DATASHEETS, check_card, gigabytes
 from verl_memopt.memory.critic_rules import has_critic
-from verl_memopt.memory.knob import has_teacher, longest_sample, needs_reference, sequence_ranks
+from verl_memopt.memory.knob import has_teacher, longest_sample, needs_reference, sequence_ranks, uses_kl
 from verl_memopt.memory.rollout_memory import AUTO, CACHE
 from verl_memopt.memory.sequence_parallel import KEYS as SEQUENCE
 from verl_memopt.memory.sequence_parallel import check_heads
@@ -45,7 +45,7 @@ def phases_of(settings: Settings) -> tuple[str, ...]:
         "testing": not (supervised or forged) and data.val_files is not None,
         "reward": settings.reward_model.enable,
         "old_log_prob": not in_update or (critic and settings.trainer.critic_warmup > 1),
-        "ref": needs_reference(settings),
+        "ref": uses_kl(settings),
         "teacher": has_teacher(settings),
         "values": critic,
         "update_critic": critic,
@@ -68,6 +68,7 @@ def sizes_of_models(settings: Settings) -> Sizes:
     own, critic, rewards = settings.actor_rollout_ref.model, settings.critic.model, settings.reward_model
     reference = settings.actor_rollout_ref.ref.model.path if needs_reference(settings) else None
     teacher = settings.teacher.model.path if has_teacher(settings) else None
+    teachers = list(settings.teacher.further_models.values()) if teacher is not None else []
     scorer, further = (rewards.model.path, rewards.further_models.values()) if rewards.enable else (None, ())
 
     def named(path: str) -> Model:
@@ -79,6 +80,7 @@ def sizes_of_models(settings: Settings) -> Sizes:
         own.override_config,
         reference,
         teacher,
+        teachers,
         scorer,
         list(further),
         has_critic(settings),
@@ -93,6 +95,7 @@ def sizes_of_models(settings: Settings) -> Sizes:
             size_of(critic, "critic.model") if has_critic(settings) and critic.path != own.path else None,
             None if scorer is None else size_of(named(scorer), "reward_model.model"),
             tuple(size_of(named(path), "reward_model.further_models") for path in further),
+            tuple(size_of(named(path), "teacher.further_models") for path in teachers),
         )
     return _KNOWN[key]
 
@@ -265,6 +268,6 @@ def is_here(settings: Settings) -> bool:
     paths = [str(roles.model.hf_config_path or roles.model.path), rewards.model.path if rewards.enable else None]
     paths += rewards.further_models.values() if rewards.enable else ()
     paths += [roles.ref.model.path if needs_reference(settings) else None]
-    paths += [settings.teacher.model.path if has_teacher(settings) else None]
+    paths += [settings.teacher.model.path, *settings.teacher.further_models.values()] if has_teacher(settings) else []
     paths += [settings.critic.model.path if has_critic(settings) else None]
     return all(path is None or path in PUBLISHED or (Path(path).expanduser() / "config.json").is_file() for path in paths)
