@@ -52,6 +52,11 @@ IDLE_CASES = {
     **{f"teacher.{key}": ({}, value, TAUGHT) for key, value in OF_A_TEACHER.items()},
     "teacher.log_prob_use_dynamic_bsz": ({}, False, {**TAUGHT, "teacher.log_prob_micro_batch_size_per_gpu": 2}),
     "teacher.further_models": ({}, {"own": "small"}, TAUGHT),
+    "teacher.enable_resource_pool": ({}, True, {**TAUGHT, "distill.top_k": 8}),
+    **{
+        f"teacher.{key}": ({}, 2, {**TAUGHT, "distill.top_k": 8, "teacher.enable_resource_pool": True})
+        for key in ("nnodes", "n_gpus_per_node")
+    },
     "teacher.key": ({}, "who", {**TAUGHT, "teacher.further_models": {"own": "small"}}),
     "teacher.model.lora_adapter_path": ({}, "adapter", TAUGHT),
     "teacher.model.tokenizer_path": (

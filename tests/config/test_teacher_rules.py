@@ -45,6 +45,12 @@ LIMITS = {
         {"algorithm.adv_estimator": "distill", "distill.teacher_prompt": "{prompt}"}, "teacher.further_models", [{}],
         [{"own": "small"}],
     ),
+    "other devices have no states of the teacher": (
+        TAUGHT | {"teacher.enable_resource_pool": True}, "distill.top_k", [8], [None],
+    ),
+    "other devices need workers": (
+        TAUGHT | {"teacher.enable_resource_pool": True, "distill.top_k": 8}, "trainer.worker_group", ["ray"], ["local"],
+    ),
     "each further teacher has a folder": (TAUGHT, "teacher.further_models", [{"own": "small"}], [{"own": 1}]),
     "a text has no divergence": (TAUGHT | {"distill.align": "text"}, "distill.divergence", ["sampled"], ["reverse_kl"]),
     "a server of another tokenizer needs its tokenizer": (

@@ -155,14 +155,24 @@ def test_after_kill_9_the_rerun_ends_as_an_uninterrupted_run(toy, tmp_path, teac
     assert_equal_runs(killed, whole)
 
 
+TWO = ["trainer.n_gpus_per_node=2"]
+PLACES = {
+    "reverse_kl": ([], TWO),
+    "jsd": ([], TWO),
+    "sampled": ([], TWO),
+    # Teachers on devices of their own.
+    "forward_kl": (["distill.top_k=8"], [*TWO, "teacher.enable_resource_pool=true"]),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["reverse_kl", "jsd", "sampled"])
-def test_two_workers_learn_what_one_learns(toy, tmp_path, teacher, form):
-    found = []
-    for workers in (1, 2):
-        run_dir = tmp_path / str(workers)
-        more = ["trainer.worker_group=ray", f"trainer.n_gpus_per_node={workers}", f"{AR}.rollout.name=hf", *SPREAD]
-        more += [f"teacher.model.path={teacher}", f"distill.divergence={form}", f"teacher.further_models={{own:{toy}/model}}"]
+@pytest.mark.parametrize("form", PLACES)
+def test_workers_learn_what_one_worker_learns(toy, tmp_path, teacher, form):
+    found, (of_both, of_second) = [], PLACES[form]
+    for number, places in enumerate(([], of_second)):
+        run_dir = tmp_path / str(number)
+        more = ["trainer.worker_group=ray", f"{AR}.rollout.name=hf", f"distill.divergence={form}", *SPREAD, *of_both, *places]
+        more += [f"teacher.model.path={teacher}", f"teacher.further_models={{own:{toy}/model}}"]
         succeeded(train(toy, run_dir, *SHORT, *more))
         found.append(metrics(run_dir)[1])
     for name in ("actor/loss", "actor/grad_norm"):

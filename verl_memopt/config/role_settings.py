@@ -240,6 +240,19 @@ class Actor(UpdateBudget, SharedPrompt):
 
 
 @dataclass(frozen=True)
+class ResourcePool:
+    """Separate devices for one role."""
+
+    enable_resource_pool: bool = False
+    """Give the model ``nnodes`` x ``n_gpus_per_node`` separate devices, so that it can compute at the same time as the policy.
+    Needs ``trainer.worker_group=ray``."""
+    nnodes: NaturalInt = 1
+    """Number of machines in the pool. They may be the policy's machines, if these have enough devices for both."""
+    n_gpus_per_node: NaturalInt = 1
+    """Devices per machine in the pool; on a CPU, worker processes per machine."""
+
+
+@dataclass(frozen=True)
 class TeacherModel:
     path: str | None = None
     """Folder in Hugging Face format, or a hub id, of a causal LM with the policy's tokenizer (see ``distill.align``). It may have
@@ -279,7 +292,7 @@ class TeacherEndpoint:
 
 
 @dataclass(frozen=True)
-class Teacher(LogProbBudget, QuantizedFrozen):
+class Teacher(LogProbBudget, QuantizedFrozen, ResourcePool):
     """A frozen model that judges the policy's responses token by token; built only if a run distills."""
 
     model: TeacherModel = field(default_factory=TeacherModel)
@@ -379,19 +392,6 @@ class CriticModel(ModelKnobs):
     """auto, flash_attention_2, sdpa, eager; follows ``actor_rollout_ref.model.attn_implementation``."""
     fsdp_config: TrainedFsdp = field(default_factory=TrainedFsdp)
     """Sharding and precision of the critic."""
-
-
-@dataclass(frozen=True)
-class ResourcePool:
-    """Separate devices for one role."""
-
-    enable_resource_pool: bool = False
-    """Give the model ``nnodes`` x ``n_gpus_per_node`` separate devices, so that it can compute at the same time as the policy.
-    Needs ``trainer.worker_group=ray``."""
-    nnodes: NaturalInt = 1
-    """Number of machines in the pool. They may be the policy's machines, if these have enough devices for both."""
-    n_gpus_per_node: NaturalInt = 1
-    """Devices per machine in the pool; on a CPU, worker processes per machine."""
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,24 @@ from typing import Any
 
 from verl_memopt.algorithms.records import DISTILL, SFT
 from verl_memopt.config.keys import IS_SET, above, leaf_types, other_than, refused
-from verl_memopt.config.reward_rules import even_shards
+from verl_memopt.config.reward_rules import even_shards, own_pool
 from verl_memopt.config.role_settings import SAMPLED
 from verl_memopt.config.schema import Settings
-from verl_memopt.memory.knob import Refusal, UnusedKey, has_own_teacher, has_teacher, sequence_ranks, teacher_is_elsewhere
+from verl_memopt.memory.critic_rules import own_pools
+from verl_memopt.memory.knob import (
+    Refusal,
+    UnusedKey,
+    has_own_teacher,
+    has_teacher,
+    pool_keys,
+    sequence_ranks,
+    teacher_is_elsewhere,
+)
 
 COEF, DIVERGENCE, PATH, PROMPT = "distill.coef", "distill.divergence", "teacher.model.path", "distill.teacher_prompt"
 _ESTIMATOR, _ROLLOUT = "algorithm.adv_estimator", "actor_rollout_ref.rollout"
 _ULYSSES = "teacher.fsdp_config.ulysses_sequence_parallel_size"
+POOL = "teacher.enable_resource_pool"
 ALIGN, TOKENIZER = "distill.align", "teacher.model.tokenizer_path"
 ADAPTER = "teacher.model.lora_adapter_path"
 FURTHER, OF_ROW = "teacher.further_models", "teacher.key"
@@ -70,6 +80,13 @@ def _rules() -> Iterator[Refusal]:
         "the mapped files of the base have no adapters",
         "Set actor_rollout_ref.model.load_mode=stream, or teacher.fsdp_config.param_offload=stream.",
         has_teacher,
+    )
+    yield from own_pool("teacher", has_own_teacher)
+    yield refused(
+        {POOL: True, "distill.top_k": None, DIVERGENCE: lambda value: value != SAMPLED},
+        "the update needs the teacher's states and head, which other devices do not have",
+        f"Set distill.top_k=64 or {DIVERGENCE}={SAMPLED}, or {POOL}=false.",
+        has_own_teacher,
     )
     text: Mapping[str, Any] = {ALIGN: "text"}
     further: Mapping[str, Any]
@@ -180,6 +197,8 @@ def _unused() -> Iterator[UnusedKey]:
             yield UnusedKey(key, partial(_has_other, owners[key]), f"it belongs to {DIVERGENCE}={owners[key]}")
         elif key.startswith("teacher.endpoint.") and key != URL:
             yield UnusedKey(key, _has_no_server, f"{COEF} is 0 or {URL} is null, so no server is asked")
+        elif key in pool_keys("teacher"):
+            yield UnusedKey(key, lambda settings: "teacher" not in own_pools(settings), f"{POOL} is false or there is no teacher")
         elif key == TOKENIZER:
             yield UnusedKey(key, _reads_tokens, f"{COEF} is 0, or {ALIGN} is not text")
         elif key == OF_ROW:

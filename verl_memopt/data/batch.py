@@ -18,7 +18,8 @@ from verl_memopt.model.prefix_layout import ranges
 
 TOKEN_FIELDS = (
     "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "selected", "old_values", "returns", "weights", "kept",
-    "sampled_log_probs", "teacher_log_probs", "teacher_weights", "teacher_ids", "teacher_top", "places",
+    "sampled_log_probs", "teacher_log_probs", "teacher_weights", "teacher_ids", "teacher_top",
+    "teacher_rest", "places",
 )  # fmt: skip
 """Fields with one entry per response token, in the order of ``responses.flat``."""
 
@@ -44,6 +45,7 @@ class RolloutBatch(TensorClass):
         teacher_weights: fp32 [R], the weight of the teacher in each token's row. None = 1.
         teacher_ids: int32 [R, k], the most probable tokens of a teacher that is not in the workers.
         teacher_top: fp32 [R, k], their log-probs.
+        teacher_rest: fp32 [R], the log of the mass of all other tokens. None = it follows from ``teacher_top``.
         teacher_prompts: The prompt of each row that the teacher reads. None = it reads ``prompts``.
         teacher: int64 [B], the number of each row's teacher. None = all rows have the first one.
         places: int64 [R], numbers by which the update finds the teacher's states of the tokens.
@@ -70,6 +72,7 @@ class RolloutBatch(TensorClass):
     teacher_weights: Tensor | None = None
     teacher_ids: Tensor | None = None
     teacher_top: Tensor | None = None
+    teacher_rest: Tensor | None = None
     places: Tensor | None = None
     teacher_prompts: Ragged | SharedRows | None = None
     teacher: Tensor | None = None

@@ -13,7 +13,18 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Literal, cast
 
 from verl_memopt.algorithms.records import WITH_CRITIC
-from verl_memopt.memory.knob import DEVICES, Advice, Refusal, SettingsView, UnusedKey, for_devices, has_pool, knobs, pool_keys
+from verl_memopt.memory.knob import (
+    DEVICES,
+    Advice,
+    Refusal,
+    SettingsView,
+    UnusedKey,
+    for_devices,
+    has_own_teacher,
+    has_pool,
+    knobs,
+    pool_keys,
+)
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
@@ -37,10 +48,14 @@ def has_critic(settings: Settings) -> bool:
     return settings.algorithm.adv_estimator in WITH_CRITIC
 
 
-def own_pools(settings: Settings) -> tuple[Literal["critic", "reward_model"], ...]:
-    critic: tuple[Literal["critic"], ...] = ("critic",) if has_critic(settings) and has_pool(settings, "critic") else ()
-    scores = settings.reward_model.enable and has_pool(settings, "reward_model")
-    return (*critic, "reward_model") if scores else critic
+PoolRole = Literal["critic", "reward_model", "teacher"]
+
+
+def own_pools(settings: Settings) -> tuple[PoolRole, ...]:
+    built: dict[PoolRole, bool] = {
+        "critic": has_critic(settings), "reward_model": settings.reward_model.enable, "teacher": has_own_teacher(settings),
+    }  # fmt: skip
+    return tuple(role for role, is_built in built.items() if is_built and has_pool(settings, role))
 
 
 def twin(key: str) -> str:

@@ -15,7 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 if TYPE_CHECKING:
-    from verl_memopt.config.schema import ActorRolloutRef, Fsdp, Settings
+    from verl_memopt.config.schema import ActorRolloutRef, Fsdp, ResourcePool, Settings
     from verl_memopt.plan.formulas import Shapes
 
 Predicate = Callable[["Settings"], bool]
@@ -337,18 +337,27 @@ def pool_keys(role: SequenceRole) -> tuple[str, str]:
 def has_pool(settings: Settings, role: SequenceRole) -> bool:
     if role == "critic":
         return settings.critic.enable_resource_pool
-    return role == "reward_model" and settings.reward_model.enable_resource_pool
+    section = {"teacher": settings.teacher, "reward_model": settings.reward_model}.get(role)
+    return section is not None and section.enable_resource_pool
 
 
 def devices_of(settings: Settings, role: SequenceRole) -> int:
     if not has_pool(settings, role):
         return num_devices(settings)
-    section = settings.critic if role == "critic" else settings.reward_model
+    section = pool_of(settings, role)
     return section.nnodes * section.n_gpus_per_node
 
 
+def pool_of(settings: Settings, role: str) -> ResourcePool:
+    """Return the section of a role that may have its own devices."""
+    sections: dict[str, ResourcePool] = {
+        "critic": settings.critic, "reward_model": settings.reward_model, "teacher": settings.teacher,
+    }  # fmt: skip
+    return sections[role]
+
+
 def for_devices(role: SequenceRole, rule: Callable[[tuple[str, str]], Refusal]) -> Iterator[Refusal]:
-    if role in ("actor", "ref", "teacher"):
+    if role in ("actor", "ref"):
         yield rule(DEVICES)
         return
     for keys, own in ((DEVICES, False), (pool_keys(role), True)):

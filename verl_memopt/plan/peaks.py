@@ -17,7 +17,7 @@ from verl_memopt.config.keys import value_at
 from verl_memopt.config.role_settings import SAMPLED
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, CriticModel, Fsdp, Model, Settings, TrainedFsdp
 from verl_memopt.memory.chunked_logprob import Taught
-from verl_memopt.memory.critic_rules import CRITIC_PHASES, has_critic, own_pools
+from verl_memopt.memory.critic_rules import CRITIC_PHASES, PoolRole, has_critic, own_pools
 from verl_memopt.memory.host_buffers import ALIGNMENT, GIB
 from verl_memopt.memory.knob import (
     SequenceRole,
@@ -113,9 +113,13 @@ class Peaks:
         return sum(self.host.values())
 
 
-POOL_PHASES: dict[str, tuple[str, ...]] = {"critic": CRITIC_PHASES, "reward_model": ("reward",)}
+POOL_PHASES: dict[str, tuple[str, ...]] = {"critic": CRITIC_PHASES, "reward_model": ("reward",), "teacher": ("teacher",)}
 """Role that can have a resource pool -> the phases that only this role has."""
-SHARED_PHASES: dict[str, tuple[str, ...]] = {"critic": ("init", "save_checkpoint"), "reward_model": ("init",)}
+SHARED_PHASES: dict[str, tuple[str, ...]] = {
+    "critic": ("init", "save_checkpoint"),
+    "reward_model": ("init",),
+    "teacher": ("init",),
+}
 """Role that can have a resource pool -> its phases that other roles have too."""
 
 
@@ -166,7 +170,7 @@ class _Prediction:
     card_bytes: int | None
     left_for_cache: int = 0
     """Bytes of the KV cache with ``kv_cache_memory_gb=auto``."""
-    pool: Literal["critic", "reward_model"] | None = None
+    pool: PoolRole | None = None
     """Role whose resource pool is predicted; None = the devices of the policy and of all roles without a pool."""
 
     def peaks(self, phases: Collection[str]) -> Peaks:
@@ -280,14 +284,16 @@ class _Prediction:
 
     @cached_property
     def models(self) -> list[Held]:
-        own = {"critic": [self.critic], "reward_model": [self.student, *self._further]}
+        own: dict[PoolRole, list[Any]] = {
+            "teacher": self.teachers, "critic": [self.critic], "reward_model": [self.student, *self._further],
+        }  # fmt: skip
         if self.pool is not None:
             held = own[self.pool]
         else:
             apart = own_pools(self.settings)
             others = [model for role, models in own.items() if role not in apart for model in models]
             # A worker builds the models in this order.
-            held = [self.policy, self.reference, *self.teachers, *others]
+            held = [self.policy, self.reference, *others]
         return [model for model in held if model is not None]
 
     # The rollout engine.

@@ -168,8 +168,9 @@ def build_run(
     reference = str(roles.ref.model.path) if with_reference and roles.model.lora_rank == 0 else None
     pools: dict[str, ResourcePool] = {"critic": settings.critic} if critic is not None else {}
     pools |= {"reward_model": settings.reward_model} if _scores_with_model(settings) else {}
-    own: dict[str, ResourcePool] = {role: pools[role] for role in own_pools(settings) if role in pools}
     distills = has_teacher(settings) and mode.updates
+    pools |= {"teacher": settings.teacher} if distills else {}
+    own: dict[str, ResourcePool] = {role: pools[role] for role in own_pools(settings) if role in pools}
     environment = resolve_environment(settings, reference, critic, own, distills)
     server = teacher_elsewhere(settings, environment.embedding_rows) if distills else None
     if isinstance(server, Endpoint):
@@ -309,7 +310,9 @@ def _worker_plan(
         adaptive_phases=adaptive_phases(settings),
         rewards=settings.reward_model if settings.reward_model.enable else None,
         role=role,
-        teacher=settings.teacher if environment.teacher_folders or teacher_is_elsewhere(settings) else None,
+        teacher=settings.teacher if environment.teacher_folders else None,
+        told=teacher_is_elsewhere(settings),
+        vocabulary=environment.embedding_rows,
         teacher_folders=tuple(str(folder) for folder in environment.teacher_folders),
         distill=settings.distill if has_teacher(settings) and mode_of(settings).updates else None,
         reference_teaches=reference_teaches(settings),

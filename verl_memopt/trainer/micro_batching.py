@@ -355,7 +355,7 @@ class PolicyUpdate:
         batch.places = torch.arange(batch.responses.flat.shape[0])
         # Only the teacher's pass reads what a teacher elsewhere has said.
         learned = batch.clone(recurse=False)
-        learned.teacher_ids = learned.teacher_top = None
+        learned.teacher_ids = learned.teacher_top = learned.teacher_rest = None
         per_rank = cut(learned)
         self.teacher_states(batch, names, per_rank)
         return per_rank

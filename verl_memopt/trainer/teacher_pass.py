@@ -23,7 +23,7 @@ from verl_memopt.errors import ConfigError, DataError, RewardError, TeacherError
 from verl_memopt.memory.knob import teacher_is_elsewhere
 from verl_memopt.rewards.judge import Patience, ask
 from verl_memopt.trainer.micro_batching import Budget, cut_ranks
-from verl_memopt.trainer.rollouts import LogProbPass, RowAnswers, StepBatch
+from verl_memopt.trainer.rollouts import ForwardPass, LogProbPass, RowAnswers, StepBatch
 from verl_memopt.worker.group import TimedGroup
 from verl_memopt.worker.trained_model import MiniBatch
 from verl_memopt.worker.worker import Worker
@@ -73,6 +73,27 @@ class TeacherPass:
             with self.workers.clock.phase("teacher"):
                 said = self.elsewhere.say(batch.answers, batch.rows, batch.names)
             batch.rows.teacher_ids, batch.rows.teacher_top = said.top()
+        elif self._judges.is_apart:
+            self._read_top(batch.rows, batch.names)
+
+    @property
+    def _judges(self) -> TimedGroup:
+        # The workers that have the teacher.
+        return self.workers.of("teacher")
+
+    def _read_top(self, rows: RolloutBatch, names: Sequence[str]) -> None:
+        told, tokens, k = rows.for_teacher(), rows.responses.flat.shape[0], self.distill.top_k
+        assert k is not None, "the rules refuse other exact forms"
+        ids, log_probs, rest = torch.zeros(tokens, k, dtype=torch.int32), torch.zeros(tokens, k), torch.zeros(tokens)
+        sizes = told.responses.sizes()
+        for number, of_teacher in _by_teacher(told, range(told.num_rows)).items():
+            asked = ForwardPass(self._judges, "teacher", Worker.teacher_top, self.budget, self.balance, (number,))
+            answers = asked.begin(told.select(of_teacher), [names[row] for row in of_teacher]).result()
+            for share, answer in answers:
+                places = token_index(sizes, [of_teacher[row] for row in share])
+                for whole, part in zip((ids, log_probs, rest), answer, strict=True):
+                    whole[places] = part
+        rows.teacher_ids, rows.teacher_top, rows.teacher_rest = ids, log_probs, rest
 
     def judge(self, batch: StepBatch) -> Tensor:
         """Return the log-probs of all response tokens of a step, fp32 [R], whatever is learned from the teacher.
@@ -154,7 +175,7 @@ class TeacherPass:
         batch = batch.for_teacher()
         found, sizes = torch.zeros(batch.responses.flat.shape[0]), batch.responses.sizes()
         for number, rows in _by_teacher(batch, range(batch.num_rows)).items():
-            asked = LogProbPass(self.workers, phase, Worker.teacher_log_probs, self.budget, self.balance, (number,))
+            asked = LogProbPass(self._judges, phase, Worker.teacher_log_probs, self.budget, self.balance, (number,))
             own = asked.compute(batch.select(rows), [names[row] for row in rows])
             found[token_index(sizes, rows)] = own.log_probs
         return found
@@ -168,12 +189,13 @@ class TeacherPass:
         row_of, tokens = batch.response_row(), batch.row_tokens()
         numbered = [[mini.batch.places for mini in minis if mini.batch.places is not None] for minis in per_rank]
         places = [torch.cat(own) for own in numbered]
-        shares = [_by_teacher(batch, row_of[own].unique().tolist()) for own in places]
+        rows_of = [row_of[own].unique().tolist() for own in places]
+        if batch.teacher_ids is not None:  # the ranks only keep what their tokens need
+            self.workers.each("teacher", Worker.teacher_states, [(batch.select(rows), []) for rows in rows_of])
+            return
+        shares = [_by_teacher(batch, rows) for rows in rows_of]
         for number in sorted({number for share in shares for number in share}):
             own = [share.get(number, []) for share in shares]
-            if self.elsewhere is not None:  # the ranks only keep what their tokens need
-                self.workers.each("teacher", Worker.teacher_states, [(batch.select(rows), [], number) for rows in own])
-                continue
             rank_tokens = [tokens.select(rows) for rows in own]
             bins = cut_ranks(rank_tokens, [[names[row] for row in rows] for rows in own], self.budget)
             arguments = [(batch.select(rows), cut, number) for rows, cut in zip(own, bins, strict=True)]

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from verl_memopt.distributed.threads import THREADS, threads_for
 from verl_memopt.errors import ConfigError, DeviceMemoryError, HostMemoryError, UserError, WorkerError
 from verl_memopt.memory.critic_rules import own_pools
+from verl_memopt.memory.knob import pool_of
 from verl_memopt.run.process_tree import STOP_SIGNALS
 from verl_memopt.run.processes import full_shared_memory, uncollected
 from verl_memopt.worker.group import LOOPBACK, Pending, Placement, WorkerFactory, process_environment
@@ -155,7 +156,7 @@ def group_of(settings: Settings, device: str, ahead: Sequence[str] = (), pools: 
     trainer, ray, gpu = settings.trainer, settings.ray_kwargs, device != "cpu"
     requests = [Request(trainer.nnodes, trainer.n_gpus_per_node, gpu)]
     for name in own_pools(settings) if pools is None else pools:
-        section = settings.critic if name == "critic" else settings.reward_model
+        section = pool_of(settings, name)
         requests.append(Request(section.nnodes, section.n_gpus_per_node, gpu, name))
     num_threads = threads_for(sum(request.devices_per_node for request in requests))
     patience = settings.actor_rollout_ref.nccl_timeout

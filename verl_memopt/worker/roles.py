@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import repeat
@@ -140,7 +140,11 @@ class WorkerPlan:
     teacher: schema.Teacher | None = None
     """The ``teacher`` section of the settings. None = the run does not distill, or the policy is its own teacher."""
     teacher_folders: tuple[str, ...] = ()
-    """Folders of the teachers' models. Empty with ``teacher`` = the workers have no teacher, and are told what it says."""
+    """Folders of the teachers' models."""
+    told: bool = False
+    """The teacher is elsewhere, and the workers are told what it says."""
+    vocabulary: int = 0
+    """Number of ids of the policy."""
     teacher_adapter: str | None = None
     """Folder of the teacher's adapters over the policy's base."""
     distill: Distill | None = None
@@ -158,34 +162,37 @@ class WorkerPlan:
     """False = the worker has only one other role, and its own device."""
 
     def alone(self, role: str) -> WorkerPlan:
-        absent: dict[str, Any] = dict.fromkeys(ALONE)
         snapshots = None if self.snapshot_folder is None else f"{self.snapshot_folder}/{role}"
-        # Only the policy's workers have an engine, a reference, a teacher and the role of a recipe.
-        own = {**absent, **_absent({*OWN_ROLES} - {role}), "snapshot_folder": snapshots, "teacher_folders": ()}
-        return dataclasses.replace(self, **own, has_policy=False)
+        # Only the policy's workers have an engine, a reference and the role of a recipe.
+        absent = _absent([*ALONE, *(name for other in OWN_ROLES if other != role for name in OWN_ROLES[other])])
+        distill = self.distill if role == "teacher" else None
+        return dataclasses.replace(self, **absent, snapshot_folder=snapshots, distill=distill, told=False, has_policy=False)
 
     @property
     def teaches_itself(self) -> bool:
         # With LoRA also as the reference.
-        own = self.distill is not None and self.teacher is None
+        own = self.distill is not None and not self.told and not self.teacher_folders
         return own and not (self.reference_teaches and self.reference_folder is not None)
 
-    def without(self, roles: Iterable[str]) -> WorkerPlan:
-        return dataclasses.replace(self, **_absent(roles))
+    def without(self, roles: Collection[str]) -> WorkerPlan:
+        absent = _absent([name for role in roles for name in OWN_ROLES[role]])
+        return dataclasses.replace(self, **absent, told=self.told or "teacher" in roles)
 
 
-ALONE = ("engine_folder", "reference_folder", "role", "teacher", "teacher_adapter", "distill", "beside_cache_bytes")
+ALONE = ("engine_folder", "reference_folder", "role", "teacher_adapter", "reference_teaches", "beside_cache_bytes")
 """Fields of the plan that only the policy's workers have."""
 
 OWN_ROLES = {
     "critic": ("critic", "critic_folder"),
     "reward_model": ("reward_model", "reward_folder", "further_reward_folders", "rewards"),
+    "teacher": ("teacher", "teacher_folders"),
 }
 """Role that may have its own devices -> the fields of the plan for this role."""
 
 
-def _absent(roles: Iterable[str]) -> dict[str, Any]:
-    return {name: None for role in roles for name in OWN_ROLES[role]}
+def _absent(names: Iterable[str]) -> dict[str, Any]:
+    defaults = {field.name: field.default for field in dataclasses.fields(WorkerPlan)}
+    return {name: None if defaults[name] is dataclasses.MISSING else defaults[name] for name in names}
 
 
 logger = logging.getLogger(__name__)

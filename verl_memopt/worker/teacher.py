@@ -37,7 +37,7 @@ LEAST_REST = 1e-6
 
 
 class TokenStore:
-    """Tensors with one entry per response token, in host buffers.
+    """Tensors with one entry per response token, in host buffers: ``tensors``, [N, width] each, in the order of ``places``.
 
     Args:
         places: int64 [N], the number of each token.
@@ -48,14 +48,14 @@ class TokenStore:
     def __init__(self, places: Tensor, entries: Sequence[tuple[int, torch.dtype]], device: torch.device) -> None:
         self._device = device
         self._places, self._order = places.sort()
-        self._tensors = [
+        self.tensors = [
             host_buffer(places.shape[0] * width * dtype.itemsize, device, KIND).view(dtype).view(-1, width)
             for width, dtype in entries
         ]
 
     def put(self, positions: Tensor, values: Sequence[Tensor]) -> None:
         """Store the entries, [n, width] each, of the tokens at some positions, int64 [n], of ``places``."""
-        for tensor, value in zip(self._tensors, values, strict=True):
+        for tensor, value in zip(self.tensors, values, strict=True):
             tensor.index_copy_(0, positions, value.detach().cpu())
 
     def holds(self, places: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class TokenStore:
     def at(self, places: Tensor) -> list[Tensor]:
         """Return the entries of the tokens with these numbers, int64 [n], on the device, [n, width] each."""
         order = self._order[torch.searchsorted(self._places, places)]
-        return sent_together([tensor.index_select(0, order) for tensor in self._tensors], self._device)
+        return sent_together([tensor.index_select(0, order) for tensor in self.tensors], self._device)
 
 
 @dataclass(eq=False)
@@ -105,7 +105,7 @@ class Teacher:
         assert batch.places is not None, "the driver numbers the tokens"
         self.kept = None  # the buffers of the step before are free for this one
         if batch.teacher_ids is not None:
-            self._keep_told(batch.places, batch.teacher_ids, batch.teacher_top)
+            self._keep_told(batch.places, batch.teacher_ids, batch.teacher_top, batch.teacher_rest)
             return
         sizes, top = batch.responses.sizes(), self.distill.top_k
         entries = [(self.model.head.weight.shape[1], self.model.compute)]
@@ -128,12 +128,27 @@ class Teacher:
             forward_pass(self.model, batch, micro_batches, self.device, forward)
         self.kept = kept
 
-    def _keep_told(self, places: Tensor, ids: Tensor, log_probs: Tensor | None) -> None:
+    def top(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the most probable tokens of all response tokens of a batch, on the host, and keep nothing.
+
+        Returns:
+            int32 [R, k], their ids; fp32 [R, k], their log-probs; and fp32 [R], the log of the mass of all other tokens.
+        """
+        assert self.distill.top_k is not None
+        numbered = batch.clone(recurse=False)
+        numbered.places = torch.arange(batch.responses.flat.shape[0])
+        self.compute(numbered, micro_batches)
+        assert self.kept is not None
+        (ids, log_probs, rest), self.kept = self.kept.tensors, None
+        return ids.clone(), log_probs.clone(), rest[:, 0].clone()
+
+    def _keep_told(self, places: Tensor, ids: Tensor, log_probs: Tensor | None, log_rest: Tensor | None) -> None:
         # The teacher is elsewhere, and its most probable tokens came with the batch.
         assert log_probs is not None, "ids come with their log-probs"
-        rest = 1 - log_probs.double().exp().sum(1, keepdim=True)
+        if log_rest is None:
+            log_rest = (1 - log_probs.double().exp().sum(1)).clamp(min=LEAST_REST).log().float()
         kept = TokenStore(places, [(ids.shape[1], torch.int32), (ids.shape[1], torch.float32), (1, torch.float32)], self.device)
-        kept.put(torch.arange(len(places)), [ids, log_probs, rest.clamp(min=LEAST_REST).log().float()])
+        kept.put(torch.arange(len(places)), [ids, log_probs, log_rest[:, None]])
         self.kept = kept
 
     def in_update(self, steps: int) -> AbstractContextManager[None]:

@@ -291,6 +291,12 @@ class Worker:
         """Compute what the next update reads of one of the teachers, for all response tokens of ``batch``."""
         _built(self.teachers).all[number].compute(batch, micro_batches)
 
+    def teacher_top(
+        self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], number: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the most probable tokens of one of the teachers, as :meth:`Teacher.top` does."""
+        return _built(self.teachers).all[number].top(batch, micro_batches)
+
     def call_role(self, method: Callable[..., Result], *args: Any) -> Result:
         # This runs in the phase ``reward``, in which the role's model is on the device.
         return method(self.role, *args)
@@ -439,7 +445,7 @@ class Worker:
             self.residency.rest()
 
     def _build_teachers(self, roles: RoleBuilder, distill: Distill) -> Teachers:
-        policy, models = _built(self.policy), list[PolicyModel]()
+        policy, models = self.policy, list[PolicyModel]()
         as_teacher: Callable[[], AbstractContextManager[None]] = nullcontext
         for folder in self.plan.teacher_folders:
             models.append(roles.teacher(Path(folder)))
@@ -448,17 +454,18 @@ class Worker:
             models = [self.reference]
         elif not models:
             # A teacher elsewhere has no model here. Only the policy's number of ids is read then.
-            models, adapter = [policy.model], self.plan.teacher_adapter
+            models, adapter = [_built(policy).model], self.plan.teacher_adapter
             if adapter is not None:
                 scale = dataclasses.replace(self.settings.model, **adapter_shape(adapter)).lora_scale
                 place, key = Path(adapter).expanduser(), f"{TEACHER_KEY}.model.lora_adapter_path"
-                other = other_adapter(place, policy.model, policy.model.compute, scale, key)
-                as_teacher = partial(as_reference, policy.model, other, self.device)
+                other = other_adapter(place, models[0], models[0].compute, scale, key)
+                as_teacher = partial(as_reference, models[0], other, self.device)
             elif self.plan.reference_teaches:
                 as_teacher = self._as_reference
-        vocabulary = policy.model.head.weight.shape[0]
-        teachers = Teachers([Teacher(model, distill, self.temperature, self.device, vocabulary, as_teacher) for model in models])
-        if teachers.are_exact:
+        teachers = Teachers(
+            [Teacher(model, distill, self.temperature, self.device, self.plan.vocabulary, as_teacher) for model in models]
+        )
+        if policy is not None and teachers.are_exact:
             assert distill.coef is not None, "derived from the estimator"
             policy.distill_coef, policy.teaching = distill.coef, teachers.of
         return teachers
