@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from hypothesis import strategies as st
 
-from tests.model.forests import forests
+from tests.model.forests import conversations, forests
 from verl_memopt.model.prefix_layout import PrefixLayout
 from verl_memopt.model.rotary import Rotary
 
@@ -30,7 +30,14 @@ def _of_forest(forest, pruned):
     return pack.last_block.layout if pruned and pack.last_block is not None else pack.layout
 
 
-LAYOUTS = st.one_of(st.builds(_layout, SIZES, SKIPPED), st.builds(_of_forest, forests(rows=12), st.booleans()))
+# Behind most answers there are so many tokens that a pruned last block skips them.
+TURNS = st.lists(st.tuples(st.integers(1, 6), st.integers(12, 24)), min_size=1, max_size=6)
+CONVERSATIONS = st.lists(TURNS, min_size=1, max_size=3).map(lambda turns: conversations(7, *turns))
+LAYOUTS = st.one_of(
+    st.builds(_layout, SIZES, SKIPPED),
+    st.builds(_of_forest, forests(rows=12), st.booleans()),
+    st.builds(_of_forest, CONVERSATIONS, st.just(True)),
+)
 """Layouts of these sizes, with and without skipped tokens, and of forests, whose queries may be anywhere."""
 HEADS = st.sampled_from([(1, 1), (4, 4), (4, 2), (4, 1), (6, 3)])
 """Query heads and key heads."""

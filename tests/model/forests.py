@@ -85,6 +85,20 @@ def agent(turns=16, answers=4, context=8, answer=8):
     return Forest(tuple(sizes), tuple(parents), tuple(rows))
 
 
+def conversations(prompt, *turns):
+    """Gives conversations over one prompt. Each is the sizes of its answers and of what follows them: (answer, tool), ..."""
+    sizes, parents, rows = [prompt], [-1], []
+    for own in turns:
+        place, row = sum(sizes), []
+        for answer, tool in own:
+            row += range(place, place + answer)
+            place += answer + tool
+        rows.append(tuple(row))
+        sizes.append(place - sum(sizes))
+        parents.append(0)
+    return Forest(tuple(sizes), tuple(parents), tuple(rows))
+
+
 def random_forest(seed):
     """Gives trees of at most 6 levels, and rows that sampled tokens of one or two paths, some of them as other rows did."""
     draw = random.Random(seed)

@@ -18,8 +18,10 @@ from tests.model.attention_cases import (
     with_gradients,
     with_rotary_gradients,
 )
+from tests.model.forests import conversations
 from tests.tensors import operations_named
 from verl_memopt.memory.fused import TILE_ELEMENTS
+from verl_memopt.model import attention_dense
 from verl_memopt.model.attention import eager_attention
 from verl_memopt.model.attention_dense import PACKED_CPU_FLASH, _DenseAttention, dense_attention
 from verl_memopt.model.attention_fused import _with_merged, flash_attention, merge
@@ -43,15 +45,28 @@ def dense(layout, rotary=None):
 
 def in_passes(layout, rotary=None):
     """Return dense attention without a mask, however few tokens there are."""
-    kernel = dataclasses.replace(PACKED_CPU_FLASH, masked_products=0)
-    return lambda *inputs: _DenseAttention.apply(*inputs, *rotary_arguments(rotary), layout, 0.3, kernel)
+    return with_products(0)(layout, rotary)
+
+
+def with_products(products):
+    """Return dense attention whose calls with a mask may compute so many products."""
+    kernel = dataclasses.replace(PACKED_CPU_FLASH, masked_products=products)
+
+    def of_layout(layout, rotary=None):
+        return lambda *inputs: _DenseAttention.apply(*inputs, *rotary_arguments(rotary), layout, 0.3, kernel)
+
+    return of_layout
 
 
 def flash(layout, rotary=None, window=None):
     return lambda *inputs: flash_attention(*inputs, layout, 0.3, window, rotary)
 
 
-@pytest.mark.parametrize("kernel", [dense, in_passes, flash])
+def joined(layout, rotary=None):
+    return with_products(3000)(layout, rotary)
+
+
+@pytest.mark.parametrize("kernel", [dense, in_passes, joined, flash])
 @given(layout=LAYOUTS, heads=HEADS)
 def test_every_way_to_cut_calls_gives_attention_and_its_gradients(kernel, layout, heads):
     inputs = flat_inputs(layout, *heads)
@@ -60,7 +75,7 @@ def test_every_way_to_cut_calls_gives_attention_and_its_gradients(kernel, layout
     assert agree(found, with_gradients(written_out(layout), inputs), 5e-7)
 
 
-@pytest.mark.parametrize(("kernel", "bound"), [(dense, 1e-6), (in_passes, 1e-6), (flash, 0.0)])
+@pytest.mark.parametrize(("kernel", "bound"), [(dense, 1e-6), (in_passes, 1e-6), (joined, 1e-6), (flash, 0.0)])
 @settings(deadline=None)
 @given(layout=LAYOUTS, heads=HEADS, normed=st.booleans())
 def test_queries_and_keys_rotated_inside_give_what_they_give_rotated_before(kernel, bound, layout, heads, normed):
@@ -88,6 +103,27 @@ def test_few_tokens_of_all_heads_and_sequences_are_one_call_as_near_to_double_as
     # For each of two key heads: six runs of equal lengths, and two prefixes.
     assert [sum(counts.values()) for counts in found] == [1, 2 * (6 + 2)]
     assert all(one <= max(1.05 * other, 3e-7) for one, other in zip(*errors, strict=True)), errors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("elements", "at_once"), [(0, 1), (2**18, 2)])
+def test_short_segments_of_a_path_are_one_call_as_near_to_double_as_many_calls(monkeypatch, dtype, elements, at_once):
+    monkeypatch.setattr(attention_dense, "JOINED_ELEMENTS", elements)
+    talks = conversations(40, *[[(5, 30)] * 6] * 3)
+    layout, name = talks.pack().last_block.layout, "_scaled_dot_product_flash_attention_for_cpu"
+    inputs = flat_inputs(layout, 4, 2, size=16, dtype=dtype)
+    expected = with_gradients(written_out(layout), [tensor.double() for tensor in inputs])
+    errors, found = [], []
+    for kernel in (with_products(2**15), in_passes):
+        watch, counts = operations_named([name])
+        with watch:
+            outputs = with_gradients(kernel(layout), inputs)
+        found.append(sum(counts.values()))
+        errors.append([norm_error(one, other) for one, other in zip(outputs, expected, strict=True)])
+    # Three paths of six segments, and the prompt that the others see. In passes, a path has at least 5 spans beside its segments.
+    assert found[0] == 2 // at_once * (3 + 1)
+    assert found[1] > 2 * 3 * 5
+    assert all(one <= max(1.1 * other, 3e-7) for one, other in zip(*errors, strict=True)), errors
 
 
 def test_a_window_reaches_the_kernel():

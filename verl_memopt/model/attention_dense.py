@@ -5,15 +5,18 @@ GPUs before Ampere have only the memory-efficient kernel. The two passes and the
 
 A call of the memory-efficient kernel computes several key heads and sequences of any lengths, up to a number of elements (a
 tile). So few tokens need few calls, and for many tokens the temporary tensors have the size of a tile or of one key head. A call
-of the CPU kernel computes one key head, and sequences of equal length. Few tokens on a CPU are one call with a mask.
+of the CPU kernel computes one key head, and sequences of equal length. Few tokens on a CPU are one call with a mask, and so are
+neighbouring short segments of one path.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from verl_memopt.distributed.device import is_gpu, sent_together
-from verl_memopt.model.attention_fused import CPU_FLASH, LSE_ALIGNMENT, Parts, key_heads, merge_into
+from verl_memopt.model.attention_fused import LSE_ALIGNMENT, Parts, key_heads, merge_into
 from verl_memopt.model.prefix_layout import PrefixLayout, Round, ranges
 from verl_memopt.model.rotary import Rotary, apply_rotary_to_both, rotary_arguments, rotary_backward_to_all, weight_sums
 
@@ -37,6 +40,8 @@ class KernelCall:
         key_lengths: Number of keys of each sequence.
         causal: Query i of a sequence sees only the keys up to i. If False, it sees all keys of the sequence.
         device: The device of the rows.
+        places: int64 [queries] on the host, places of the queries among all tokens, if the call has one sequence and a mask. A
+            query then sees the keys up to its own place. None = no mask.
     """
 
     queries: slice | Tensor
@@ -45,6 +50,7 @@ class KernelCall:
     key_lengths: tuple[int, ...]
     causal: bool
     device: torch.device
+    places: np.ndarray | None = None
 
     @cached_property
     def on_device(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -62,7 +68,10 @@ class KernelCall:
         return query_starts, key_starts, sequence, place
 
 
-def calls(layout: PrefixLayout, rows: int) -> tuple[list[KernelCall], list[KernelCall]]:
+Calls: TypeAlias = tuple[list[KernelCall], list[KernelCall]]
+
+
+def calls(layout: PrefixLayout, rows: int) -> Calls:
     """Return the calls of the segment pass (causal) and of all rounds, cached in the layout.
 
     A call takes neighbouring sequences that have at most ``rows`` rows if all are padded to the longest. Neighbouring segments of
@@ -99,6 +108,76 @@ def _round_calls(some_spans: Round, rows: int) -> Iterator[KernelCall]:
         yield KernelCall(at_q, at_k, query_lengths, key_lengths, False, some_spans.index_q.device)
 
 
+def joined_calls(layout: PrefixLayout, pairs: int) -> Calls | None:
+    """Return calls of which some join neighbouring segments of a path, cached in the layout. None = no segments are joined.
+
+    In a block that computes only some tokens a path has many short segments, each with spans over the keys before it. One call
+    with a mask can replace neighbouring segments and the spans whose queries are all among theirs. It does so if it computes at
+    most ``pairs`` hidden pairs of query and key for each call that it saves.
+
+    The first list has each query in one call, and the second list has the spans that are left. Each call has one sequence, and
+    rows of keys are places among all tokens.
+    """
+    if ("joined", pairs) not in layout.plans:
+        # If all tokens are queries, each path is one segment.
+        joins = None if layout.query_index is None else _Joins(layout, pairs)
+        layout.plans["joined", pairs] = (joins.first, joins.others()) if joins is not None and joins.replaced else None
+    found: Calls | None = layout.plans["joined", pairs]
+    return found
+
+
+class _Joins:
+    """The search of :func:`joined_calls`.
+
+    Attributes:
+        first: Calls that have each query once.
+        replaced: Numbers of the spans that these calls replace.
+    """
+
+    def __init__(self, layout: PrefixLayout, pairs: int) -> None:
+        self.places, self.pairs, self.device = layout.query_places, pairs, layout.cu_seqlens.device
+        self.counts = np.asarray(layout.segments)
+        self.ends = np.cumsum(self.counts)
+        self.spans = sorted(layout.spans, key=lambda span: span.queries.start)
+        self.span_starts = [span.queries.start for span in self.spans]
+        self.first, self.replaced = list[KernelCall](), set[int]()
+        # A path goes on where the first query of the next segment sees the last query of this one.
+        goes_on = layout.stops[self.places[self.ends[:-1] - 1]] > self.places[self.ends[:-1]]
+        for first, end in pairwise([0, *(np.flatnonzero(~goes_on) + 1).tolist(), len(self.counts)]):
+            self._join(first, end)
+
+    def _join(self, first: int, end: int) -> None:
+        """Take the segments from ``first`` to ``end - 1`` as one call if it pays. Otherwise try each half of them."""
+        queries = slice(int(self.ends[first] - self.counts[first]), int(self.ends[end - 1]))
+        places, counts = self.places[queries], self.counts[first:end]
+        stop = int(places[-1]) + 1
+        if len(counts) == 1:
+            self.first.append(self._call(queries, slice(int(places[0]), stop), causal=True))
+            return
+        near = range(bisect_left(self.span_starts, queries.start), bisect_left(self.span_starts, queries.stop))
+        inside = [number for number in near if self.spans[number].queries.places.stop <= queries.stop]
+        spans = [self.spans[number] for number in inside]
+        begin = min([int(places[0]), *(span.keys.start for span in spans)])
+        needed = int((counts * (counts + 1) // 2).sum()) + sum(span.queries.length * span.keys.length for span in spans)
+        shown, computed = int((places - begin + 1).sum()), len(places) * (stop - begin)
+        # A mask that shows more than these segments and spans shows keys of other paths, or keys of other spans twice.
+        if shown == needed and computed - needed <= (len(counts) + len(spans) - 1) * self.pairs:
+            self.replaced.update(inside)
+            self.first.append(self._call(queries, slice(begin, stop), places=places))
+        else:
+            half = (first + end) // 2
+            self._join(first, half)
+            self._join(half, end)
+
+    def others(self) -> list[KernelCall]:
+        left = [span for number, span in enumerate(self.spans) if number not in self.replaced]
+        return [self._call(span.queries.places, span.keys.places) for span in left]
+
+    def _call(self, queries: slice, keys: slice, causal: bool = False, places: np.ndarray | None = None) -> KernelCall:
+        lengths = (queries.stop - queries.start,), (keys.stop - keys.start,)
+        return KernelCall(queries, keys, *lengths, causal, self.device, places)
+
+
 def _cut(parts: Sequence[tuple[int, int]], rows: int) -> Iterator[slice]:
     # Cut a list of (sequences, length) so that the parts between cuts, padded to their longest, have at most `rows` rows.
     first = count = longest = 0
@@ -122,7 +201,8 @@ class PackedKernel:
         backward: (gradient, q, k, v, output, log-sum-exp, call, scale) -> gradients of q, k and v.
         elements: Most query elements of a call with several key heads or segments of different lengths.
         float_parts: As in :class:`Kernel`.
-        masked_products: Most products (queries x keys x heads x D) that take one call with a mask in place of all of these.
+        masked_products: Most products (queries x keys x heads x D) that take one call with a mask in place of all of these. A
+            call with a mask that joins segments computes at most so many hidden ones for each call that it saves.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -149,30 +229,56 @@ def _sum_key_heads(parts: list[Tensor], kv_heads: int) -> Parts:
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse = CPU_FLASH.forward(*_rectangles(q, k, v, call), call.causal, scale)
-    return _rows(out), _rows(lse)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *_rectangles(q, k, v, call), 0.0, call.causal, attn_mask=_mask_of_call(call, q.dtype), scale=scale
+    )
+    return _rows(out, k.shape[1]), _rows(lse, k.shape[1])
 
 
 def _cpu_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: KernelCall, scale: float
 ) -> Parts:
-    grad, out, lse = (_rectangle(tensor, call.query_lengths) for tensor in (grad, out, lse))
+    grad, out, lse = (_rectangle(tensor, call.query_lengths, k.shape[1]) for tensor in (grad, out, lse))
     given = grad, *_rectangles(q, k, v, call), out, lse
-    return _sum_key_heads([_rows(part) for part in CPU_FLASH.backward(*given, call.causal, scale)], k.shape[1])
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *given, 0.0, call.causal, attn_mask=_mask_of_call(call, q.dtype), scale=scale
+    )
+    if dk.shape[1] > 1:  # sum over the query heads that share a key head
+        dk = dk.sum(1, keepdim=True)
+        dv = dv.sum(1, keepdim=True)
+    return _rows(dq, k.shape[1]), _rows(dk, k.shape[1]), _rows(dv, k.shape[1])
+
+
+HIDDEN = -1e38
+"""Added to the score of a hidden pair of query and key. Its weight becomes exactly 0."""
+
+
+def _mask_of_call(call: KernelCall, dtype: torch.dtype) -> Tensor | None:
+    # Not cached, because the masks of all calls would be held together.
+    if call.places is None:
+        return None
+    assert isinstance(call.keys, slice), call.keys
+    hidden = torch.arange(call.keys.start, call.keys.stop) > torch.tensor(call.places)[:, None]
+    return hidden.to(dtype).mul_(HIDDEN)
 
 
 def _rectangles(q: Tensor, k: Tensor, v: Tensor, call: KernelCall) -> Parts:
-    keys = (_rectangle(_repeated(tensor, q), call.key_lengths) for tensor in (k, v))
-    return _rectangle(q, call.query_lengths), next(keys), next(keys)
+    query = _rectangle(q, call.query_lengths, k.shape[1])
+    # Query heads read the key head that they share with a stride of 0.
+    keys = (_rectangle(tensor, call.key_lengths, k.shape[1]).expand(-1, query.shape[1], -1, -1) for tensor in (k, v))
+    return query, next(keys), next(keys)
 
 
-def _rectangle(tensor: Tensor, lengths: Sequence[int]) -> Tensor:
-    # A view [sequences, heads, length, ...] of rows [rows, heads, ...]. All sequences have the same length.
-    return tensor.unflatten(0, (len(lengths), lengths[0])).transpose(1, 2)
+def _rectangle(tensor: Tensor, lengths: Sequence[int], kv_heads: int) -> Tensor:
+    # A view [sequences or kv heads, heads of each, length, ...] of rows [rows, heads, ...]. All sequences have the same length.
+    # There is one sequence or one key head.
+    parts = tensor.view(len(lengths), lengths[0], kv_heads, -1, *tensor.shape[2:])
+    return parts.movedim(1, 3).flatten(0, 1)
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.transpose(1, 2).flatten(0, 1)
+def _rows(tensor: Tensor, kv_heads: int) -> Tensor:
+    parts = tensor.view(-1, kv_heads, *tensor.shape[1:])
+    return parts.movedim(3, 1).flatten(2, 3).flatten(0, 1)
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:
@@ -213,6 +319,9 @@ MASKED_PRODUCTS = {"cpu": 2**18, "cuda": 0}
 
 A CPU computes so many in the time in which Python prepares one call.
 """
+
+JOINED_ELEMENTS = 2**18
+"""Most elements of queries, or of keys, of the key heads that joined calls on a CPU compute at once."""
 
 PACKED_CPU_FLASH = PackedKernel(
     _cpu_forward, _cpu_backward, ATTENTION_ELEMENTS["cpu"], float_parts=True, masked_products=MASKED_PRODUCTS["cpu"]
@@ -317,9 +426,15 @@ def _heads_and_passes(
     if not is_one_call and tokens * key.shape[0] * heads * size <= kernel.masked_products:
         return kv_heads, _MaskedCall(layout, kv_heads, scale)
     elements_of_key_head = heads // kv_heads * size
+    if kernel.masked_products:
+        at_once = key_heads_at_once(max(tokens * elements_of_key_head, key.shape[0] * size), kv_heads, JOINED_ELEMENTS)
+        joined = joined_calls(layout, kernel.masked_products // (at_once * elements_of_key_head))
+        if joined is not None:
+            return at_once, _Passes(layout, kernel, *joined, True, scale)
     at_once = key_heads_at_once(tokens * elements_of_key_head, kv_heads, kernel.elements)
     # A call with several sequences may have so many rows.
-    return at_once, _Passes(layout, kernel, kernel.elements // (at_once * elements_of_key_head), scale)
+    rows = kernel.elements // (at_once * elements_of_key_head)
+    return at_once, _Passes(layout, kernel, *calls(layout, rows), False, scale)
 
 
 @dataclass(frozen=True)
@@ -386,11 +501,16 @@ def _mask(layout: PrefixLayout, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class _Passes:
-    """The segment pass and the rounds of some heads, merged. ``rows`` is as in :func:`calls`."""
+    """The segment pass and the rounds of some heads, merged.
+
+    ``segments`` and ``others`` are from :func:`joined_calls` if ``is_joined``, else from :func:`calls`.
+    """
 
     layout: PrefixLayout
     kernel: PackedKernel
-    rows: int
+    segments: Sequence[KernelCall]
+    others: Sequence[KernelCall]
+    is_joined: bool
     scale: float
 
     def working(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -402,8 +522,8 @@ class _Passes:
 
     def forward(self, into: tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return attention [Q, heads, D] and its log-sum-exps [Q, heads], in the tensors ``into`` or in new ones."""
-        segments, others = calls(self.layout, self.rows)
-        own, dtype = self.layout.at_queries(k, v), self._sum_dtype(q)
+        segments, others, dtype = self.segments, self.others, self._sum_dtype(q)
+        own = (k, v) if self.is_joined else self.layout.at_queries(k, v)
         # A single call covers all queries and keys, so its outputs are the result.
         if into is None and len(segments) == 1 and not others:
             return self._call(segments[0], q, *own)
@@ -434,12 +554,17 @@ class _Passes:
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Parts:
         """Return the gradients of queries [Q, heads, D], and of keys and values [T, kv heads, D]."""
-        segments, others = calls(self.layout, self.rows)
+        segments, others = self.segments, self.others
 
         def call_gradients(call: KernelCall, keys: Tensor, values: Tensor) -> Parts:
             at = call.queries
             return self.kernel.backward(grad[at], q[at], keys[call.keys], values[call.keys], out[at], lse[at], call, self.scale)
 
+        if self.is_joined:
+            dq, dk, dv = (torch.zeros(x.shape, dtype=self._sum_dtype(x), device=x.device) for x in (q, k, v))
+            for call in (*segments, *others):
+                _collect(Tensor.add_, (dq, dk, dv), call, call_gradients(call, k, v))
+            return dq, dk, dv
         own = self.layout.at_queries(k, v)
         if len(segments) == 1:
             # One call writes every row, so no tensors of zeros are needed.
