@@ -300,8 +300,6 @@ def test_a_documented_script_of_distillation_trains(script, model, tmp_path, mon
     [
         ("vllm_mode", {"use_vllm": True, "vllm_mode": "server"}),
         ("use_transformers_continuous_batching", {"use_transformers_continuous_batching": True}),
-        ("entropy_coef", {"entropy_coef": 0.05}),
-        ("use_adaptive_entropy", {"use_adaptive_entropy": True, "entropy_target": 5.0}),
         ("debug", {"debug": "underflow_overflow"}),
     ],
 )

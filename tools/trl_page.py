@@ -80,10 +80,10 @@ _METRICS = """## Metrics
 
 `trainer.state.log_history` has TRL's names. Those of answers and rewards are computed as TRL computes them: `reward`,
 `reward_std`, `rewards/NAME/mean`, `rewards/NAME/std`, `frac_reward_zero_std`, `num_tokens` and `completions/...`. In a
-validation these names begin with `eval_`, or with `eval_NAME_` if `eval_dataset` has names. A validation answers each row once,
-with the most likely tokens, unless `num_generations_eval` and `actor_rollout_ref.rollout.val_kwargs` say otherwise; TRL samples
-as in training. `eval_loss` is the loss of the held-out answers under the policy that gave them, without a KL. The other entries
-are our metrics under TRL's names:
+validation these names begin with `eval_`, or with `eval_NAME_` if `eval_dataset` has names. A validation answers each row
+once, with the most likely tokens, unless `num_generations_eval` and `actor_rollout_ref.rollout.val_kwargs` say otherwise; TRL
+samples as in training. `eval_loss` is the loss of the held-out answers under the policy that gave them, without a KL, if they
+have rewards. The other entries are our metrics under TRL's names:
 
 {}
 `trainer.run.metrics` has our metrics under our names.

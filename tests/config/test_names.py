@@ -61,7 +61,8 @@ OF_TEACHER = {
     "teacher_model_init_kwargs": {"dtype": "bfloat16"},
 }  # fmt: skip
 SELF = {
-    "distillation_mode": "full_logits", "distillation_alpha": 0.3, "distillation_is_clip": 2.0, "teacher_model_kind": "base",
+    "distillation_mode": "full_logits", "distillation_alpha": 0.3, "distillation_is_clip": 2.0, "teacher_model_kind": "ema",
+    "teacher_update_rate": 0.1, "teacher_sync_steps": 1,
     "teacher_prompt_template": "{prompt} {answer}",
 }  # fmt: skip
 SPARSE = {"max_new_tokens": 7, "max_length": 99, "beta": 0.0, "loss_top_k": 8, "teacher_model_name_or_path": "wise"}

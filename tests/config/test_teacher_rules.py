@@ -143,7 +143,7 @@ def test_verls_estimate_in_the_policy_gradient_is_ours(settled, what):
         ({f"{LOSS}.loss_mode": "k3"}, f"{LOSS}.loss_mode=k3", "distill.divergence=reverse_kl"),
         ({f"{LOSS}.loss_max_clamp": 10.0}, f"{LOSS}.loss_max_clamp=10.0", "Set it to null"),
         ({f"{LOSS}.policy_loss_mode": "gspo"}, f"{LOSS}.policy_loss_mode=gspo", "Set it to vanilla"),
-        ({"distillation.teacher_models.other.model_path": "x"}, "teacher_models.other.model_path=x", "Keep one"),
+        ({"distillation.teacher_models.other.model_path": "x"}, "teacher_models.other.model_path=x", "teacher.further_models"),
         ({"distillation.self_distillation": True}, "distillation.self_distillation=true", "docs/distill.md"),
         ({"distill.divergence": "jsd"}, "distill.divergence=jsd", "Keep distill.divergence"),
         ({"distillation.enabled": "maybe"}, "distillation.enabled=maybe", "Correct it"),

@@ -165,13 +165,14 @@ IN_DISTILL = {
     "max_new_tokens": (64, {"data.max_response_length": 64}),
     "max_length": (64, {"data.max_prompt_length": 64}),
     "distillation_is_clip": (None, {}),
-    "teacher_model_kind": ("base", {"teacher.model.path": "folder"}),
+    "teacher_model_kind": ("base", {"teacher.weights": "reference", "teacher.model.path": None}),
     "teacher_prompt_template": ("{prompt} {hint}", {"distill.teacher_prompt": "{prompt} {hint}"}),
 }
 TOLD = {"distill.teacher_prompt": "{prompt} {solution}"}
 NEEDS_ANOTHER = {
     "gradient_accumulation_steps", "ref_model_sync_steps", "ref_model_mixup_alpha", "entropy_target", "entropy_coef_delta",
     "entropy_coef_min", "entropy_coef_max", "loss_top_k", "distillation_mode", "distillation_alpha",
+    "teacher_update_rate", "teacher_sync_steps",
 }  # fmt: skip
 """Names that mean something beside another name alone."""
 
@@ -264,6 +265,11 @@ def test_a_run_that_distills_reads_the_names_in_its_own_way(name):
         ),
         ({"distillation_mode": "full_logits", "distillation_alpha": 1.0}, {DIVERGENCE: "reverse_kl"}),
         ({"distillation_mode": "sampled_token", "distillation_alpha": 1.0}, {DIVERGENCE: "sampled"}),
+        ({"teacher_model_kind": "live"}, {"teacher.weights": "policy"}),
+        (
+            {"teacher_model_kind": "ema", "teacher_update_rate": 0.2, "teacher_sync_steps": 8},
+            {"teacher.weights": "reference", f"{AR}.ref.sync_every_steps": 2, f"{AR}.ref.sync_mixup_alpha": 0.2},
+        ),
     ],
 )
 def test_trls_numbers_name_a_divergence(given, expected):

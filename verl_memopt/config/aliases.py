@@ -427,7 +427,8 @@ def with_distillation(written: Mapping[str, Any]) -> tuple[dict[str, Any], list[
         problems.append(problem_of_loss)
     teachers = {key: path for key, path in given.items() if key.endswith(".model_path") and path is not None}
     if len(teachers) > 1:
-        problems.append(problem(teachers, "a run has one teacher", "Keep one."))
+        way_out = "Keep one, and give the others as teacher.further_models with the column teacher.key."
+        problems.append(problem(teachers, "rows choose among several teachers by another key here", way_out))
     ours: dict[str, Any] = {"distill.divergence": SAMPLED}
     if teachers:
         ours["teacher.model.path"] = next(iter(teachers.values()))

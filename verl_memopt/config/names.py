@@ -1,7 +1,7 @@
 """Translate the names that a user wrote to keys. The command line, YAML files and Python all use this reader.
 
-A name is a whole key of ours, verl's spelling of a key, the last part of a key if only one key ends with it, or, with RLOO and
-GRPO, TRL's name. One log line shows how all names were read. Two spellings of one setting are a problem.
+A name is a whole key of ours, verl's spelling of a key, the last part of a key if only one key ends with it, or, with RLOO, GRPO
+and distillation, TRL's name. One log line shows how all names were read. Two spellings of one setting are a problem.
 """
 
 from __future__ import annotations

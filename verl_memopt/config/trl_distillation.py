@@ -22,7 +22,8 @@ from verl_memopt.config.spelling import (
 
 PATH, PROMPT = "teacher.model.path", "distill.teacher_prompt"
 DIVERGENCE, BETA, TOP_K = "distill.divergence", "distill.beta", "distill.top_k"
-MODEL, AGG_MODE = "actor_rollout_ref.model.path", "actor_rollout_ref.actor.loss_agg_mode"
+WEIGHTS, AGG_MODE = "teacher.weights", "actor_rollout_ref.actor.loss_agg_mode"
+_FOLLOWS = tuple(f"actor_rollout_ref.ref.sync_{name}" for name in ("every_steps", "mixup_alpha"))
 _OWN_TEXTS = "docs/sft.md shows how a teacher writes responses, and how they are learned"
 
 
@@ -92,13 +93,21 @@ def ratio_weights(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]
 
 
 def kind_of_teacher(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    if trl[name] in (None, "live"):
-        return {PATH: None}
-    if trl[name] != "base":
-        raise NotConvertibleError("the teacher does not follow the policy", f"Set it to base or live, or set {PATH}.")
-    if (model := values.get(MODEL)) is None:
-        raise NotConvertibleError(f"{MODEL} is not known here", f"Set {PATH} to the starting model.")
-    return {PATH: model}
+    # Combine TRL's three names. The reference has the weights that training started from, and may follow the policy.
+    from verl_memopt.config.aliases import is_count
+    from verl_memopt.config.trl_names import SYNC_ALPHA, SYNC_EVERY, updates_per_rollout
+
+    kind = trl.get("teacher_model_kind") or "base"
+    if kind not in ("live", "base", "ema"):
+        raise NotConvertibleError("TRL has live, base and ema", "Choose one.", ("teacher_model_kind",))
+    if kind != "ema" or name != "teacher_model_kind":
+        return {WEIGHTS: "policy" if kind == "live" else "reference"} if name == "teacher_model_kind" else {}
+    steps, rate = trl.get("teacher_sync_steps"), trl.get("teacher_update_rate")
+    distance, updates = (1 if steps is None else steps), updates_per_rollout(values)
+    if not is_count(distance) or distance % updates:
+        what = f"a training step takes {updates} optimizer steps, and {distance} is not a multiple"
+        raise NotConvertibleError(what, f"Set {SYNC_EVERY}, in training steps.", ("teacher_sync_steps",))
+    return {WEIGHTS: "reference", SYNC_EVERY: distance // updates, SYNC_ALPHA: 0.05 if rate is None else rate}
 
 
 def teacher_names(arguments: Callable[[Mapping[str, Any], Mapping[str, str]], dict[str, Any]]) -> tuple[Spelling, ...]:
@@ -126,9 +135,13 @@ def teacher_names(arguments: Callable[[Mapping[str, Any], Mapping[str, str]], di
         Spelling(("distillation_mode",), (DIVERGENCE, BETA, AGG_MODE), self_distilled, f"{averaged}; not topk_logits", DISTILL),
         Spelling(("distillation_alpha",), (DIVERGENCE, BETA, AGG_MODE), self_distilled, f"{alpha}; {averaged}", DISTILL),
         Spelling(("distillation_is_clip",), (), ratio_weights, "with one optimizer step per rollout it changes nothing", DISTILL),
-        Spelling(
-            ("teacher_model_kind",), (PATH,), kind_of_teacher, "live is the policy itself, base the model that it starts from",
-            DISTILL,
+        *(
+            Spelling((kind,), (WEIGHTS, *_FOLLOWS), kind_of_teacher, note, DISTILL)
+            for kind, note in (
+                ("teacher_model_kind", "live is the policy itself, base the start of training, ema a copy that follows it"),
+                ("teacher_update_rate", "it needs teacher_model_kind=ema"),
+                ("teacher_sync_steps", "it needs teacher_model_kind=ema"),
+            )
         ),
         Spelling(
             ("teacher_prompt_template",), (PROMPT,), copied(PROMPT), "its names in braces are columns, as privileged_context",
@@ -139,14 +152,13 @@ def teacher_names(arguments: Callable[[Mapping[str, Any], Mapping[str, str]], di
 
 WITHOUT_EQUAL: tuple[tuple[str, tuple[Any, ...] | None, str], ...] = (
     ("teacher_model_revision", ("main",), f"a folder has one revision. Use {PATH} with the folder of that revision"),
-    ("teacher_model_server_url", (), f"the teacher is loaded here, and no server is asked. Use {PATH}"),
-    ("use_teacher_server", (False,), "the teacher is loaded here, and no server is asked"),
+    ("teacher_model_server_url", (), "another key decides. Use teacher.endpoint.url"),
+    ("use_teacher_server", (False,), "the engine of the policy gives no log-probs of a teacher. Set false"),
     ("loss_add_tail reverse_kl_top_1_mode", None, "it belongs to loss_top_k"),
     ("distillation_topk distillation_add_tail", None, "it belongs to distillation_mode=topk_logits"),
-    ("teacher_update_rate teacher_sync_steps", None, "it belongs to teacher_model_kind=ema"),
     ("generate_from_teacher", (False,), f"the policy samples at its own prompt. {_OWN_TEXTS}"),
     ("num_loss_tokens_to_skip", (0,), "all tokens of a response are learned. Set 0"),
-    ("use_uld_loss", (False,), f"teacher and policy need one tokenizer. {_OWN_TEXTS}"),
+    ("use_uld_loss", (False,), "this loss sorts probabilities. For a teacher with another tokenizer set distill.align=text"),
     ("teacher_tokenizer_name_or_path uld_token_merge_strategy use_extended_uld uld_use_hybrid_loss uld_hybrid_matched_weight "
      "uld_hybrid_unmatched_weight uld_crossentropy_weight uld_distillation_weight uld_student_temperature "
      "uld_teacher_temperature uld_skip_student_eos uld_skip_teacher_eos", None, "it belongs to use_uld_loss"),

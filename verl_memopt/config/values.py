@@ -410,7 +410,7 @@ def _keys_of_trl_names() -> dict[str, str]:
 
 
 READ = _keys_of_trl_names()
-"""Name of TRL -> our keys. These names are read outside of all sections, with the estimators RLOO and GRPO."""
+"""Name of TRL -> our keys. These names are read outside of all sections, with the estimators of ``ESTIMATORS``."""
 
 FOREIGN = {
     **READ,

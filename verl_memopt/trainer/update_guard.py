@@ -268,6 +268,8 @@ class Health:
 
     def validation(self, step: int, scores: Sequence[float], samples: int) -> list[str]:
         score, first = Score.of(scores, samples), self._state.validation
+        if not score.prompts:  # no answer has a score
+            return []
         if first is None:
             self._state.validation = score
             return []

@@ -34,7 +34,7 @@ OF_TRL = (
     "get_peft_config", "get_quantization_config",
 )  # fmt: skip
 """Names that come from TRL itself."""
-_SERVER = "no server is asked for the teacher's log-probs. Use DistillationTrainer, whose teacher may be streamed or quantised"
+_SERVER = "a server's address is a setting here. Use DistillationTrainer with teacher.endpoint.url"
 NOT_HERE = {
     "MiniLLM": "its reward of whole responses is not here. Use DistillationTrainer with beta=1.0, which is exact at each token",
     "SDPO": "a policy does not learn from its own successful answers. Use SDFTTrainer with a column privileged_context",

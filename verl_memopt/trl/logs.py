@@ -106,7 +106,8 @@ def evaluation_log(rows: Sequence[ScoredRow], functions: RewardNames, prefix: st
     for name in dict.fromkeys(row.set_name for row in rows):
         in_set = [row for row in rows if row.set_name == name]
         start = f"{prefix}_{name}_" if name else f"{prefix}_"
-        log |= {f"{start}{key}": value for key, value in {"loss": policy_loss(in_set), **answer_log(in_set, functions)}.items()}
+        loss = {} if all(math.isnan(row.score) for row in in_set) else {"loss": policy_loss(in_set)}
+        log |= {f"{start}{key}": value for key, value in {**loss, **answer_log(in_set, functions)}.items()}
     return log
 
 
