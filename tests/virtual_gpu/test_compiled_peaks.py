@@ -26,10 +26,7 @@ COUNTED = {
     "graphs": {"old_log_prob": 10_943_416_320, "ref": 10_974_878_208, "update_actor": 13_237_408_768},
     "lora": {"old_log_prob": 1_798_430_720, "ref": 1_798_430_720, "update_actor": 3_217_374_848},
 }
-"""Run -> pass -> its peak in bytes at the shapes of Qwen3-0.6B and Qwen2.5-0.5B (docs/evidence/2026-11-26-launch-mends).
-
-Those of distillation were counted on 2026-11-28 by ``tests.virtual_gpu.compiled_peaks:count``, as all of them.
-"""
+"""Run -> pass -> its peak in bytes at the shapes of Qwen3-0.6B and Qwen2.5-0.5B (docs/evidence/2026-11-26-launch-mends)."""
 STEP = Case(MODELS["0.6b"], 1024, 896, groups=2)
 BOUND = 0.03
 

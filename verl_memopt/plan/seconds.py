@@ -13,15 +13,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from verl_memopt.config.role_settings import SAMPLED
-from verl_memopt.config.schema import Actor, Critic, CriticModel, Model, Settings, TrainedFsdp
+from verl_memopt.config.schema import Actor, Critic, CriticModel, Fsdp, Model, Ref, Rollout, Settings, Teacher, TrainedFsdp
 from verl_memopt.memory.cards import Datasheet
-from verl_memopt.memory.knob import data_ranks, fsdp_of, has_teacher, num_devices, teacher_fsdp
+from verl_memopt.memory.knob import data_ranks, has_teacher, num_devices, teacher_fsdp
 from verl_memopt.memory.lora import adapter_params
 from verl_memopt.memory.param_offload import STREAM
 from verl_memopt.memory.precision import width
 from verl_memopt.memory.rollout_memory import kv_bytes_per_token
 from verl_memopt.memory.shared_weights import why_not
-from verl_memopt.memory.token_budget import LogProbBudget
 from verl_memopt.model.sizes import ModelSize
 from verl_memopt.plan.formulas import Pass, Shapes
 
@@ -179,8 +178,9 @@ class _Step:
 
     def scoring(self, role: str) -> float:
         roles = self.settings.actor_rollout_ref
-        section: LogProbBudget = roles.rollout
-        critic, fsdp = role == "critic", fsdp_of(self.settings, "actor")
+        critic = role == "critic"
+        section: Rollout | Ref | Teacher = roles.rollout
+        fsdp: Fsdp = roles.actor.fsdp_config
         if role == "ref":
             section, fsdp = roles.ref, roles.ref.fsdp_config
         elif role == "teacher":
