@@ -94,11 +94,14 @@ def the_same(rows, others):
             assert others[step][name] == pytest.approx(rows[step][name], rel=rel), (step, name)
 
 
-def test_a_server_says_what_the_model_would_say(toy, tmp_path, teacher, server, asked, monkeypatch):
+def test_a_server_says_what_the_model_would_say(toy, tmp_path, teacher, server, asked, monkeypatch, capsys):
+    keyed = [asked, "teacher.endpoint.api_key_env=TEACHER_KEY"]
+    monkeypatch.delenv("TEACHER_KEY", raising=False)
+    assert "api_key_env=TEACHER_KEY: there is no such" in refused(toy, tmp_path, capsys, *keyed, "distill.divergence=sampled")
     monkeypatch.setenv("TEACHER_KEY", "secret")
     form, named = "distill.divergence=sampled", f"teacher.model.path={teacher}"
     here = steps_here(toy, tmp_path / "here", *SHORT, named, form)
-    there = steps_here(toy, tmp_path / "there", *SHORT[:-1], asked, form, "teacher.endpoint.api_key_env=TEACHER_KEY")
+    there = steps_here(toy, tmp_path / "there", *SHORT[:-1], *keyed, form)
     the_same(here, there)
     assert set(server.keys) == {"Bearer secret"}
     assert "secret" not in "".join(path.read_text() for path in (tmp_path / "there").glob("*.json*"))

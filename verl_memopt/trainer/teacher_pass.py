@@ -259,8 +259,14 @@ class Endpoint:
         """Ask for the log-probs of some tokens, before a run starts.
 
         Raises:
-            ConfigError: The server gives no log-probs, or its tokens are others than those of ``tokenizer``.
+            ConfigError: There is no key, or the server gives no log-probs, or its tokens are others than those of ``tokenizer``.
         """
+        key = self.settings.api_key_env
+        if key is not None and not os.environ.get(key):
+            raise ConfigError(
+                f"teacher.endpoint.api_key_env={key}: there is no such environment variable, or it is empty. Set it to the key "
+                "of the server, or remove the setting."
+            )
         ids = _words(tokenizer)
         if len(ids) < 2:
             return
@@ -270,7 +276,7 @@ class Endpoint:
             raise ConfigError(str(problem)) from problem
         for token, name in zip(ids, names, strict=True):
             own = tokenizer.decode([token])
-            if name is not None and name.strip() != own.strip():
+            if name is not None and not name.startswith("token_id:") and name.strip() != own.strip():
                 raise ConfigError(
                     f"{URL}={self.settings.url}: token {token} is {name!r} there and {own!r} in the policy's tokenizer. Teacher "
                     "and policy are compared token by token: serve a model with the policy's tokenizer."
@@ -337,7 +343,7 @@ class Endpoint:
             )
         for place, (token, each) in enumerate(zip(ids[1:], entries[1:], strict=True), 1):
             wrong = token not in each or not all(math.isfinite(value) and value < 1e-3 for value in each.values())
-            if wrong or max(each) >= self.vocabulary:
+            if wrong or (self.k and max(each) >= self.vocabulary):
                 raise TeacherError(
                     f"{URL}={settings.url}: the answer to {name} has {each!r:.100} at token {place}, which are no log-probs of "
                     f"token {token} and of others below {self.vocabulary}. Serve a model with the policy's tokenizer."
