@@ -22,7 +22,17 @@ READ_ELSEWHERE = {
     "ray_kwargs.ray_init",
     "trainer.ray_wait_register_center_timeout",
     # read only where Ray starts workers for a role alone (tests/trainer/test_pools.py)
-    *(f"{role}.{key}" for role in ("critic", "reward_model") for key in ("enable_resource_pool", "nnodes", "n_gpus_per_node")),
+    *(
+        f"{role}.{key}"
+        for role in ("critic", "reward_model", "teacher")
+        for key in ("enable_resource_pool", "nnodes", "n_gpus_per_node")
+    ),
+    # read only where a server is the teacher (tests/end_to_end/test_teacher_elsewhere.py)
+    *(f"teacher.endpoint.{key}" for key in ("url", "model", "api", "api_key_env", "timeout_seconds", "requests_at_once")),
+    # read through reference_teaches, which names the role of the teacher (tests/end_to_end/test_distill.py)
+    "teacher.weights",
+    # read only where the teacher has another tokenizer (tests/end_to_end/test_teacher_elsewhere.py)
+    "teacher.model.tokenizer_path",
     # read through sequence_ranks, which groups of ranks are made of (tests/memory/batching/test_sequence_parallel.py)
     *(
         f"{role}.fsdp_config.ulysses_sequence_parallel_size"

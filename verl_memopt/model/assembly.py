@@ -67,7 +67,7 @@ class ModelUse:
     recompute: bool = False
     """Whether activation checkpointing is on."""
     trained: bool = False
-    """Whether the model is trained. It then has adapters if LoRA is on."""
+    """Whether the model is trained."""
     quantization: str = "none"
     """Quantization of a frozen model's blocks, or of the frozen base model under adapters."""
     compiled: bool = False

@@ -225,12 +225,14 @@ class Held:
 
     def _without_gradients(self, work: Pass, s: Shapes, block: float, states: float) -> dict[str, float]:
         block += self.decode_scratch
-        at_head = {"activations": states, "logits": self._logits(s, update=False), "params": self._copied_head}
+        # Of a sharded model the copy of the head is there from the start.
+        copied = self._copied_head
+        at_head = {"activations": states, "logits": self._logits(s, update=False), "params": copied if self._alone else 0}
         moments = self._gathered(block, at_head)
         if self.fsdp.streams:
             moments = [sum_kinds(moment, {"params": params}) for moment, params in zip(moments, self._streamed, strict=True)]
-        held = {"activations": _packed(work)} | ({} if self.fsdp.streams else {"params": self.params})
-        return sum_kinds(largest(moments), held)
+        params = (0 if self._alone else copied) + (0 if self.fsdp.streams else self.params)
+        return sum_kinds(largest(moments), {"activations": _packed(work), "params": params})
 
     @property
     def _streamed(self) -> tuple[float, float]:
@@ -244,7 +246,7 @@ class Held:
 
     @property
     def _copied_head(self) -> float:
-        copied = self.top_k is not None and (self.is_cast or self.fsdp.streams)
+        copied = self.top_k is not None and (self.is_cast or self.fsdp.streams or not self._alone)
         return self.at_rest.compute_bytes * self.size.vocab * self.size.hidden if copied else 0
 
     def _gathered(self, block: float, head: Kinds) -> list[Kinds]:

@@ -112,6 +112,9 @@ class Teacher:
         if top is not None:
             entries = [(top, torch.int32), (top, torch.float32), (1, torch.float32)]
         kept = TokenStore(batch.places, entries, self.device)
+        # Gathered once if it is sharded, because whether a pass has gathered the head already may differ among ranks. Otherwise
+        # only after the blocks of each pass, so that it is not there beside them.
+        gathers = top is not None and isinstance(self.model.head.weight, DTensor)
 
         def forward(pack: Pack, prefix_kv: PrefixKV | None, rows: Sequence[int] | Tensor) -> None:
             positions = rows if isinstance(rows, Tensor) else token_index(sizes, rows)
@@ -119,12 +122,12 @@ class Teacher:
             if top is None:
                 kept.put(positions, [states])
                 return
-            with self.whole_head(1):  # not before, so that it is not there beside the blocks
+            with nullcontext() if gathers else self.whole_head(1):
                 assert self._head is not None
                 ids, log_probs, log_rest = top_log_probs(self._head, states, top, self.vocabulary)
             kept.put(positions, [ids, log_probs, log_rest[:, None]])
 
-        with self.as_teacher():
+        with self.as_teacher(), self.whole_head(1) if gathers else nullcontext():
             forward_pass(self.model, batch, micro_batches, self.device, forward)
         self.kept = kept
 
