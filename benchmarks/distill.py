@@ -60,13 +60,14 @@ def ours(case: Case) -> dict[str, float]:
     found = call_in_fake_process("benchmarks.gpu_cost.one_copy:phases", case, True)
     phases = found["phases"]
     peak, kinds, policy = phases["update_actor"]["peak"], phases["update_actor"]["kinds"], 2 * found["params"]
+    judged = phases.get("teacher", {})
     matrix = 0  # a teacher on the device lends its head, and of one that streams the head is copied
     if case.teacher is not None and STREAM in case.overrides and not any("top_k" in each for each in case.overrides):
         matrix = 2 * case.teacher.vocab_size * case.teacher.hidden_size
     return {
         "peak": peak / MIB, "teacher": (kinds["params"] - policy) / MIB, "head": matrix / MIB,
         "beyond": (peak - kinds["params"] - policy - kinds["optimizer"] - matrix) / MIB,
-        "pass": phases.get("teacher", {}).get("peak", 0) / MIB, "host": found["host_kinds"].get("teacher states", 0) / MIB,
+        "pass": judged.get("peak", 0) / MIB, "host": judged.get("host_kinds", {}).get("teacher states", 0) / MIB,
     }  # fmt: skip
 
 

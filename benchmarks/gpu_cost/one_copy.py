@@ -176,8 +176,8 @@ def _steps(
     roles = settings.actor_rollout_ref
     plan = dataclasses.replace(worker_plan(settings, folder, roles.actor.use_kl_loss), kinds_on_gpu=track, track_init=track)
     if case.teacher is not None:
-        taught = {"teacher": settings.teacher, "teacher_folder": settings.teacher.model.path, "distill": settings.distill}
-        plan = dataclasses.replace(plan, **taught)
+        folders = (str(settings.teacher.model.path),)
+        plan = dataclasses.replace(plan, teacher=settings.teacher, teacher_folders=folders, distill=settings.distill)
     worker = Worker(plan, Placement(0, ranks, 0, "127.0.0.1", 0, device))
     try:
         first = worker.init_memory
@@ -198,6 +198,7 @@ def _steps(
             reply = worker.call(phase, track, method, *args)
             memory = reply.memory
             found[phase] = {"peak": memory.peak_allocated_bytes, "kinds": dict(memory.kinds or {}) if track else {}}
+            found[phase]["host_kinds"] = {kind: size for kind, size in host_allocator().kinds.items() if size}
             if gpu is not None:
                 found[phase] |= {"after": gpu.allocated, "bus": dict(gpu.crossed)}
             else:

@@ -174,7 +174,7 @@ def plan_of(run: str, settings: Settings, folder: Path, other: Path) -> WorkerPl
     if has_critic(settings):
         return dataclasses.replace(plan, critic=settings.critic, critic_folder=str(other), critic_schedule_steps=1000)
     if has_teacher(settings):
-        return dataclasses.replace(plan, teacher=settings.teacher, teacher_folder=str(other), distill=settings.distill)
+        return dataclasses.replace(plan, teacher=settings.teacher, teacher_folders=(str(other),), distill=settings.distill)
     if run == "rlt":
         rewards = settings.reward_model
         return dataclasses.replace(plan, role=StudentPlan(rewards.model, rewards.rlt, "separate", str(other)))

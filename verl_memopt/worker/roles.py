@@ -143,8 +143,8 @@ class WorkerPlan:
     """Folders of the teachers' models."""
     told: bool = False
     """The teacher is elsewhere, and the workers are told what it says."""
-    vocabulary: int = 0
-    """Number of ids of the policy."""
+    vocabulary: int | None = None
+    """Number of ids of the policy, for the workers of a teacher alone. None = the policy's head tells."""
     teacher_adapter: str | None = None
     """Folder of the teacher's adapters over the policy's base."""
     distill: Distill | None = None

@@ -462,9 +462,8 @@ class Worker:
                 as_teacher = partial(as_reference, models[0], other, self.device)
             elif self.plan.reference_teaches:
                 as_teacher = self._as_reference
-        teachers = Teachers(
-            [Teacher(model, distill, self.temperature, self.device, self.plan.vocabulary, as_teacher) for model in models]
-        )
+        vocabulary = self.plan.vocabulary or _built(policy).model.head.weight.shape[0]
+        teachers = Teachers([Teacher(model, distill, self.temperature, self.device, vocabulary, as_teacher) for model in models])
         if policy is not None and teachers.are_exact:
             assert distill.coef is not None, "derived from the estimator"
             policy.distill_coef, policy.teaching = distill.coef, teachers.of
