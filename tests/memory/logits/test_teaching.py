@@ -186,12 +186,15 @@ def test_tokens_of_several_teachers_learn_what_each_teacher_says(case, number, c
     mixed = MixedTeaching([teaching.at(own.sort().values) for teaching, own in used], numbers_of).at(order)
     divergences, gradients = learned(order, mixed)
     alone = [learned(own, teaching.at(own)) for teaching, own in used]
+    # Both are computed in fp32, each within 2e-6 of the truth.
+    hidden_alone = torch.zeros_like(gradients[0])
     for (values, own), (_, rows) in zip(alone, used, strict=True):
         at = torch.isin(order, rows)
-        torch.testing.assert_close(divergences[at], values, rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(gradients[0][at], own[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(divergences[at], values, rtol=4e-6, atol=4e-6)
+        hidden_alone[at] = own[0]
+    assert relative(gradients[0], hidden_alone) < 4e-6
     for place in range(1, len(gradients)):
-        torch.testing.assert_close(gradients[place], sum(own[place] for _, own in alone), rtol=1e-5, atol=2e-6)
+        assert relative(gradients[place], sum(own[place] for _, own in alone)) < 4e-6
 
 
 def test_in_half_precision_values_and_gradients_are_those_of_whole_logits_within_its_rounding():
