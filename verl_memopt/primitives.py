@@ -396,7 +396,7 @@ class Session:
         rows = [prompt if isinstance(prompt, dict) else {context.settings.data.prompt_key: prompt} for prompt in prompts]
         _, file = write_rows(rows, self.folder / INPUTS / "prompts.jsonl", "prompts")
         converses = context.settings.actor_rollout_ref.rollout.converses
-        teachers = teacher_columns(context.settings)
+        teachers = teacher_columns(context.settings, context.environment)
         dataset = build_dataset(file, context.settings.data, context.environment.tokenizer, "train", False, converses, teachers)
         return expand(dataset, range(len(dataset)), samples, context.settings.algorithm.expansion, context.encoder)
 

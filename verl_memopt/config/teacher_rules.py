@@ -40,7 +40,7 @@ def _splits_otherwise(settings: Settings) -> bool:
     return has_teacher(settings) and sequence_ranks(settings, "teacher") not in (1, sequence_ranks(settings, "actor"))
 
 
-def _rules() -> Iterator[Refusal]:
+def _models() -> Iterator[Refusal]:
     yield refused(
         {COEF: above(0), PATH: None, PROMPT: None, URL: None, COLUMN: None, WEIGHTS: "policy", ADAPTER: None},
         "the policy would be compared with itself at the same prompt",
@@ -59,6 +59,16 @@ def _rules() -> Iterator[Refusal]:
         "each teacher needs a name, and a folder or hub id",
         f"Write {{name:folder}}, such as {FURTHER}={{code:models/code}}.",
     )
+    yield from own_pool("teacher", has_own_teacher)
+    yield refused(
+        {POOL: True, "distill.top_k": None, DIVERGENCE: lambda value: value != SAMPLED},
+        "the update needs the teacher's states and head, which other devices do not have",
+        f"Set distill.top_k=64 or {DIVERGENCE}={SAMPLED}, or {POOL}=false.",
+        has_own_teacher,
+    )
+
+
+def _adapters() -> Iterator[Refusal]:
     for other in (URL, COLUMN, FURTHER):
         way_out, both = f"Remove {ADAPTER} or {other}.", {ADAPTER: IS_SET, other: bool}
         yield refused(both, "the adapters belong to one model of this run", way_out, has_teacher)
@@ -81,13 +91,9 @@ def _rules() -> Iterator[Refusal]:
         "Set actor_rollout_ref.model.load_mode=stream, or teacher.fsdp_config.param_offload=stream.",
         has_teacher,
     )
-    yield from own_pool("teacher", has_own_teacher)
-    yield refused(
-        {POOL: True, "distill.top_k": None, DIVERGENCE: lambda value: value != SAMPLED},
-        "the update needs the teacher's states and head, which other devices do not have",
-        f"Set distill.top_k=64 or {DIVERGENCE}={SAMPLED}, or {POOL}=false.",
-        has_own_teacher,
-    )
+
+
+def _text() -> Iterator[Refusal]:
     text: Mapping[str, Any] = {ALIGN: "text"}
     further: Mapping[str, Any]
     for further, why, way_out in (
@@ -107,6 +113,9 @@ def _rules() -> Iterator[Refusal]:
         ),
     ):
         yield refused({**text, **further}, why, way_out, has_teacher)
+
+
+def _elsewhere() -> Iterator[Refusal]:
     for key in (URL, COLUMN):
         yield refused(
             {key: IS_SET, "distill.top_k": None, DIVERGENCE: lambda value: value != SAMPLED},
@@ -141,6 +150,9 @@ def _rules() -> Iterator[Refusal]:
         "Remove data.custom_cls.path, and write the rows to a file.",
         has_teacher,
     )
+
+
+def _lesson() -> Iterator[Refusal]:
     yield refused(
         {PROMPT: lambda template: isinstance(template, str) and not IN_BRACES.search(template)},
         "no name stands in braces, so the teacher would read one text for all rows",
@@ -244,5 +256,5 @@ def _has_other(owner: str, settings: Settings) -> bool:
     return not has_teacher(settings) or settings.distill.divergence != owner
 
 
-TEACHER_RULES: tuple[Refusal, ...] = tuple(_rules())
+TEACHER_RULES: tuple[Refusal, ...] = (*_models(), *_adapters(), *_text(), *_elsewhere(), *_lesson())
 TEACHER_UNUSED: tuple[UnusedKey, ...] = tuple(_unused())

@@ -349,7 +349,6 @@ def devices_of(settings: Settings, role: SequenceRole) -> int:
 
 
 def pool_of(settings: Settings, role: str) -> ResourcePool:
-    """Return the section of a role that may have its own devices."""
     sections: dict[str, ResourcePool] = {
         "critic": settings.critic, "reward_model": settings.reward_model, "teacher": settings.teacher,
     }  # fmt: skip

@@ -51,6 +51,7 @@ class Environment:
         critic_folder: Folder of the critic's model; None in a run without a critic.
         critic_weights: Name -> shape of each weight of the critic, without adapters.
         teacher_folders: Folders of the teachers' models, if they are models of their own: the first one, then the further ones.
+        teacher_tokenizer: The tokenizer of a teacher that reads text; None = it reads the policy's tokens.
         slides: A model of the run has attention with a sliding window.
         features: Entries of the policy's config, ``field=value``, that make its forward unusual.
     """
@@ -69,6 +70,7 @@ class Environment:
     critic_folder: Path | None = None
     critic_weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
     teacher_folders: tuple[Path, ...] = ()
+    teacher_tokenizer: Any = None
     slides: bool = False
     features: tuple[str, ...] = ()
 
@@ -151,7 +153,9 @@ def resolve_environment(
         further = settings.teacher.further_models
         teachers = {f"{TEACHER_KEY}.model.path": settings.teacher.model.path}
         teachers |= {f"{TEACHER_KEY}.further_models.{name}": path for name, path in further.items()}
-    found = [_find_teacher(settings, key, path, tokenizer, tokenizer_folder, longest) for key, path in teachers.items()]
+    reads_text = with_teacher and settings.distill.align == "text"
+    words = _read_teacher_tokenizer(settings) if reads_text else None
+    found = [_find_teacher(settings, key, path, tokenizer, tokenizer_folder, longest, words) for key, path in teachers.items()]
     windows += [window for _, window in found]
     return Environment(
         device=device,
@@ -168,15 +172,16 @@ def resolve_environment(
         critic_folder=critic_folder,
         critic_weights=critic_weights,
         teacher_folders=tuple(folder for folder, _ in found),
+        teacher_tokenizer=words,
         slides=any(size is not None for size in windows),
         features=checked.features,
     )
 
 
 def _find_teacher(
-    settings: Settings, key: str, path: str, tokenizer: Any, tokenizer_folder: Path, longest: int
+    settings: Settings, key: str, path: str, tokenizer: Any, tokenizer_folder: Path, longest: int, own: Any
 ) -> tuple[Path, int | None]:
-    """Return the folder of a teacher, and the size of its sliding window or None.
+    """Return the folder of a teacher, and the size of its sliding window or None. ``own``: its tokenizer, if it reads text.
 
     Raises:
         ConfigError: There is no such folder, its model cannot run here, or its tokenizer is another than the policy's.
@@ -185,8 +190,7 @@ def _find_teacher(
     folder = resolve_folder(path, key, teacher.trust_remote_code)
     section = key.removesuffix(".path")
     checked = check_architecture(frozen_causal_model(teacher, roles.model), folder, longest, roles.actor, section)
-    if settings.distill.align == "text":
-        own = read_teacher_tokenizer(settings)
+    if own is not None:
         check_vocabulary(own, checked.embedding_rows, f"{key}={folder}")
         return folder, checked.window
     check_vocabulary(tokenizer, checked.embedding_rows, f"{key}={folder}")
@@ -196,7 +200,7 @@ def _find_teacher(
     return folder, checked.window
 
 
-def read_teacher_tokenizer(settings: Settings) -> Any:
+def _read_teacher_tokenizer(settings: Settings) -> Any:
     """Return the tokenizer of a teacher that reads text (``distill.align``).
 
     Raises:

@@ -41,7 +41,7 @@ from verl_memopt.plan.verdict import beside_cache
 from verl_memopt.rewards.rules import check_rows
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore, check_driver
-from verl_memopt.run.environment import Environment, read_teacher_tokenizer, resolve_environment
+from verl_memopt.run.environment import Environment, resolve_environment
 from verl_memopt.run.resume import (
     check_own_files,
     checkpoint_store,
@@ -174,7 +174,7 @@ def build_run(
     environment = resolve_environment(settings, reference, critic, own, distills)
     server = teacher_elsewhere(settings, environment.embedding_rows) if distills else None
     if isinstance(server, Endpoint):
-        server.check(read_teacher_tokenizer(settings) if settings.distill.align == "text" else environment.tokenizer)
+        server.check(environment.teacher_tokenizer or environment.tokenizer)
     settings = _shares_prompts(settings, environment)
     folder = record_folder(settings, environment.run_dir)
     with ExitStack() as released_on_error:
@@ -353,7 +353,7 @@ def _datasets(settings: Settings, environment: Environment, by_rules: bool) -> t
     if not mode.supervised:
         read = partial(build_dataset, by_rules=by_rules, converses=converses)
     # Only training rows have a teacher.
-    teachers = teacher_columns(settings)
+    teachers = teacher_columns(settings, environment)
     train = None if data.streaming else read(data.train_files, data, environment.tokenizer, "train", teachers=teachers)
     validation = None if data.val_files is None else read(data.val_files, data, environment.tokenizer, "val")
     for split in (train, validation):
@@ -364,8 +364,8 @@ def _datasets(settings: Settings, environment: Environment, by_rules: bool) -> t
     return train, validation
 
 
-def teacher_columns(settings: Settings) -> TeacherColumns | None:
-    """Return what the rows of a run say of their teachers; None = it has no teacher."""
+def teacher_columns(settings: Settings, environment: Environment) -> TeacherColumns | None:
+    """Return which columns of the rows are about their teachers, and how they are read. None = the run has no teacher."""
     if not has_teacher(settings):
         return None
     teacher, distill = settings.teacher, settings.distill
@@ -376,7 +376,7 @@ def teacher_columns(settings: Settings) -> TeacherColumns | None:
         weight=distill.weight_key,
         said=teacher.log_probs_key,
         top=distill.top_k or 0,
-        tokenizer=read_teacher_tokenizer(settings) if distill.align == "text" else None,
+        tokenizer=environment.teacher_tokenizer,
     )
 
 
@@ -456,7 +456,7 @@ def _stream_loader(
     by_rules: bool,
 ) -> StreamLoader:
     data, tokenizer, converses = settings.data, environment.tokenizer, settings.actor_rollout_ref.rollout.converses
-    supervised, teachers = mode_of(settings).supervised, teacher_columns(settings)
+    supervised, teachers = mode_of(settings).supervised, teacher_columns(settings, environment)
     reader = stream_reader(data, tokenizer, supervised, by_rules, converses, teachers)
 
     def read(items: Sequence[Item]) -> list[PromptRow]:
@@ -574,8 +574,8 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     if context.worker_plan.distill is not None:
         tokenizer = None if settings.distill.teacher_prompt is None else environment.tokenizer
         retells = None
-        if settings.distill.align == "text":
-            tokenizer = read_teacher_tokenizer(settings)
+        if environment.teacher_tokenizer is not None:
+            tokenizer = environment.teacher_tokenizer
             retells = partial(Retold, environment.tokenizer, tokenizer, environment.eos_token_ids)
         elsewhere = teacher_elsewhere(settings, environment.embedding_rows)
         teacher = TeacherPass(workers, teacher_budget(settings), balance, settings.distill, tokenizer, elsewhere, retells)
