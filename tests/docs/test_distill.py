@@ -71,4 +71,10 @@ def test_the_responses_of_a_teacher_are_written_and_learned(folder, toy, teacher
     taught = [json.loads(line) for line in (folder / "taught.jsonl").read_text().splitlines()]
     assert taught
     assert all(row["finish_reason"] == "stop" for row in taught)
-    run(learn, folder, toy, teacher, f"data.train_batch_size={len(taught)}", f"{AR}.actor.ppo_mini_batch_size={len(taught)}")
+    # A sampled text may have other tokens than those that were sampled, and more of them.
+    sizes = [
+        f"data.train_batch_size={len(taught)}",
+        f"{AR}.actor.ppo_mini_batch_size={len(taught)}",
+        "data.max_response_length=16",
+    ]
+    run(learn, folder, toy, teacher, *sizes)
