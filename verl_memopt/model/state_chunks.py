@@ -1,0 +1,306 @@
+"""Cut the tokens of a pack into chunks for layers that carry a state from token to token.
+
+Tokens form trees (``prefix_layout.py``): a token follows the one before it on its path. Chunks are runs of such tokens. The first
+token of a chunk follows the last token of another chunk (its parent), or begins a row. Round 0 has the chunks without a parent,
+and each following round has the chunks whose parents are in the round before, across branches too. So a loop over rounds computes
+the states of all rows, and only the states of one round exist at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from torch import Tensor
+
+from verl_memopt.distributed.device import sent_together
+from verl_memopt.model.prefix_layout import PrefixLayout, on_host, ranges
+
+TAIL = 3
+"""Number of earlier tokens that the convolution reads."""
+
+SIZES = (64, 32)
+"""Numbers of tokens in a full chunk, the first one preferred."""
+
+LARGER = 1.1
+"""A smaller chunk is taken if the larger one has more than so many times its padded tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Some chunks of one round.
+
+    The states that other chunks begin with, in the order of their chunks, are the border of a round.
+
+    Attributes:
+        chunks: Places of the n chunks.
+        read: int64 [n], the place of each chunk's first state in the border before the round.
+        before: Number of states in the border before the round.
+        passed: int64, those of the n chunks whose last states are in the border of the round, at the places ``border``.
+        border: See ``passed``.
+        first: Whether it is the first part of its round.
+        last: Whether it is the last part of its round.
+        found: int64, those of the n chunks whose last states are results.
+        results: int64, the numbers of these results.
+    """
+
+    chunks: slice
+    read: Tensor
+    before: int
+    passed: Tensor
+    border: slice
+    first: bool
+    last: bool
+    found: Tensor
+    results: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Neighbouring chunks that are computed together: whole rounds, or a part of one.
+
+    Attributes:
+        chunks: Places of the n chunks of C tokens.
+        parts: The rounds, or the part.
+        places: int64 [t], places of tokens among the n x C of the chunks. The others are padding.
+        tokens: int64 [t], the same places among the tokens of the pack.
+    """
+
+    chunks: slice
+    parts: tuple[Part, ...]
+    places: Tensor
+    tokens: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class StateChunks:
+    """The chunks of a pack, in the order of their rounds.
+
+    Rows are rows of a table: a row of zeros, then TAIL rows of each given state, then the T tokens.
+
+    Attributes:
+        size: C, the tokens of a full chunk.
+        tokens: T, the number of tokens in the pack.
+        given: Number of states that are given.
+        rows: int64 [N, TAIL + C], for each chunk the rows of the tokens before it, and of its own. Row 0 where there are none.
+        tails: int64 [results, TAIL], the rows of the last tokens of each result.
+        tail_rows: int64 [R], the rows before a chunk or in ``tails``, each once.
+        tail_places: int64 [N + results, TAIL], where the rows before each chunk, and those of ``tails``, are in ``tail_rows``.
+        starts: First row of each chunk's own, int64 [N] on the host.
+        counts: Number of tokens of each chunk, int64 [N] on the host.
+        rounds: Round of each chunk, int64 [N] on the host, ascending.
+        parent: Place of each chunk's parent, int64 [N] on the host. -1 = it begins with zeros, -2 - n = with the given state n.
+        results_of: Place of the chunk with each result, int64 on the host.
+    """
+
+    size: int
+    tokens: int
+    given: int
+    rows: Tensor
+    tails: Tensor
+    tail_rows: Tensor
+    tail_places: Tensor
+    starts: np.ndarray
+    counts: np.ndarray
+    rounds: np.ndarray
+    parent: np.ndarray
+    results_of: np.ndarray
+
+    @property
+    def first_row(self) -> int:
+        return 1 + TAIL * self.given
+
+    @property
+    def own(self) -> Tensor:
+        # int64 [N, C], rows of the chunks' own tokens.
+        return self.rows[:, TAIL:]
+
+    @cached_property
+    def _batches(self) -> dict[int, tuple[Batch, ...]]:
+        return {}
+
+    def batches(self, most: int) -> tuple[Batch, ...]:
+        """Return batches of at most ``most`` chunks."""
+        if most not in self._batches:
+            self._batches[most] = tuple(self._batch(parts) for parts in self._cut(most))
+        return self._batches[most]
+
+    def _cut(self, most: int) -> Iterator[list[Part]]:
+        borders = [0, *(np.flatnonzero(np.diff(self.rounds)) + 1).tolist(), len(self.rounds)]
+        waiting: list[Part] = []
+        for number, (first, end) in enumerate(pairwise(borders)):
+            children = slice(end, borders[min(number + 2, len(borders) - 1)])
+            sides = np.unique(self.parent[first:end]), np.unique(self.parent[children])
+            parts = [
+                self._part(slice(start, min(start + most, end)), slice(first, end), *sides) for start in range(first, end, most)
+            ]
+            if waiting and end - waiting[0].chunks.start > most:
+                yield waiting
+                waiting = []
+            # Backward needs the states of a whole round to go on to the next one.
+            if len(parts) > 1:
+                yield from ([part] for part in parts)
+            else:
+                waiting += parts
+        if waiting:
+            yield waiting
+
+    def _batch(self, parts: Sequence[Part]) -> Batch:
+        chunks = slice(parts[0].chunks.start, parts[-1].chunks.stop)
+        counts = self.counts[chunks]
+        places, tokens = ranges(np.arange(len(counts)) * self.size, counts), ranges(self.starts[chunks], counts) - self.first_row
+        return Batch(chunks, tuple(parts), *sent_together([on_host(places), on_host(tokens)], self.rows.device))
+
+    def _part(self, chunks: slice, whole: slice, reading: np.ndarray, passing: np.ndarray) -> Part:
+        parents, before = self.parent[chunks], len(reading)
+        if whole.start == 0:
+            read, before = np.maximum(-1 - parents, 0), 1 + self.given  # zeros, then the given states
+        else:
+            read = np.searchsorted(reading, parents)
+        low, high = np.searchsorted(passing, (chunks.start, chunks.stop)).tolist()
+        results = np.flatnonzero((self.results_of >= chunks.start) & (self.results_of < chunks.stop))
+        indices = read, passing[low:high] - chunks.start, self.results_of[results] - chunks.start, results
+        read_at, passed, found, numbers = sent_together([on_host(index) for index in indices], self.rows.device)
+        ends = chunks.start == whole.start, chunks.stop == whole.stop
+        return Part(chunks, read_at, before, passed, slice(low, high), *ends, found, numbers)
+
+
+def state_chunks(layout: PrefixLayout, given: np.ndarray, results: np.ndarray, size: int | None = None) -> StateChunks:
+    """Cut the queries of a layout into chunks, cached in the layout.
+
+    Args:
+        layout: All tokens must be queries, except a path before them (:mod:`verl_memopt.model.prefix_kv`).
+        given: int64, the tokens of that path whose states are given, ascending.
+        results: int64, the tokens of the pack whose states are results, ascending.
+        size: Tokens of a full chunk. None = the one of ``SIZES`` that suits the lengths.
+    """
+    key = "chunks", given.tobytes(), results.tobytes(), size
+    if key not in layout.plans:
+        segments = _Segments(layout.stops, int(layout.query_places[0]), given, results)
+        sizes = SIZES if size is None else (size,)
+        found = segments.chunks(_suitable(segments.lengths, sizes), len(given), results)
+        tensors = {name: value for name, value in vars(found).items() if isinstance(value, Tensor)}
+        sent = sent_together(list(tensors.values()), layout.cu_seqlens.device)
+        layout.plans[key] = replace(found, **dict(zip(tensors, sent, strict=True)))
+    chunks: StateChunks = layout.plans[key]
+    return chunks
+
+
+def _suitable(lengths: np.ndarray, sizes: Sequence[int]) -> int:
+    best = sizes[0]
+    for size in sizes[1:]:
+        if _padded(lengths, best) > LARGER * _padded(lengths, size):
+            best = size
+    return best
+
+
+def _padded(lengths: np.ndarray, size: int) -> int:
+    return int((-(-lengths // size)).sum()) * size
+
+
+class _Segments:
+    """Runs of tokens without a branch inside: a token with several followers, or with a result, is the last of its segment.
+
+    Attributes:
+        starts, lengths: int64 [S], first token and number of tokens of each segment.
+        parent: The segment before each, -1 - n for the given state n - 1, -1 for a row that begins with it.
+    """
+
+    def __init__(self, stops: np.ndarray, first: int, given: np.ndarray, results: np.ndarray) -> None:
+        end = len(stops)
+        # A token follows its neighbour if it sees it.
+        cuts = first + 1 + np.flatnonzero(stops[first : end - 1] <= np.arange(first + 1, end))
+        begins = [first, *cuts.tolist()]
+        before = self._tokens_before(stops, begins, end)
+        branches = [token + 1 for token in (*before, *results.tolist()) if first <= token < end - 1]
+        self.starts = np.unique(np.array([*begins, *branches], dtype=np.int64))
+        self.lengths = np.diff(self.starts, append=end)
+        # A segment that does not begin a run follows the segment before it.
+        self.parent = np.arange(len(self.starts)) - 1
+        for start, token in zip(begins, before, strict=True):
+            place = int(np.searchsorted(self.starts, start))
+            if token < 0:
+                self.parent[place] = -1
+            elif token >= first:
+                self.parent[place] = int(np.searchsorted(self.starts, token, "right")) - 1
+            else:
+                number = int(np.searchsorted(given, token))
+                assert number < len(given), f"the state after token {token} is not given"
+                assert given[number] == token, f"the state after token {token} is not given"
+                self.parent[place] = -2 - number
+
+    @staticmethod
+    def _tokens_before(stops: np.ndarray, begins: Sequence[int], end: int) -> list[int]:
+        # The token before the first token of each run on its path, -1 if it begins a row.
+        open_runs, found = [(0, begins[0])] if begins[0] else [], []
+        for start, stop in zip(begins, [*begins[1:], end], strict=True):
+            token = -1
+            while open_runs and token < 0:
+                low, high = open_runs.pop()
+                # Along a path the stops do not increase.
+                seen = int(np.searchsorted(-stops[low:high], -start, "left"))
+                if seen:
+                    token = low + seen - 1
+                    open_runs.append((low, low + seen))  # no later token sees the rest of this run
+            found.append(token)
+            open_runs.append((start, stop))
+        return found
+
+    def chunks(self, size: int, given: int, results: np.ndarray) -> StateChunks:
+        counts = -(-self.lengths // size)
+        of = np.repeat(np.arange(len(counts)), counts)
+        begin = np.cumsum(counts) - counts
+        place = np.arange(len(of)) - begin[of]
+        starts = self.starts[of] + place * size
+        lengths = np.minimum(self.starts[of] + self.lengths[of] - starts, size)
+        parent = np.arange(len(of)) - 1
+        parent[begin] = np.where(self.parent >= 0, (begin + counts - 1)[np.maximum(self.parent, 0)], self.parent)
+        first_round = np.zeros(len(counts), dtype=np.int64)
+        for segment, above in enumerate(self.parent.tolist()):
+            if above >= 0:
+                first_round[segment] = first_round[above] + counts[above]
+        rounds = first_round[of] + place
+        rows = self._rows(size, starts, lengths, begin, parent, given)
+        ends = starts + lengths - 1
+        with_results = np.searchsorted(ends, results)
+        assert np.array_equal(ends[with_results], results), "a result is the state after the last token of a chunk"
+        tails = rows[with_results[:, None], lengths[with_results][:, None] + np.arange(TAIL)]
+        order = np.argsort(rounds, kind="stable")
+        number = np.empty_like(order)
+        number[order] = np.arange(len(order))
+        rows = rows[order]
+        tail_rows, places = np.unique(np.concatenate([rows[:, :TAIL], tails]), return_inverse=True)
+        return StateChunks(
+            size=size,
+            tokens=int(self.lengths.sum()),
+            given=given,
+            rows=on_host(rows),
+            tails=on_host(tails),
+            tail_rows=on_host(tail_rows),
+            tail_places=on_host(places.reshape(-1, TAIL)),
+            starts=rows[:, TAIL],
+            counts=lengths[order],
+            rounds=rounds[order],
+            parent=np.where(parent >= 0, number[np.maximum(parent, 0)], parent)[order],
+            results_of=number[with_results],
+        )
+
+    def _rows(
+        self, size: int, starts: np.ndarray, lengths: np.ndarray, begin: np.ndarray, parent: np.ndarray, given: int
+    ) -> np.ndarray:
+        offset = 1 + TAIL * given - int(self.starts[0])
+        own = starts[:, None] + np.arange(-TAIL, size) + offset
+        own[:, TAIL:][np.arange(size) >= lengths[:, None]] = 0
+        # Only the first chunk of a segment has other tokens before it than its neighbours. Parents come earlier.
+        for chunk in begin.tolist():
+            above = int(parent[chunk])
+            if above == -1:
+                own[chunk, :TAIL] = 0
+            elif above < 0:
+                own[chunk, :TAIL] = 1 + TAIL * (-2 - above) + np.arange(TAIL)
+            else:
+                own[chunk, :TAIL] = own[above, lengths[above] : lengths[above] + TAIL]
+        return own
