@@ -89,6 +89,7 @@ def calls(
     both_grads = of(queries, size), of(keys, size)
     return {
         "norm": (_norm, (of(width), of(width)), (weight, EPS)),
+        "norm by 1 + w": (_norm, (of(width), of(width)), (weight.float() + 1, EPS)),
         "norm in place": (_norm, (x, x), (weight, EPS)),
         "norm of a sum": (_norm_of_sum, (of(width), total, total, of(width)), (weight, EPS)),
         "norm gradient": (norm_gradient, (of(width), of(width), of(width)), (weight, EPS, None)),
@@ -101,6 +102,9 @@ def calls(
         "gate gradient and value": (_gate_gradient_and_value, (of(width), *gates()), ()),
         "rotary": (_forward_statement, (q, of(size), of(size), of(queries, size)), (None, EPS)),
         "rotary and norm": (_forward_statement, (q, of(size), of(size), of(queries, size)), (query_weight, EPS)),
+        "rotary and norm by 1 + w": (
+            _forward_statement, (q, of(size), of(size), of(queries, size)), (query_weight.float() + 1, EPS),
+        ),
         "rotary of both": (
             _both_statement, (q, k, of(size), of(size), of(queries, size), of(keys, size)), (None, None, EPS),
         ),

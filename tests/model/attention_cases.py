@@ -63,10 +63,11 @@ def with_gradients(attend, inputs):
     return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
 
 
-def rotary_of(tokens, size=8, normed=True, dtype=torch.float32):
-    """Return random rotary tables, with or without norms of queries and keys that have weights."""
+def rotary_of(tokens, size=8, normed=True, dtype=torch.float32, rotated=None):
+    """Return random rotary tables for the first ``rotated`` entries of heads (None = for all), with or without norms that have
+    weights."""
     generator = torch.Generator().manual_seed(4)
-    angles = torch.randn(tokens, size // 2, generator=generator).repeat(1, 2)
+    angles = torch.randn(tokens, (size if rotated is None else rotated) // 2, generator=generator).repeat(1, 2)
     norms = tuple((1 + torch.rand(size, generator=generator)).to(dtype).requires_grad_() if normed else None for _ in range(2))
     return Rotary(angles.cos().to(dtype), angles.sin().to(dtype), norms, 1e-6)
 

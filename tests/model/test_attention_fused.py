@@ -77,9 +77,9 @@ def test_every_way_to_cut_calls_gives_attention_and_its_gradients(kernel, layout
 
 @pytest.mark.parametrize(("kernel", "bound"), [(dense, 1e-6), (in_passes, 1e-6), (joined, 1e-6), (flash, 0.0)])
 @settings(deadline=None)
-@given(layout=LAYOUTS, heads=HEADS, normed=st.booleans())
-def test_queries_and_keys_rotated_inside_give_what_they_give_rotated_before(kernel, bound, layout, heads, normed):
-    inputs, rotary = flat_inputs(layout, *heads), rotary_of(sum(layout.trees), normed=normed)
+@given(layout=LAYOUTS, heads=HEADS, normed=st.booleans(), rotated=st.sampled_from([4, 8]))
+def test_queries_and_keys_rotated_inside_give_what_they_give_rotated_before(kernel, bound, layout, heads, normed, rotated):
+    inputs, rotary = flat_inputs(layout, *heads), rotary_of(sum(layout.trees), normed=normed, rotated=rotated)
     with gpu_operators_on_a_cpu():
         found = with_rotary_gradients(kernel(layout, rotary), inputs, rotary)
         before = with_rotary_gradients(lambda q, k, v: kernel(layout)(*rotated_before(rotary, layout, q, k), v), inputs, rotary)

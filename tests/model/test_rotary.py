@@ -1,8 +1,9 @@
 import pytest
 import torch
-from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb
 
 from tests.memory.recomputed import DOUBLE, EPS, ROUNDING, drawn, gradients, plain_norm, relative, saved_by
+from verl_memopt.model import decoder
 from verl_memopt.model.rotary import apply_rotary, rotary_arguments, rotary_backward, rotary_embedding, weight_sums
 
 
@@ -14,16 +15,18 @@ def tables(tokens, size, seed=2):
 # Numbers.
 
 
+@pytest.mark.parametrize("rotated", [2, 6, 8])  # of 8 entries of a head
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_rotations_are_those_of_transformers(with_norm):
+def test_rotations_are_those_of_transformers(with_norm, rotated):
     tokens, heads, size = 40, 3, 8
     x, weight = drawn(tokens, heads, size), drawn(size, seed=1) if with_norm else None
-    angles = drawn(tokens, size // 2, seed=2).detach().repeat(1, 2)
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = tables(tokens, rotated)
     given = (x if weight is None else plain_norm(x, weight)).transpose(0, 1)[None]
     expected = apply_rotary_pos_emb(given, given, cos[None], sin[None])[0][0].transpose(0, 1)
     out, tensors = rotary_embedding(x, weight, EPS, cos, sin), [x] if weight is None else [x, weight]
     assert relative(out, expected) <= ROUNDING
+    if weight is None:
+        assert relative(decoder.apply_rotary(x, (cos[None], sin[None])), expected) <= ROUNDING
     for one, other in zip(gradients([out], tensors), gradients([expected], tensors), strict=True):
         assert relative(one, other) <= ROUNDING
 
@@ -36,9 +39,10 @@ def test_a_rotation_whose_halves_have_angles_of_their_own_has_its_transpose_for_
     assert torch.autograd.gradcheck(lambda x: rotary_embedding(x, None, EPS, cos, sin), (drawn(4, 2, 6),))
 
 
+@pytest.mark.parametrize("rotated", [4, 8])
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_gradients_may_take_the_place_of_what_was_rotated(with_norm):
-    cos, sin = tables(9, 8)
+def test_gradients_may_take_the_place_of_what_was_rotated(with_norm, rotated):
+    cos, sin = tables(9, rotated)
     whole, weight = drawn(9, 6, 8).detach(), drawn(8, seed=1).detach() if with_norm else None
     x = whole[:, 2:4]  # heads of some, as attention takes them
     above = drawn(9, 2, 8, seed=5).detach()
@@ -47,6 +51,14 @@ def test_gradients_may_take_the_place_of_what_was_rotated(with_norm):
     assert torch.equal(apply_rotary(x, weight, EPS, cos, sin), rotary_embedding(x, weight, EPS, cos, sin))
     rotary_backward(above, x, weight, EPS, cos, sin, x, None)
     assert torch.equal(x, expected)
+
+
+def test_a_wide_weight_multiplies_before_anything_is_rounded():
+    x, cos = drawn(50, 3, 8, dtype=torch.bfloat16).detach(), torch.ones(50, 8, dtype=torch.bfloat16)
+    weight = drawn(8, seed=1, dtype=torch.float32).detach()
+    expected = plain_norm(x.float(), weight).bfloat16()
+    assert torch.equal(apply_rotary(x, weight, EPS, cos, torch.zeros_like(cos)), expected)
+    assert not torch.equal(apply_rotary(x, weight.bfloat16(), EPS, cos, torch.zeros_like(cos)), expected)
 
 
 def test_without_tables_nothing_is_rotated():

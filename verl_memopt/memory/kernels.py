@@ -85,7 +85,9 @@ class Kernel:
         """Launch the kernel for tensors that fit. Return False if it does not work; nothing was written then."""
         first = tensors[0]
         assert first is not None
-        key = first.get_device(), first.dtype, first.shape[-1]
+        # With a weight in another dtype a kernel rounds at other places.
+        dtypes = tuple(other.dtype for other in others if isinstance(other, Tensor))
+        key = first.get_device(), first.dtype, first.shape[-1], dtypes
         works = self._works.get(key)
         if works is None:
             reason = self._why_not(tensors, others)
@@ -339,9 +341,11 @@ def _gate_gradient(
 
 
 def has_halves(tensors: Tensors, others: Sequence[Any]) -> bool:
-    """Return whether heads [T, heads, D] have two halves that a kernel holds."""
+    """Return whether heads [T, heads, D] have two halves that a kernel holds, and rotate as a whole."""
     first = tensors[0]
-    return first is not None and first.shape[2] % 2 == 0 and first.shape[2] <= WIDEST_HEAD
+    if first is None or first.shape[2] % 2 or first.shape[2] > WIDEST_HEAD:
+        return False
+    return all(tensor is None or tensor.shape[-1] == first.shape[2] for tensor in tensors)
 
 
 def has_one_norm(tensors: Tensors, others: Sequence[Any]) -> bool:

@@ -361,6 +361,9 @@ Tensors: TypeAlias = tuple[Tensor, ...]
 class RMSNorm:
     """RMS norm of x with a weight, computed in the same steps as in transformers. Source: arXiv 1910.07467.
 
+    A weight in the dtype of x multiplies the rounded norm, as in Llama. An fp32 weight beside rows in half precision multiplies
+    the norm in fp32, and the product is rounded once, as in Gemma (:func:`norm_and_weight`).
+
     Like :class:`SwiGLU`, it computes a value [T, n] from ``sources`` many tensors [T, n] and from parameters [n], and it turns
     the value's gradient into theirs. ``overwrites``: the gradients of the sources overwrite the sources.
     """
@@ -448,6 +451,20 @@ class SwiGLU:
 
 Recomputable: TypeAlias = RMSNorm | SwiGLU
 
+UNIT_OFFSET = ("Gemma3RMSNorm", "Qwen3_5RMSNorm")
+"""Classes of RMS norms that multiply by 1 + w. Other classes multiply by w."""
+
+
+def norm_and_weight(norm: Any) -> tuple[RMSNorm, Tensor]:
+    """Return how an RMS norm of transformers is computed, and by which weight [n] it multiplies.
+
+    The weight is the parameter w, or 1 + w in fp32 or wider, whose gradient autograd passes on to w.
+    """
+    # Llama's class calls its epsilon variance_epsilon, Gemma's class eps.
+    eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    weight: Tensor = norm.weight
+    return RMSNorm(eps), weight.to(_wide(weight.dtype)) + 1 if type(norm).__name__ in UNIT_OFFSET else weight
+
 
 def product_tiles(tensor: Tensor, least: int = 1) -> list[slice]:
     # The tiles are nearly equal, so that the last one is not a small product.
@@ -463,6 +480,12 @@ def normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
     # If x is fp32 already, `wide` is x itself, which belongs to the caller and must not change.
     return (wide * inverse if wide is x else wide.mul_(inverse)), inverse
+
+
+def rounded_for(weight: Tensor, normal: Tensor, dtype: torch.dtype) -> Tensor:
+    # A norm in fp32 or wider, rounded to the dtype of its rows before it is multiplied by the weight, as in transformers. The
+    # other order would give other last bits. A wide weight multiplies the norm as it is.
+    return normal if weight.dtype == normal.dtype else normal.to(dtype)
 
 
 @has_kernel(kernels.norm_gradient, "rrw", sums=(2,))
@@ -513,9 +536,7 @@ def _norm_of_sum(residual: Tensor, x: Tensor, total: Tensor, out: Tensor, weight
 
 @has_kernel(kernels.norm, "rw")
 def _norm(x: Tensor, out: Tensor, weight: Tensor, eps: float) -> None:
-    normal, _ = normalized(x, eps)
-    # Rounded before it is multiplied by the weight, as in transformers. The other order would give other last bits.
-    torch.mul(normal.to(x.dtype), weight, out=out)
+    torch.mul(rounded_for(weight, normalized(x, eps)[0], x.dtype), weight, out=out)
 
 
 @has_kernel(kernels.gate, "rrw")

@@ -53,10 +53,10 @@ def norm(
         scale = _load(weight + columns, mask)
         if residual is not None:
             value = _rounded(_load(residual + row * residual_row + columns, mask) + value, total)
-            normal = _rounded(value * inverse, total)
             _store(total + row * total_row + columns, value, mask)
-        else:
-            normal = _rounded(value * inverse, x)
+        normal = value * inverse
+        if weight.dtype.element_ty != tl.float32:  # otherwise it is rounded once, after the product
+            normal = _rounded(normal, out)
         _store(out + row * out_row + columns, normal * scale, mask)
 
 
@@ -196,8 +196,13 @@ def _rotate_heads(
         if weight is not None:
             inverse = tl.rsqrt(tl.sum(first * first + second * second, 1) / (2 * HALF) + eps)[:, None]
             first_weight, second_weight = _both_halves(weight, 0, 0, columns, columns < HALF, HALF)
-            first = _rounded(_rounded(first * inverse, x) * first_weight, x)
-            second = _rounded(_rounded(second * inverse, x) * second_weight, x)
+            first *= inverse
+            second *= inverse
+            if weight.dtype.element_ty != tl.float32:  # otherwise they are rounded once, after the product
+                first = _rounded(first, x)
+                second = _rounded(second, x)
+            first = _rounded(first * first_weight, x)
+            second = _rounded(second * second_weight, x)
         turned = _rounded(first * first_cos, out) - second * first_sin
         other = _rounded(second * second_cos, out) + first * second_sin
         _store_halves(out, turned, other, heads, out_head, columns, mask, HALF)

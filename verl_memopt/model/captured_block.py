@@ -31,7 +31,7 @@ from verl_memopt.memory.activation_checkpointing_torch import Forward
 from verl_memopt.memory.embedding_gradient import CAST_UNIT
 from verl_memopt.memory.fused import joined
 from verl_memopt.memory.precision_torch import GRAPHS, CastUnit
-from verl_memopt.memory.recompute_elementwise_torch import Products, RMSNorm, in_runs, product_tiles, products_of
+from verl_memopt.memory.recompute_elementwise_torch import Products, in_runs, norm_and_weight, product_tiles, products_of
 from verl_memopt.memory.token_packing import bucket_of
 from verl_memopt.model.attention import Attend
 from verl_memopt.model.prefix_layout import PrefixLayout
@@ -87,7 +87,7 @@ class CapturedBlocks:
         norms: Any = block.input_layernorm, block.post_attention_layernorm
         places = tuple((_place(weight.cast), weight.cast.shape) for weight in unit.weights)
         # Whether the last block may be pruned does not matter: pruned, it is not captured.
-        key = *places, replace(block.options, prune=False), *(norm.variance_epsilon for norm in norms)
+        key = *places, replace(block.options, prune=False), *(norm_and_weight(norm)[0].eps for norm in norms)
         if key not in self._kinds:
             if self._capture is None and is_gpu(unit.weights[0].cast.device):
                 self._capture = CudaGraphs()
@@ -158,7 +158,6 @@ class _Kind:
         self._capture, self._block = capture, weakref.proxy(template)
         attention = template.self_attn
         self._layers: list[Any] = [attention.q_proj, attention.k_proj, attention.v_proj]
-        self._norm = RMSNorm(template.input_layernorm.variance_epsilon)
         # The parameters at the shared addresses. Those of the other blocks are other tensors at the same addresses.
         self._casts = [weight.cast for weight in unit.weights]
         names = {id(parameter): name for name, parameter in template.named_parameters()}
@@ -239,7 +238,8 @@ class _Kind:
     @torch.no_grad()
     def _project(self, buffers: _Buffers) -> None:
         weights, biases = self._weights_and_biases()
-        value = self._norm.compute((buffers.hidden,), (self._block.input_layernorm.weight,))
+        norm, weight = norm_and_weight(self._block.input_layernorm)
+        value = norm.compute((buffers.hidden,), (weight,))
         rooms = buffers.columns.split(self._widths, 1)
         for run in in_runs(weights, biases):
             parts = products_of(value, weights[run], biases[run])
@@ -269,12 +269,12 @@ class _Kind:
     @torch.no_grad()
     def _project_backward(self, buffers: _Buffers) -> None:
         weights, biases = self._weights_and_biases()
-        norm = self._block.input_layernorm.weight
+        norm, weight = norm_and_weight(self._block.input_layernorm)
         columns = buffers.columns.split(self._widths, 1)
-        products = Products(self._norm, 1, None, (False,) * 3, (None,) * 3, in_runs(weights, biases))
+        products = Products(norm, 1, None, (False,) * 3, (None,) * 3, in_runs(weights, biases))
         needed = (True,) * 5 + tuple(bias is not None for bias in biases)
         # The gradient of the residual stream is added to that of the norm's input.
-        grad, *found = products.gradients((buffers.hidden, norm, *weights), (*columns, buffers.states), needed)
+        grad, *found = products.gradients((buffers.hidden, weight, *weights), (*columns, buffers.states), needed)
         assert grad is not None
         names = ["input_layernorm.weight"]
         names += [f"self_attn.{name}_proj.{kind}" for kind in ("weight", "bias") for name in "qkv"]

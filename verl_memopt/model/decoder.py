@@ -22,10 +22,10 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_checkpointing_torch import Forward, checkpointed, checkpointed_block, chosen_blocks
 from verl_memopt.memory.prune_last_block import can_prune, window_of
 from verl_memopt.memory.recompute_elementwise_torch import (
-    RMSNorm,
     Rows,
     SwiGLU,
     can_recompute,
+    norm_and_weight,
     product_tiles,
     recomputed_norm,
     recomputed_outputs,
@@ -108,10 +108,10 @@ class Attention(nn.Module):
         # Returns queries [Q, heads x D], keys and values [T, kv heads x D], and x.
         layers = (self.q_proj, self.k_proj, self.v_proj)
         if self.options.recompute:
-            rms_norm = RMSNorm(norm.variance_epsilon)
+            rms_norm, weight = norm_and_weight(norm)
             # A pruned block needs queries of some rows, but keys and values of all rows.
             row_layers, passed = (self.q_proj,), rows is None
-            outs = recomputed_outputs(rms_norm, (x,), (norm.weight,), layers, rows, row_layers, passed)
+            outs = recomputed_outputs(rms_norm, (x,), (weight,), layers, rows, row_layers, passed)
             return outs if passed else [*outs, x]
         normal = norm(x)
         at_rows = normal if rows is None else normal[rows.index]
@@ -143,7 +143,8 @@ class Attention(nn.Module):
         # Families without norms of queries and keys have no epsilon, so the 0 is never read.
         if self.q_norm is None or self.k_norm is None:
             return Rotary(cos, sin, (None, None), 0.0)
-        return Rotary(cos, sin, (self.q_norm.weight, self.k_norm.weight), self.q_norm.variance_epsilon)
+        (norm, query_weight), (_, key_weight) = norm_and_weight(self.q_norm), norm_and_weight(self.k_norm)
+        return Rotary(cos, sin, (query_weight, key_weight), norm.eps)
 
 
 class MLP(nn.Module):
@@ -169,7 +170,7 @@ class MLP(nn.Module):
         """
         layers, tiles = (self.gate_proj, self.up_proj, self.down_proj), self.options.mlp_tiles
         tiles = 1 if tiles is None else max(tiles, least_tiles)
-        return recomputed_mlp(residual, attended, RMSNorm(norm.variance_epsilon), norm.weight, layers, tiles, checkpoint)
+        return recomputed_mlp(residual, attended, *norm_and_weight(norm), layers, tiles, checkpoint)
 
     def forward(self, hidden: Tensor, norm: Any) -> Tensor:
         """Return ``hidden`` plus the MLP's output for it. ``hidden`` [1, T, h] is the input of ``norm``."""
@@ -177,8 +178,8 @@ class MLP(nn.Module):
         if not self.options.recompute:
             out = self.gated(norm(x)) if tiles is None else tiled_mlp(self, norm(x), tiles)
             return hidden + out[None]
-        rms_norm = RMSNorm(norm.variance_epsilon)
-        gate, up, x = recomputed_outputs(rms_norm, (x,), (norm.weight,), (self.gate_proj, self.up_proj), passed=True)
+        rms_norm, weight = norm_and_weight(norm)
+        gate, up, x = recomputed_outputs(rms_norm, (x,), (weight,), (self.gate_proj, self.up_proj), passed=True)
         (down,) = recomputed_outputs(SwiGLU(), (gate, up), (), (self.down_proj,))
         return x[None] + down[None]
 
@@ -247,16 +248,16 @@ class DecoderBlock(nn.Module):
     def _tiled(self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: PrefixLayout) -> Tensor:
         assert self.tile_tokens is not None
         attention, mlp = self.self_attn, self.mlp
-        norms: Any = self.input_layernorm, self.post_attention_layernorm, attention.q_norm, attention.k_norm
-        weights = [None if norm is None else norm.weight for norm in norms]
-        epsilons = [0.0 if norm is None else norm.variance_epsilon for norm in norms]
+        norms = (self.input_layernorm, self.post_attention_layernorm, attention.q_norm, attention.k_norm)
+        found: Any = [(None, None) if norm is None else norm_and_weight(norm) for norm in norms]
+        own_norms, weights = zip(*found, strict=True)
         shape = BlockShape(
             self.tile_tokens,
             self.options.mlp_tiles or 1,
             attention.head_dim,
             attention.scale,
-            (RMSNorm(epsilons[0]), RMSNorm(epsilons[1])),
-            epsilons[2],
+            own_norms[:2],
+            0.0 if own_norms[2] is None else own_norms[2].eps,
         )
         layers = (
             attention.q_proj,
@@ -351,7 +352,8 @@ class Decoder(nn.Module):
         if not self.recompute:
             return self.norm(hidden).index_select(0, rows)
         # Select the rows first, so that the norm keeps only these rows for backward.
-        return recomputed_norm(hidden.index_select(0, rows), self.norm.weight, self.norm.variance_epsilon)
+        norm, weight = norm_and_weight(self.norm)
+        return recomputed_norm(hidden.index_select(0, rows), weight, norm.eps)
 
     def get_decoder(self) -> Decoder:
         return self
@@ -363,11 +365,13 @@ def query_rows(layout: PrefixLayout, prefix_kv: Prefix | None) -> Rows | None:
 
 
 def apply_rotary(x: Tensor, tables: Tables) -> Tensor:
-    """Rotate x [T, heads, D] by cos and sin [1, T, D], in plain autograd (arXiv 2104.09864)."""
+    """Rotate x [T, heads, D] by cos and sin [1, T, R], in plain autograd (arXiv 2104.09864). Entries behind the first R stay."""
     cos, sin = (table[0][:, None] for table in tables)
+    x, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     # An element is paired with the one half a head away, not with its neighbour, as in transformers' Llama.
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    rotated = x * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
 def _maybe(norm: nn.Module | None, x: Tensor) -> Tensor:

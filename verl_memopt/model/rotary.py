@@ -18,6 +18,7 @@ from verl_memopt.memory.recompute_elementwise_torch import (
     norm_gradient,
     norm_weight_gradient,
     normalized,
+    rounded_for,
     zeros_to_sum,
 )
 
@@ -28,10 +29,14 @@ class Rotary:
 
     Attention that gets a ``Rotary`` may overwrite queries, keys and values with their gradients, so nothing else may use them.
 
+    If the tables have R columns, fewer than D, only the first R entries of each head rotate (partial rotary). The others are
+    normed and pass through.
+
     Attributes:
-        cos: [T, D].
-        sin: [T, D].
-        norms: Weights [D] of the norm of queries and of the norm of keys. None = no norm.
+        cos: [T, R].
+        sin: [T, R].
+        norms: Weights [D] of the norm of queries and of the norm of keys, as :func:`norm_and_weight` returns them. None = no
+            norm.
         eps: Epsilon of both norms.
     """
 
@@ -51,8 +56,8 @@ class Rotary:
 def rotary_embedding(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     """Norm and rotate x [T, heads, D], differentiably.
 
-    ``cos`` and ``sin`` are [T, D]. ``weight`` [D] is the weight of the norm. None = no norm. With a norm it keeps ``x`` for
-    backward. Without a norm it keeps nothing of that size.
+    ``cos`` and ``sin`` are [T, R] with R <= D, as in :class:`Rotary`. ``weight`` [D] is the weight of the norm. None = no norm.
+    With a norm it keeps ``x`` for backward. Without a norm it keeps nothing of that size.
     """
     return _RotaryEmbedding.apply(x, weight, eps, cos, sin)
 
@@ -93,7 +98,7 @@ def apply_rotary(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor | Non
 
 
 Tables = tuple[Tensor | None, Tensor | None]
-"""Cosines and sines of some tokens, [T, D] each. None = do not rotate."""
+"""Cosines and sines of some tokens, [T, R] each. None = do not rotate."""
 Norms = tuple[Tensor | None, Tensor | None]
 """Weights [D] of the norm of queries and of the norm of keys. None = no norm."""
 
@@ -210,7 +215,9 @@ def _forward_statement(
 ) -> None:
     if weight is not None and key_weight is not None:
         weight = _weights(x.shape[1], queries, weight, key_weight)
-    _rotate(x if weight is None else normalized(x, eps)[0].to(x.dtype).mul_(weight), cos, sin, out, 1)
+    if weight is not None:
+        x = rounded_for(weight, normalized(x, eps)[0], x.dtype).mul_(weight).to(x.dtype)
+    _rotate(x, cos, sin, out, 1)
 
 
 @has_kernel(kernels.rotate_both, "rrrrww", dims=3, takes=kernels.has_halves)
@@ -304,7 +311,11 @@ def weight_sums(weights: Sequence[Tensor | None], needed: Sequence[bool]) -> lis
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:
-    # Rotate x [T, heads, D] by the angles of cos and sin [T, D] times `sign`, into `out`.
+    # Rotate the first R entries of x [T, heads, D] by the angles of cos and sin [T, R] times `sign`, into `out`.
+    rotated = cos.shape[-1]
+    if rotated < x.shape[-1]:
+        out[..., rotated:].copy_(x[..., rotated:])
+        x, out = x[..., :rotated], out[..., :rotated]
     (low, high), (low_sin, high_sin), (low_out, high_out) = x.chunk(2, -1), sin[:, None].chunk(2, -1), out.chunk(2, -1)
     torch.mul(x, cos[:, None], out=out)
     # The transposed rotation (sign -1) needs the sine of the other half.

@@ -143,8 +143,8 @@ def tiled_block(
 
     Args:
         x: [T, h], the block's input.
-        cos: [T, D], cosines of the T positions.
-        sin: [T, D], sines of the T positions.
+        cos: [T, R], cosines of the T positions, with R <= D as in :class:`Rotary`.
+        sin: [T, R], sines of the T positions.
         layout: Which tokens share a prefix, and which are queries.
         shape: Sizes and norms.
         norm_weights: Weights of the norms of the block's input, the MLP's input, queries and keys. None = no norm.

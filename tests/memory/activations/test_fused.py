@@ -102,7 +102,9 @@ def norms_and_rotary(rows, dtype):
     turns = apply_rotary(query, scale, EPS, cos, sin), apply_rotary(query, None, EPS, cos, sin)
     # The gradient takes the place of some heads of the query, by another view of them.
     rotary_backward(turn[:, 1:], query[:, 1:], scale, EPS, cos, sin, query[:, 1:], of_scale)
-    return [RMSNorm(EPS).compute((x,), (weight,)), into, sums, plus, total, of_sum, *turns, query, of_scale]
+    wide = [RMSNorm(EPS).compute((x,), (weight.float() + 1,)), apply_rotary(query, scale.float() + 1, EPS, cos, sin)]
+    part = apply_rotary(turn, scale, EPS, cos[:, : SIZE // 2], sin[:, : SIZE // 2])
+    return [RMSNorm(EPS).compute((x,), (weight,)), into, sums, plus, total, of_sum, *turns, query, of_scale, *wide, part]
 
 
 STATEMENTS = [
@@ -174,11 +176,14 @@ def test_the_gradient_of_a_norms_weight_is_written_whole_where_one_call_computes
     assert relative(found.double(), expected.double()) <= HALF
 
 
-@pytest.mark.parametrize(("groups", "normed"), [(((5, (3, 4)),), False), (((5, (3, 4)), (2, (3, 1))), True)])
+@pytest.mark.parametrize(
+    ("groups", "normed", "rotated"),
+    [(((5, (3, 4)),), False, 8), (((5, (3, 4)), (2, (3, 1))), True, 8), (((5, (3, 4)),), True, 4)],
+)
 @pytest.mark.parametrize("compiles", BACKENDS, indirect=True)
-def test_queries_keys_and_values_side_by_side_get_what_they_get_apart(compiles, groups, normed):
+def test_queries_keys_and_values_side_by_side_get_what_they_get_apart(compiles, groups, normed, rotated):
     layout, heads, kv = PrefixLayout.of(groups), 4, 2
-    inputs, rotary = flat_inputs(layout, heads, kv), rotary_of(sum(layout.trees), normed=normed)
+    inputs, rotary = flat_inputs(layout, heads, kv), rotary_of(sum(layout.trees), normed=normed, rotated=rotated)
 
     def run(together):
         whole = torch.cat(inputs, 1).requires_grad_()

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import silu
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 from tests.memory.recomputed import DOUBLE, EPS, ROUNDING, drawn, gradients, plain_norm, relative, saved_by
 from tests.tensors import operations_named
@@ -22,6 +24,7 @@ from verl_memopt.memory.recompute_elementwise_torch import (
     SwiGLU,
     keep,
     kept,
+    norm_and_weight,
     recomputed_norm,
     recomputed_products,
 )
@@ -209,12 +212,30 @@ def test_bfloat16_is_as_near_to_the_truth_as_autograd_but_for_one_rounding(case)
         assert relative(one.double(), true) <= relative(other.double(), true) + 2**-9
 
 
-def test_a_norm_alone_is_that_of_transformers_to_the_bit():
-    x, norm = drawn(300, 16, dtype=torch.float32), Qwen3RMSNorm(16, EPS)
-    norm.weight = nn.Parameter(drawn(16, seed=1, dtype=torch.float32).detach())
-    expected, out = norm(x), recomputed_norm(x, norm.weight, EPS)
+@pytest.mark.parametrize("kind", [Qwen3RMSNorm, Gemma3RMSNorm, Qwen3_5RMSNorm])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
+def test_a_norm_alone_is_that_of_transformers_to_the_bit(kind, dtype, bound):
+    x, norm = drawn(300, 16, dtype=dtype), kind(16, EPS)
+    norm.weight = nn.Parameter(drawn(16, seed=1, dtype=dtype).detach())
+    recomputed, weight = norm_and_weight(norm)
+    expected, out = norm(x), recomputed_norm(x, weight, recomputed.eps)
     assert torch.equal(out, expected)
-    assert_near(gradients([out], [x, norm.weight]), gradients([expected], [x, norm.weight]), 1e-6)  # in fp32
+    assert_near(gradients([out], [x, norm.weight]), gradients([expected], [x, norm.weight]), bound)
+
+
+@pytest.mark.parametrize("kind", [Gemma3RMSNorm, Qwen3_5RMSNorm])
+def test_a_norm_by_one_plus_its_weight_has_the_gradients_of_float64(kind):
+    x, norm = drawn(30, 16), kind(16, EPS)
+    norm.weight = nn.Parameter(drawn(16, seed=1).detach())
+    expected = plain_norm(x, torch.ones(16, dtype=DOUBLE)) * (1 + norm.weight)
+    expected_gradients = gradients([expected], [x, norm.weight])
+    for compute in (
+        lambda norm, weight: [recomputed_norm(x, weight, norm.eps)],
+        lambda norm, weight: recomputed_products(norm, (x,), (weight,), [torch.eye(16, dtype=DOUBLE)]),
+    ):
+        outs = compute(*norm_and_weight(norm))
+        assert relative(outs[0], expected) <= ROUNDING
+        assert_near(gradients(outs, [x, norm.weight]), expected_gradients)
 
 
 def test_adapters_that_are_off_are_left_out():
