@@ -46,6 +46,8 @@ def can_prune(block: Module, key: str = _KEY) -> bool:
     name = type(block).__name__
     if name not in OWN_BLOCKS:
         reason = f"{name} is not one of {', '.join(OWN_BLOCKS)}"
+    elif hasattr(block, "linear_attn"):
+        reason = f"{name} carries a state from token to token"
     elif (window := window_of(block.self_attn)) is not None:
         reason = f"attention of {name} slides over a window of {window} tokens"
     else:

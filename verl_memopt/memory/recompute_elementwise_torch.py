@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -55,8 +55,8 @@ def _unlike(block: Any, trained: bool) -> str | None:
     name = type(block).__name__
     if name not in OWN_BLOCKS:
         return f"{name} is not one of {', '.join(OWN_BLOCKS)}"
-    if block.self_attn.config.hidden_act not in ("silu", "swish"):
-        return f"{name} has the activation {block.self_attn.config.hidden_act}, not silu"
+    if block.mlp.config.hidden_act not in ("silu", "swish"):
+        return f"{name} has the activation {block.mlp.config.hidden_act}, not silu"
     layers = [module for module in block.modules() if hasattr(module, "in_features")]
     other = next((layer for layer in layers if trained and type(layer) not in (nn.Linear, LoraLinear)), None)
     return None if other is None else f"{name} has a layer of class {type(other).__name__}"
@@ -449,7 +449,28 @@ class SwiGLU:
         over_rows(_gate_gradient_and_value, (grad, *sources), narrow=True)
 
 
-Recomputable: TypeAlias = RMSNorm | SwiGLU
+
+class Recomputable(Protocol):
+    """How a value [T, n] is computed from its sources, and their gradients from its own. See :class:`RMSNorm`."""
+
+    @property
+    def sources(self) -> int: ...
+
+    @property
+    def overwrites(self) -> bool: ...
+
+    def compute(self, sources: Tensors, parameters: Tensors, out: Tensor | None = None) -> Tensor: ...
+
+    def differentiate(
+        self,
+        grad: Tensor,
+        sources: Tensors,
+        parameters: Tensors,
+        into: Tensors,
+        sums: Sequence[Tensor | None],
+        plus: Tensor | None = None,
+    ) -> None: ...
+
 
 UNIT_OFFSET = ("Gemma3RMSNorm", "Qwen3_5RMSNorm")
 """Classes of RMS norms that multiply by 1 + w. Other classes multiply by w."""
@@ -499,7 +520,7 @@ def norm_gradient(grad: Tensor, x: Tensor, into: Tensor, weight: Tensor, eps: fl
     above = grad.to(normal.dtype)
     product = above * normal
     if sums is not None:
-        _sum_rows(product, sums)
+        sum_rows(product, sums)
     shared = product.mul_(weight).mean(-1, keepdim=True).neg_()
     del product  # freed before the next tensor of its size is allocated
     # Without a cast `above` is the caller's tensor, which must not be overwritten.
@@ -509,10 +530,11 @@ def norm_gradient(grad: Tensor, x: Tensor, into: Tensor, weight: Tensor, eps: fl
 
 def norm_weight_gradient(grad: Tensor, x: Tensor, eps: float, sums: Tensor) -> None:
     normal, _ = normalized(x, eps)
-    _sum_rows(grad.to(normal.dtype) * normal, sums)
+    sum_rows(grad.to(normal.dtype) * normal, sums)
 
 
-def _sum_rows(values: Tensor, sums: Tensor) -> None:
+def sum_rows(values: Tensor, sums: Tensor) -> None:
+    """Add the sum of values [..., n] over all but the last dimension to ``sums`` [n]. Sums in a shorter dtype get the whole sum."""
     total = values.flatten(0, -2).sum(0)
     if sums.dtype == _wide(sums.dtype):
         sums.add_(total)

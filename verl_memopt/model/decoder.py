@@ -35,6 +35,7 @@ from verl_memopt.memory.tiled_mlp_torch import check_mlps, recomputed_mlp, tiled
 from verl_memopt.model.attention import HEAD_MULTIPLE, Attend, AttentionArgs
 from verl_memopt.model.captured_block import CapturedBlocks
 from verl_memopt.model.families import OWN_BLOCKS
+from verl_memopt.model.gated_delta_net import GatedDeltaNet, SigmoidGate
 from verl_memopt.model.prefix_kv import Prefix, Tables
 from verl_memopt.model.prefix_layout import PrefixLayout
 from verl_memopt.model.rotary import Rotary
@@ -74,6 +75,8 @@ class Attention(nn.Module):
         self.source_class, self.options = type(source).__name__, options
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = source.q_proj, source.k_proj, source.v_proj, source.o_proj
         self.q_norm, self.k_norm = getattr(source, "q_norm", None), getattr(source, "k_norm", None)
+        # Of each head q_proj has the queries, then a gate of the head's output.
+        self.gated = self.q_proj.out_features == 2 * self.o_proj.in_features
         self.head_dim, self.scale, self.window = source.head_dim, source.scaling, window_of(source)
         self.layer = source.layer_idx
 
@@ -93,9 +96,10 @@ class Attention(nn.Module):
         # Attention applies the norms and the rotation of queries and keys itself, and again in backward. So they are kept as the
         # projections return them.
         query, key, value, x = self._query_key_value(x, norm, rows)
+        query, gate = self._gate(query)
         if prefix_kv is not None:
             key, value, tables = prefix_kv.extend(self.layer, key, value, tables)
-        return self.o_proj(self.attention(query, key, value, tables, layout, attend)), x
+        return self._projected(self.attention(query, key, value, tables, layout, attend), gate), x
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, tables: Tables, layout: PrefixLayout, attend: Attend
@@ -118,8 +122,23 @@ class Attention(nn.Module):
         # The norm is computed for all tokens, because keys and values need all of them.
         return self.q_proj(at_rows), self.k_proj(normal), self.v_proj(normal), x
 
+    def _gate(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        # From the output of q_proj the queries [Q, heads x D] and the gates of the same shape, if there are any.
+        if not self.gated:
+            return query, None
+        query, gate = query.view(query.shape[0], -1, 2, self.head_dim).unbind(2)
+        return query.flatten(1), gate.flatten(1)
+
+    def _projected(self, attended: Tensor, gate: Tensor | None) -> Tensor:
+        if gate is None:
+            return self.o_proj(attended)
+        if self.options.recompute:
+            return recomputed_outputs(SigmoidGate(), (attended, gate), (), (self.o_proj,))[0]
+        return self.o_proj(attended * gate.sigmoid())
+
     def _plain(self, normal: Tensor, tables: Tables, layout: PrefixLayout, attend: Attend) -> Tensor:
-        query = _maybe(self.q_norm, self._heads(self.q_proj(normal)))
+        query, gate = self._gate(self.q_proj(normal))
+        query = _maybe(self.q_norm, self._heads(query))
         key = _maybe(self.k_norm, self._heads(self.k_proj(normal)))
         value = self._heads(self.v_proj(normal))
         if layout.split is not None:
@@ -127,7 +146,7 @@ class Attention(nn.Module):
             cos, sin = (table[:, layout.split.own] for table in tables)
             tables = cos, sin
         query, key = apply_rotary(query, tables), apply_rotary(key, tables)
-        return self.o_proj(self._attended(query, key, value, layout, attend, None))
+        return self._projected(self._attended(query, key, value, layout, attend, None), gate)
 
     def _attended(
         self, query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, attend: Attend, rotary: Rotary | None
@@ -194,7 +213,10 @@ class DecoderBlock(nn.Module):
     def __init__(self, source: Any, options: BlockOptions) -> None:
         super().__init__()
         self.source_class, self.options = type(source).__name__, options
-        self.self_attn = Attention(source.self_attn, options)
+        if hasattr(source, "linear_attn"):
+            self.linear_attn = GatedDeltaNet(source.linear_attn, options.recompute)
+        else:
+            self.self_attn = Attention(source.self_attn, options)
         self.mlp = MLP(source.mlp, options)
         # Keep the names of transformers, because checkpoints have these names.
         self.input_layernorm = source.input_layernorm
@@ -243,7 +265,11 @@ class DecoderBlock(nn.Module):
 
     @property
     def tile_tokens(self) -> int | None:
-        return self.options.tile_tokens if self.self_attn.window is None else None
+        return None if self.is_linear or self.self_attn.window is not None else self.options.tile_tokens
+
+    @property
+    def is_linear(self) -> bool:
+        return hasattr(self, "linear_attn")
 
     def _tiled(self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: PrefixLayout) -> Tensor:
         assert self.tile_tokens is not None
@@ -283,7 +309,10 @@ class DecoderBlock(nn.Module):
         # squeeze, not [0]: the backward of an index allocates zeros and copies the gradient into them.
         rows = query_rows(layout, prefix_kv)
         x, residual = self._residual(hidden.squeeze(0), rows)
-        attended, passed = self.self_attn(x, self.input_layernorm, (cos, sin), layout, attend, prefix_kv)
+        if self.is_linear:
+            attended, passed = self.linear_attn(x, self.input_layernorm, layout, prefix_kv)
+        else:
+            attended, passed = self.self_attn(x, self.input_layernorm, (cos, sin), layout, attend, prefix_kv)
         # The sum must read ``passed`` and not ``x``, because the norm's backward accumulates the gradient of ``passed``.
         residual = passed if rows is None else residual
         if self.mlp.sums:

@@ -104,9 +104,8 @@ class _DeltaRule(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, grad_tails: Tensor | None, grad_states: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        tensors, borders = ctx.saved_tensors[:8], ctx.saved_tensors[8:]
-        rule = _Rule(ctx.chunks, ctx.shape, tensors)
-        return None, None, *rule.backward(borders, grad, grad_tails, grad_states)
+        saved = ctx.saved_tensors
+        return None, None, *_Rule(ctx.chunks, ctx.shape, saved[:8]).backward(saved[8:], grad, grad_tails, grad_states)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -123,8 +122,10 @@ class _Inside:
         valid: [n, C], 1 for a token, 0 for padding.
         q, k: [n, Hk, 1, C, Dk], normed. ``q_size``, ``k_size``: [n, Hk, 1, C, 1], inverse lengths.
         v: [n, Hk, R, C, Dv].
-        beta, total: [n, Hk, R, C, 1]. ``total`` is the sum of g from the chunk's first token to each one.
-        decay: [n, Hk, R, C, C], exp(total_i - total_j) for j <= i, else 0.
+        beta: [n, Hk, R, C, 1].
+        grown: [n, Hk, R, C, 1], the decay from the beginning of the chunk to each token.
+        left: [n, Hk, R, C, 1], the decay from each token to the end of the chunk.
+        decay: [n, Hk, R, C, C], the decay from token j to token i, 0 for j > i.
         kk: [n, Hk, 1, C, C], products of keys.
         inverse: [n, Hk, R, C, C].
         scores: [n, Hk, R, C, C], products of queries and keys, decayed.
@@ -139,20 +140,17 @@ class _Inside:
     k_size: Tensor
     v: Tensor
     beta: Tensor
-    total: Tensor
+    grown: Tensor
+    left: Tensor
     decay: Tensor
     kk: Tensor
     inverse: Tensor
     scores: Tensor
 
     @property
-    def grown(self) -> Tensor:
-        return self.total.exp()
-
-    @property
-    def left(self) -> Tensor:
-        # The decay from each token to the end of the chunk.
-        return (self.total[..., -1:, :] - self.total).exp()
+    def whole(self) -> Tensor:
+        # [n, Hk, R, 1, 1], the decay over the chunk.
+        return self.grown[..., -1:, :]
 
 
 class _Rule:
@@ -211,10 +209,15 @@ class _Rule:
         valid = (own > 0).to(self.wide)
         beta = self._by_head(self._at_tokens(self.b, own).sigmoid().to(self.wide) * valid[..., None])
         decays = -self.a_log.to(self.wide).exp() * softplus(self._at_tokens(self.a, own).to(self.wide) + self.dt_bias)
-        total = self._by_head((decays * valid[..., None]).cumsum(1))
+        exact = self._by_head((decays * valid[..., None]).double().cumsum(1))
+        total = exact.to(self.wide)
+        # Differences of large sums would lose digits, so what rounding cut off is added to them.
+        lost = (exact - total).to(self.wide)
+        decay = (total - total.transpose(-1, -2)).add_(lost).sub_(lost.transpose(-1, -2))
         # Masked before exp, which could overflow.
         later = torch.ones(size, size, dtype=torch.bool, device=rows.device).triu(1)
-        decay = (total - total.transpose(-1, -2)).masked_fill_(later, float("-inf")).exp_()
+        decay = decay.masked_fill_(later, float("-inf")).exp_()
+        left = (total[..., -1:, :] - total).add_(lost[..., -1:, :]).sub_(lost).exp_()
         kk = k @ k.transpose(-1, -2)
         system = (kk * decay).mul_(beta)
         inverse = torch.linalg.solve_triangular(
@@ -222,7 +225,7 @@ class _Rule:
         )
         scores = decay * (q @ k.transpose(-1, -2))
         return _Inside(
-            conv, mixed, valid, q, k, q_size, k_size, self._value_heads(v), beta, total, decay, kk, inverse, scores
+            conv, mixed, valid, q, k, q_size, k_size, self._value_heads(v), beta, total.exp(), left, decay, kk, inverse, scores
         )
 
     def _first_border(self) -> Tensor:
@@ -236,8 +239,7 @@ class _Rule:
         return rest, some.inverse[at] @ (some.beta[at] * rest)
 
     def _next_state(self, some: _Inside, at: slice, state: Tensor, new: Tensor) -> Tensor:
-        last = some.total[at][..., -1:, :].exp()
-        return last * state + some.k[at].transpose(-1, -2) @ (some.left[at] * new)
+        return some.whole[at] * state + some.k[at].transpose(-1, -2) @ (some.left[at] * new)
 
     def forward(self, keeps: bool) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """Return the outputs, the results, and the states before each batch if it ``keeps`` them."""
@@ -344,8 +346,7 @@ class _Rule:
             grad_new[at] += some.left[at] * (some.k[at] @ after)
             grad_added[at] = some.inverse[at].transpose(-1, -2) @ grad_new[at]
             grad_rest[at] = some.beta[at] * grad_added[at]
-            last = some.total[at][..., -1:, :].exp()
-            grad_state[at] += last * after - some.k[at].transpose(-1, -2) @ (some.grown[at] * grad_rest[at])
+            grad_state[at] += some.whole[at] * after - some.k[at].transpose(-1, -2) @ (some.grown[at] * grad_rest[at])
             if part.last:
                 grads.reading = state.new_zeros(part.before, *state.shape[1:])
             grads.reading.index_add_(0, part.read, grad_state[at])
@@ -384,36 +385,37 @@ class _Rule:
         by_beta *= some.kk
         grad_beta = by_beta.sum(-1, keepdim=True) + (grad_added * rest).sum(-1, keepdim=True)
         decayed += by_beta.mul_(some.beta)
-        grad_total = decayed.sum(-1, keepdim=True) - decayed.sum(-2)[..., None]
+        # Of each decay from token j to token i, the g of the tokens behind j and up to i get the gradient. Summed in this way, and
+        # not as differences of sums, because these would cancel.
+        between = decayed.tril_(-1).cumsum_(-1).tril_(-1).sum(-2)[..., :-1, None]
         del by_beta, decayed
         turned = state.transpose(-1, -2)
         read = some.grown * (grad_out @ turned)
-        grad_total += (read * some.q).sum(-1, keepdim=True)
         grad_q = read.sum(2, keepdim=True) + grad_qk @ some.k
+        from_first = (read * some.q).sum(-1, keepdim=True)
         read = some.grown * (grad_rest @ turned)
-        grad_total -= (read * some.k).sum(-1, keepdim=True)
+        from_first -= (read * some.k).sum(-1, keepdim=True)
         grad_k = grad_qk.transpose(-1, -2) @ some.q + (grad_kk + grad_kk.transpose(-1, -2)) @ some.k - read.sum(2, keepdim=True)
         read = some.left * (new @ grad_after.transpose(-1, -2))
         grad_k += read.sum(2, keepdim=True)
         to_last = (read * some.k).sum(-1, keepdim=True)
         del read
-        grad_total -= to_last
-        last = some.total[..., -1:, :].exp()
-        grad_total[..., -1:, :] += to_last.sum(-2, keepdim=True) + last * (grad_after * state).sum((-1, -2))[..., None, None]
-        self._gates_backward(some, batch, grad_beta, grad_total, grads)
+        decays = from_first.flip(-2).cumsum(-2).flip(-2)
+        decays += some.whole * (grad_after * state).sum((-1, -2))[..., None, None]
+        decays[..., 1:, :] += between.add_(to_last.cumsum(-2)[..., :-1, :])
+        self._gates_backward(some, batch, grad_beta, decays, grads)
         scale = self.shape.key_dim**-0.5
         grad_q = some.q_size * (scale * grad_q - some.q * ((some.q * grad_q).sum(-1, keepdim=True) / scale))
         grad_k = some.k_size * (grad_k - some.k * (some.k * grad_k).sum(-1, keepdim=True))
         mixed = torch.cat([self._tokens(heads) for heads in (grad_q, grad_k, grad_rest)], 2)
         self._convolution_backward(some, batch, mixed, grads)
 
-    def _gates_backward(self, some: _Inside, batch: Batch, beta: Tensor, total: Tensor, grads: _Gradients) -> None:
-        # From the gradients of beta and of the sums of g to those of b, a, A_log and dt_bias.
+    def _gates_backward(self, some: _Inside, batch: Batch, beta: Tensor, decays: Tensor, grads: _Gradients) -> None:
+        # From the gradients of beta and g to those of b, a, A_log and dt_bias.
         own = self.chunks.own[batch.chunks]
         share = some.beta * (1 - some.beta)
         self._write(grads.b, batch, self._tokens(beta * share))
-        # The gradient of g sums those of all later totals.
-        decays = self._tokens(total.flip(-2).cumsum(-2).flip(-2)) * some.valid[..., None]
+        decays = self._tokens(decays) * some.valid[..., None]
         raw = self._at_tokens(self.a, own).to(self.wide) + self.dt_bias
         slope = -self.a_log.to(self.wide).exp()
         grads.a_log += (decays * slope * softplus(raw)).sum((0, 1))

@@ -28,6 +28,8 @@ class Family:
     """Config field with a divisor of the logits."""
     capped: bool = False
     """Whether its config can cap the logits."""
+    carries: bool = False
+    """Whether it has layers that carry a state from token to token, which our own decoder keeps apart in a pack."""
     slides: bool = False
     """Whether its config can set a sliding window. A model with a window can be trained, but its rows cannot share a prompt."""
     note: str = ""
@@ -77,6 +79,7 @@ FAMILIES = (
     Family("phi3", "Phi-3, Phi-4", slides=True, note="Rows beyond a LongRoPE model's trained length are refused."),
     Family("qwen2", "Qwen2, Qwen2.5", "Qwen2", slides=True),
     Family("qwen3", "Qwen3, dense", "Qwen3", slides=True),
+    Family("qwen3_5_text", "Qwen3.5, dense, and those of its type (3.6, 3.8)", "Qwen3_5", carries=True),
     Family("seed_oss", "Seed-OSS", note="Dropout in its config drops nothing."),
     Family("smollm3", "SmolLM3", slides=True),
     Family("starcoder2", "StarCoder2", slides=True),
@@ -193,8 +196,8 @@ def unsupported(config: PretrainedConfig) -> str | None:
     The text continues "models of type X ...".
     """
     text = config.get_text_config()
-    others = sorted(set(layer_types(text)) - set(PACKED_LAYERS))
     family = _family(text)
+    others = sorted(set(layer_types(text)) - {*PACKED_LAYERS, *(("linear_attention",) if family.carries else ())})
     handled = (family.multiplied_by, family.divided_by, LOGIT_CAP if family.capped else None)
     scales = [name for name in LOGIT_SCALES if getattr(text, name, None) not in (None, 1, 1.0) and name not in handled]
     # The order matters, because the user reads only the first reason.

@@ -101,7 +101,8 @@ class _Packs:
         if not step.nodes:
             self.trunks.append(())
             self.states.append(np.zeros(0, dtype=np.int64))
-            return OpenPack(pack_path(torch.zeros(1, dtype=torch.int64), 0, np.zeros(1, dtype=np.int64)), is_read=False)
+            first = np.zeros(1, dtype=np.int64)
+            return OpenPack(pack_path(torch.zeros(1, dtype=torch.int64), 0, first, first), is_read=False)
         nodes, entries = list(step.nodes), self._entries(step.nodes)
         node = self.node[entries]
         offset = self.place[entries] - self.start[node]
@@ -111,7 +112,8 @@ class _Packs:
         self.trunks.append(step.nodes)
         self.states.append(states)
         self.waiting = np.concatenate([self.waiting, entries])
-        return OpenPack(pack_path(self._tokens(np.array(nodes)), before, states - before))
+        ends = self.before[nodes] + self.sizes[nodes] - 1 - before
+        return OpenPack(pack_path(self._tokens(np.array(nodes)), before, states - before, ends))
 
     def run(self, step: Run) -> RunPack:
         opened = [node for trunk in self.trunks for node in trunk]

@@ -178,13 +178,13 @@ class PackedModel(nn.Module):
     def compute_prefix(self, prompt: Pack) -> PrefixKV:
         recorder: Prefix = PrefixRecorder()
         state, *outputs = self(prompt, prefix_kv=recorder)
-        return PrefixKV(state, outputs)
+        return PrefixKV(state, outputs, branches=prompt.layout.branches)
 
     def open_prefix(self, prompt: Pack, outer: PrefixKV | None) -> PrefixKV:
         """Compute the prefix KV of tokens that follow those of ``outer``, without a graph. See :meth:`close_prefix`."""
         with torch.no_grad():
             state, *outputs = self(prompt, prefix_kv=PrefixRecorder(outer))
-        return PrefixKV(state, outputs, outer, sums_gradients=torch.is_grad_enabled())
+        return PrefixKV(state, outputs, outer, torch.is_grad_enabled(), prompt.layout.branches)
 
     def close_prefix(self, prompt: Pack, prefix: PrefixKV, context: AbstractContextManager[None]) -> None:
         """Run the forward of :meth:`open_prefix` again, in a context, and then its backward.

@@ -213,7 +213,8 @@ def pack_prompt(prompt: Tensor) -> Pack:
     none = prompt.new_zeros(0)
     # pack_rows leaves out a prompt without a response. With a response of one token it keeps the prompt and adds no token.
     pack = pack_rows(prompt, [len(prompt)], prompt[:1], [1])
-    return replace(pack, targets=none, row=none, row_lengths=none)
+    layout = replace(pack.layout, branches=np.array([len(prompt) - 1]))
+    return replace(pack, layout=layout, targets=none, row=none, row_lengths=none)
 
 
 def pack_suffixes(prompt_size: int, responses: Tensor, response_sizes: Sequence[int]) -> Pack:
@@ -295,14 +296,15 @@ def _behind(path: int, computed: np.ndarray, positions: np.ndarray, trees: _Tree
     return computed[-1:], np.full(1, path), PrefixLayout.of(((0, (1,)),), (path,))
 
 
-def pack_path(tokens: Tensor, before: int, states: np.ndarray) -> Pack:
+def pack_path(tokens: Tensor, before: int, states: np.ndarray, ends: np.ndarray) -> Pack:
     """Pack a run of tokens, int64 [n], to compute its keys, its values, and some of its states. The pack has no targets.
 
     ``before`` is the number of tokens before it, whose keys and values are given as prefix KV. ``states``, int64, are the tokens
-    of the run whose states are kept.
+    of the run whose states are kept. ``ends``, int64, are those after which other tokens may follow in a later pack.
     """
     layout = PrefixLayout.of(((0, (len(tokens),)),), (before,)) if before else PrefixLayout.of(((len(tokens), ()),))
     none = np.zeros(0, dtype=np.int64)
+    layout = replace(layout, branches=before + ends)
     return _pack(tokens, np.arange(before, before + len(tokens)), layout, states, tokens[:0], none)
 
 

@@ -1,5 +1,7 @@
 """Prefix KV: the keys and values of a prompt, computed once for answers in several micro-batches.
 
+A layer that carries a state from token to token has its last inputs and its state in their place, at each token where answers begin.
+
 The forward of the prompt keeps its graph. It returns the keys and values of each block and the state of the last token. The
 micro-batches of the answers read these one after another. Each has its own backward, and the gradients of the keys, values and
 state are summed. At the end the backward of the prompt starts from these sums.
@@ -10,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Tables = tuple[Tensor, Tensor]
 """Cosines and sines of the positions, [1, T, D] each."""
+
+_NONE = np.zeros(0, dtype=np.int64)
 
 
 class PrefixRecorder:
@@ -39,6 +44,18 @@ class PrefixRecorder:
             self.keys[block], self.values[block], self.tables = key, value, tables
         return (key, value, tables) if self.outer is None else self.outer.extend(block, key, value, tables)
 
+    @property
+    def given(self) -> np.ndarray:
+        return _NONE if self.outer is None else self.outer.given
+
+    def states(self, block: int, tails: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        return (tails, states) if self.outer is None else self.outer.states(block, tails, states)
+
+    def record(self, block: int, tails: Tensor, states: Tensor) -> None:
+        # Record what a layer with a state hands on at the branches of the prompt.
+        if block not in self.keys:
+            self.keys[block], self.values[block] = tails, states
+
     def outputs(self) -> tuple[Tensor, ...]:
         assert self.tables is not None
         return *self.tables, *(pair for block in sorted(self.keys) for pair in (self.keys[block], self.values[block]))
@@ -53,7 +70,12 @@ class PrefixKV:
     extends = True
 
     def __init__(
-        self, state: Tensor, outputs: Sequence[Tensor], outer: PrefixKV | None = None, sums_gradients: bool | None = None
+        self,
+        state: Tensor,
+        outputs: Sequence[Tensor],
+        outer: PrefixKV | None = None,
+        sums_gradients: bool | None = None,
+        branches: np.ndarray | None = None,
     ) -> None:
         """Keep the results of a forward.
 
@@ -62,8 +84,9 @@ class PrefixKV:
             outputs: The result of :meth:`PrefixRecorder.outputs`.
             outer: The prefix KV of the tokens before. It must outlive this object.
             sums_gradients: Sum the gradients of all tensors. None = of those that require one. Set it if they have no graph.
+            branches: int64, the tokens of the path after which layers that carry a state kept it.
         """
-        self.outer = outer
+        self.outer, self.branches = outer, _NONE if branches is None else branches
         # Each leaf shares storage with a tensor of the prompt's graph. At the end the prompt's backward writes gradients into it.
         self._state, *self._pairs = (_PrefixTensor(root, sums_gradients) for root in (state, *outputs[2:]))
         self._tables: Tables = (outputs[0], outputs[1])
@@ -79,6 +102,20 @@ class PrefixKV:
         cos, sin = (torch.cat(pair, dim=1) for pair in zip(self._tables, tables, strict=True))
         key, value, tables = keys.prepend_to(key), values.prepend_to(value), (cos, sin)
         return (key, value, tables) if self.outer is None else self.outer.extend(block, key, value, tables)
+
+    @property
+    def given(self) -> np.ndarray:
+        """int64, the tokens of the path whose states are kept, ascending."""
+        return self.branches if self.outer is None else np.concatenate([self.outer.given, self.branches])
+
+    def states(self, block: int, tails: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the last inputs and the states of a layer after the tokens ``given``. The arguments have no rows."""
+        kept_tails, kept_states = self._pairs[2 * block : 2 * block + 2]
+        tails, states = kept_tails.prepend_to(tails), kept_states.prepend_to(states)
+        return (tails, states) if self.outer is None else self.outer.states(block, tails, states)
+
+    def record(self, block: int, tails: Tensor, states: Tensor) -> None:
+        """Do nothing: a pack behind the prompt hands no state on."""
 
     def backward(self, again: Sequence[Tensor] | None = None) -> None:
         """Run the backward of the prompt, after the backwards of all answers.

@@ -15,7 +15,7 @@ Some tokens may be no queries: their outputs are then not computed, and they are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, groupby
 from typing import Any, TypeAlias
@@ -100,6 +100,7 @@ class PrefixLayout:
         cu_seqlens: int32 [segments + 1], the first query of each segment, then the number of queries.
         query_index: int64, the places of the queries among the keys. None = every key is also a query.
         split: How the ranks of a sequence-parallel group share the tokens. None = this rank computes all of them.
+        branches: int64 on the host, the tokens after which following packs go on, so that layers with a state must keep it.
     """
 
     segments: tuple[int, ...]
@@ -110,6 +111,7 @@ class PrefixLayout:
     cu_seqlens: Tensor
     query_index: Tensor | None
     split: TokenSplit | None = None
+    branches: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     @classmethod
     def of(cls, groups: Sequence[PrefixGroup], skipped: Sequence[int] | None = None) -> PrefixLayout:

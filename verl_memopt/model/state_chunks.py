@@ -168,16 +168,16 @@ class StateChunks:
         return Part(chunks, read_at, before, passed, slice(low, high), *ends, found, numbers)
 
 
-def state_chunks(layout: PrefixLayout, given: np.ndarray, results: np.ndarray, size: int | None = None) -> StateChunks:
-    """Cut the queries of a layout into chunks, cached in the layout.
+def state_chunks(layout: PrefixLayout, given: np.ndarray | None = None, size: int | None = None) -> StateChunks:
+    """Cut the queries of a layout into chunks, cached in the layout. The results are the states after its ``branches``.
 
     Args:
         layout: All tokens must be queries, except a path before them (:mod:`verl_memopt.model.prefix_kv`).
-        given: int64, the tokens of that path whose states are given, ascending.
-        results: int64, the tokens of the pack whose states are results, ascending.
+        given: int64, the tokens of that path whose states are given, ascending. None = none.
         size: Tokens of a full chunk. None = the one of ``SIZES`` that suits the lengths.
     """
-    key = "chunks", given.tobytes(), results.tobytes(), size
+    given, results = np.zeros(0, dtype=np.int64) if given is None else given, layout.branches
+    key = "chunks", given.tobytes(), size
     if key not in layout.plans:
         segments = _Segments(layout.stops, int(layout.query_places[0]), given, results)
         sizes = SIZES if size is None else (size,)
