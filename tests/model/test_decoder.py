@@ -25,6 +25,7 @@ VARIANTS = {
     "mistral with a window": {"sliding_window": 4},
     "qwen2": {},
     "qwen3": {},
+    "qwen3_5_text": {},
     "qwen3 with a window in one layer": {
         "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1,
         "layer_types": ["full_attention", "sliding_attention"],
@@ -102,7 +103,7 @@ def test_packed_sequences_give_the_log_probs_and_gradients_of_transformers(folde
     assert not gradients
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text"])
 def test_it_takes_over_every_parameter_under_its_name_and_in_its_order(folders, kind):
     model, policy = AutoModelForCausalLM.from_pretrained(folders[kind]), built(folders[kind])
     names = [name.removeprefix("lm.") for name, _ in policy.named_parameters()]

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.model import architectures
 from tests.model.attention_cases import norm_error
+from tests.model.doubles import in_double
 from tests.model.forests import FORESTS, Forest, agent, forests
 from tests.model.test_build import CPU, filled
 from verl_memopt.config.schema import Fsdp, Model
@@ -141,9 +142,9 @@ def test_some_targets_of_a_forest_keep_their_predictors(forest, random):
 # Against rows alone.
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    shape = TinyShape(num_heads=6, num_kv_heads=3, initializer_range=0.05)
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_5_text"])
+def folder(tmp_path_factory, request):
+    shape = TinyShape(model_type=request.param, num_heads=6, num_kv_heads=3, initializer_range=0.05)
     return make_tiny_model(tmp_path_factory.mktemp("forest"), shape, seed=3)
 
 
@@ -156,11 +157,12 @@ def alone(folder):
 def rows_alone(model, forest):
     model.zero_grad()
     log_probs = {}
-    for place in set(forest.places):
-        path = forest.tokens[forest.path(place)]
-        log_probs[place] = (model(path[None]).logits[0, -2] / 0.9).log_softmax(-1)[path[-1]]
-    found = torch.stack([log_probs[place] for place in forest.places])
-    (found * weights(found)).sum().backward()
+    with in_double():
+        for place in set(forest.places):
+            path = forest.tokens[forest.path(place)]
+            log_probs[place] = (model(path[None]).logits[0, -2] / 0.9).log_softmax(-1)[path[-1]]
+        found = torch.stack([log_probs[place] for place in forest.places])
+        (found * weights(found)).sum().backward()
     return [found.detach(), *(parameter.grad for parameter in model.parameters())]
 
 

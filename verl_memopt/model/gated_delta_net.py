@@ -22,9 +22,11 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, source: Any, recompute: bool) -> None:
         super().__init__()
         self.source_class, self.recompute = type(source).__name__, recompute
-        self.in_proj_qkv, self.in_proj_z, self.out_proj = source.in_proj_qkv, source.in_proj_z, source.out_proj
+        # In the order of transformers, because optimizer states have the order of the parameters.
+        self.conv1d, self.dt_bias, self.A_log = source.conv1d, source.dt_bias, source.A_log
+        self.norm, self.out_proj = source.norm, source.out_proj
+        self.in_proj_qkv, self.in_proj_z = source.in_proj_qkv, source.in_proj_z
         self.in_proj_b, self.in_proj_a = source.in_proj_b, source.in_proj_a
-        self.conv1d, self.norm, self.A_log, self.dt_bias = source.conv1d, source.norm, source.A_log, source.dt_bias
         self.shape = DeltaShape(source.num_k_heads, source.num_v_heads, source.head_k_dim, source.head_v_dim)
         self.layer = source.layer_idx
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class TinyShape:
     model_type: str = "qwen3"
-    """Architecture by its name in transformers: qwen3, qwen2, llama or mistral."""
+    """Architecture by its name in transformers: qwen3, qwen3_5_text, qwen2, llama or mistral."""
     vocab_size: int = 320
     """Number of rows of the embedding. The tokenizer has at most a few hundred tokens, so larger values only cost bytes."""
     hidden_size: int = 64
@@ -99,11 +99,22 @@ def _random_model(shape: TinyShape, tokenizer: Any, seed: int) -> Any:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **_linear_layers(shape),
     )
     # Do not change the state of the caller's random generator.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _linear_layers(shape: TinyShape) -> dict[str, Any]:
+    # Of every four layers of Qwen3.5 the last has attention, and the others carry a state.
+    if not shape.model_type.startswith("qwen3_5"):
+        return {}
+    every = min(4, shape.num_layers)
+    kinds = ["linear_attention" if (place + 1) % every else "full_attention" for place in range(shape.num_layers)]
+    heads = {"linear_num_key_heads": shape.num_kv_heads, "linear_num_value_heads": shape.num_heads}
+    return {"layer_types": kinds, **heads, "linear_key_head_dim": shape.head_dim // 2, "linear_value_head_dim": shape.head_dim}
 
 
 # A byte-level BPE tokenizer with ChatML turns, built from the text below without a download.
