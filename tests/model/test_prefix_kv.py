@@ -55,6 +55,19 @@ def test_log_probs_and_gradients_differ_by_rounding_only(untied_folder, one_rank
     assert act.largest_difference(*found) <= BOUND
 
 
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 4, "lora_alpha": 8.0}], ids=["alone", "lora"])
+def test_layers_with_a_state_hand_it_on(tmp_path, one_rank, options):
+    folder = make_tiny_model(tmp_path / "model", TinyShape("qwen3_5_text", num_layers=4), seed=3)
+    prefix_kv, again = (results(act.build(folder, one_rank, **OWN, **options), BATCH, PARTS, reuse) for reuse in (True, False))
+    assert_near(prefix_kv, again)
+
+
+def assert_near(prefix_kv, again):
+    rounding = 2**-22 * flat(again[3:]).norm()
+    for one, other in zip(prefix_kv, again, strict=True):
+        assert (one - other).norm() <= BOUND * max(other.norm(), 1.0 if other.ndim == 0 else 0.0) + rounding
+
+
 def naive(policy, batch):
     """Gives every gradient of the rows side by side, each with its prompt."""
     policy.accumulate(micro_batches_of(sharing(batch, False), [[*range(6)]], False), counts_of(batch), 0.9)
@@ -90,10 +103,7 @@ def test_of_any_answers_in_any_parts(policy, data):
     batch = sharing(grouped(data.draw(st.integers(8, 30)), answers, 2, seed=sum(answers)))
     size, rows = data.draw(st.integers(1, 3)), list(range(len(answers)))
     parts = [[row + group * len(rows) for row in rows[at : at + size]] for group in range(2) for at in range(0, len(rows), size)]
-    prefix_kv, again = (results(policy, batch, parts, reuse) for reuse in (True, False))
-    rounding = 2**-22 * flat(again[3:]).norm()
-    for one, other in zip(prefix_kv, again, strict=True):
-        assert (one - other).norm() <= BOUND * max(other.norm(), 1.0 if other.ndim == 0 else 0.0) + rounding
+    assert_near(*(results(policy, batch, parts, reuse) for reuse in (True, False)))
 
 
 SHAPE = TinyShape(hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)

@@ -449,7 +449,6 @@ class SwiGLU:
         over_rows(_gate_gradient_and_value, (grad, *sources), narrow=True)
 
 
-
 class Recomputable(Protocol):
     """How a value [T, n] is computed from its sources, and their gradients from its own. See :class:`RMSNorm`."""
 
@@ -534,7 +533,7 @@ def norm_weight_gradient(grad: Tensor, x: Tensor, eps: float, sums: Tensor) -> N
 
 
 def sum_rows(values: Tensor, sums: Tensor) -> None:
-    """Add the sum of values [..., n] over all but the last dimension to ``sums`` [n]. Sums in a shorter dtype get the whole sum."""
+    """Add the sums of values [..., n] over all other dimensions to ``sums`` [n]. A shorter dtype gets the whole sums."""
     total = values.flatten(0, -2).sum(0)
     if sums.dtype == _wide(sums.dtype):
         sums.add_(total)

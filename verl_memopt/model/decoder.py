@@ -31,11 +31,12 @@ from verl_memopt.memory.recompute_elementwise_torch import (
     recomputed_outputs,
     why_kept,
 )
+from verl_memopt.memory.recompute_gates import SigmoidGate
 from verl_memopt.memory.tiled_mlp_torch import check_mlps, recomputed_mlp, tiled_mlp
 from verl_memopt.model.attention import HEAD_MULTIPLE, Attend, AttentionArgs
 from verl_memopt.model.captured_block import CapturedBlocks
 from verl_memopt.model.families import OWN_BLOCKS
-from verl_memopt.model.gated_delta_net import GatedDeltaNet, SigmoidGate
+from verl_memopt.model.gated_delta_net import GatedDeltaNet
 from verl_memopt.model.prefix_kv import Prefix, Tables
 from verl_memopt.model.prefix_layout import PrefixLayout
 from verl_memopt.model.rotary import Rotary
@@ -265,7 +266,7 @@ class DecoderBlock(nn.Module):
 
     @property
     def tile_tokens(self) -> int | None:
-        return None if self.is_linear or self.self_attn.window is not None else self.options.tile_tokens
+        return self.options.tile_tokens if self.is_linear or self.self_attn.window is None else None
 
     @property
     def is_linear(self) -> bool:
@@ -273,7 +274,13 @@ class DecoderBlock(nn.Module):
 
     def _tiled(self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: PrefixLayout) -> Tensor:
         assert self.tile_tokens is not None
-        attention, mlp = self.self_attn, self.mlp
+        mlp = self.mlp
+        if self.is_linear:
+            return self.linear_attn.tiled(
+                hidden.squeeze(0), layout, self.tile_tokens, self.options.mlp_tiles or 1,
+                (self.input_layernorm, self.post_attention_layernorm), (mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+            )  # fmt: skip
+        attention = self.self_attn
         norms = (self.input_layernorm, self.post_attention_layernorm, attention.q_norm, attention.k_norm)
         found: Any = [(None, None) if norm is None else norm_and_weight(norm) for norm in norms]
         own_norms, weights = zip(*found, strict=True)
@@ -284,6 +291,7 @@ class DecoderBlock(nn.Module):
             attention.scale,
             own_norms[:2],
             0.0 if own_norms[2] is None else own_norms[2].eps,
+            attention.gated,
         )
         layers = (
             attention.q_proj,
@@ -478,13 +486,14 @@ def _check_tiled_blocks(lm: PreTrainedModel, blocks: Any, trained: bool, key: st
             f"{name}: tiles work only for blocks of {', '.join(OWN_BLOCKS)} with silu and plain linear layers, but {reason}. "
             f"Set {name}=null."
         )
-    size = int(blocks[0].self_attn.head_dim)
+    attentions = [block.self_attn for block in blocks if hasattr(block, "self_attn")]
+    size = int(attentions[0].head_dim)
     if size % HEAD_MULTIPLE:
         raise ConfigError(
             f"{name}: the model's heads have a size of {size}, and kernels of a GPU need a multiple of {HEAD_MULTIPLE}. "
             f"Set {name}=null."
         )
-    windows = [window_of(block.self_attn) for block in blocks]
+    windows = [window_of(attention) for attention in attentions]
     if any(window is not None for window in windows):
         whole = sum(window is not None for window in windows)
         logger.warning("%s: %d of %d blocks have a sliding window, and are computed without tiles", name, whole, len(windows))

@@ -27,7 +27,7 @@ EPS = 1e-6
 """Added to the sum of squares of a query or key before the root."""
 
 ELEMENTS = {"cpu": 2**23}
-"""Device type -> most elements of the temporary tensors of a batch, default 2 to the power of 26. A batch has at least a chunk."""
+"""Device type -> most elements of the temporary tensors of a batch, default 2**26. A batch has at least one chunk."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def gated_delta_rule(
         given: The last inputs [given, 3, n] and the states [given, Hv, Dk, Dv] that are given. None = none.
     """
     if given is None:
-        wide = _wide(qkv.dtype)
+        wide = wide_dtype(qkv.dtype)
         given = qkv.new_zeros(0, TAIL, qkv.shape[1]), qkv.new_zeros(0, *shape.state, dtype=wide)
     return _DeltaRule.apply(chunks, shape, qkv, b, a, *weights, *given)
 
@@ -91,7 +91,7 @@ def gated_delta_rule(
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chunks: StateChunks, shape: DeltaShape, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rule = _Rule(chunks, shape, tensors)
+        rule = Rule(chunks, shape, tensors)
         keeps = any(ctx.needs_input_grad)
         out, tails, states, borders = rule.forward(keeps)
         ctx.chunks, ctx.shape = chunks, shape
@@ -105,10 +105,10 @@ class _DeltaRule(torch.autograd.Function):
         ctx: Any, grad: Tensor | None, grad_tails: Tensor | None, grad_states: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        return None, None, *_Rule(ctx.chunks, ctx.shape, saved[:8]).backward(saved[8:], grad, grad_tails, grad_states)
+        return None, None, *Rule(ctx.chunks, ctx.shape, saved[:8]).backward(saved[8:], grad, grad_tails, grad_states)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -153,11 +153,11 @@ class _Inside:
         return self.grown[..., -1:, :]
 
 
-class _Rule:
+class Rule:
     def __init__(self, chunks: StateChunks, shape: DeltaShape, tensors: Sequence[Tensor]) -> None:
         self.chunks, self.shape = chunks, shape
         self.qkv, self.b, self.a, self.filters, self.a_log, self.dt_bias, self.given_tails, self.given_states = tensors
-        self.wide = _wide(self.qkv.dtype)
+        self.wide = wide_dtype(self.qkv.dtype)
         self.repeats = shape.value_heads // shape.key_heads
         self.split = [shape.keys, shape.keys, shape.values]
         channels = self.qkv.shape[1]
@@ -385,8 +385,8 @@ class _Rule:
         by_beta *= some.kk
         grad_beta = by_beta.sum(-1, keepdim=True) + (grad_added * rest).sum(-1, keepdim=True)
         decayed += by_beta.mul_(some.beta)
-        # Of each decay from token j to token i, the g of the tokens behind j and up to i get the gradient. Summed in this way, and
-        # not as differences of sums, because these would cancel.
+        # The gradient of the decay from token j to token i goes to the g of the tokens behind j and up to i. It is summed in this
+        # way, because differences of sums would cancel.
         between = decayed.tril_(-1).cumsum_(-1).tril_(-1).sum(-2)[..., :-1, None]
         del by_beta, decayed
         turned = state.transpose(-1, -2)

@@ -1,6 +1,6 @@
 """Prefix KV: the keys and values of a prompt, computed once for answers in several micro-batches.
 
-A layer that carries a state from token to token has its last inputs and its state in their place, at each token where answers begin.
+In a layer that carries a state from token to token, its last inputs and states take their place, where other tokens go on.
 
 The forward of the prompt keeps its graph. It returns the keys and values of each block and the state of the last token. The
 micro-batches of the answers read these one after another. Each has its own backward, and the gradients of the keys, values and

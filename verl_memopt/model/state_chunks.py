@@ -176,29 +176,62 @@ def state_chunks(layout: PrefixLayout, given: np.ndarray | None = None, size: in
         given: int64, the tokens of that path whose states are given, ascending. None = none.
         size: Tokens of a full chunk. None = the one of ``SIZES`` that suits the lengths.
     """
-    given, results = np.zeros(0, dtype=np.int64) if given is None else given, layout.branches
+    given = np.zeros(0, dtype=np.int64) if given is None else given
     key = "chunks", given.tobytes(), size
     if key not in layout.plans:
-        segments = _Segments(layout.stops, int(layout.query_places[0]), given, results)
-        sizes = SIZES if size is None else (size,)
-        found = segments.chunks(_suitable(segments.lengths, sizes), len(given), results)
-        tensors = {name: value for name, value in vars(found).items() if isinstance(value, Tensor)}
-        sent = sent_together(list(tensors.values()), layout.cu_seqlens.device)
-        layout.plans[key] = replace(found, **dict(zip(tensors, sent, strict=True)))
-    chunks: StateChunks = layout.plans[key]
-    return chunks
+        first, branches = int(layout.query_places[0]), layout.branches
+        cut = _Cut(_Segments(layout.stops, first, given, branches), SIZES if size is None else (size,))
+        layout.plans[key] = _sent(cut.chunks(first, len(given), np.searchsorted(cut.ends, branches)), layout)
+    found: StateChunks = layout.plans[key]
+    return found
 
 
-def _suitable(lengths: np.ndarray, sizes: Sequence[int]) -> int:
-    best = sizes[0]
-    for size in sizes[1:]:
-        if _padded(lengths, best) > LARGER * _padded(lengths, size):
-            best = size
-    return best
+@dataclass(frozen=True, eq=False)
+class StateTile:
+    """Neighbouring tokens, their chunks, and which states go from tile to tile.
+
+    Attributes:
+        rows: The tokens.
+        chunks: Their chunks.
+        given: int64, numbers of the states of earlier tiles that these chunks begin with.
+        results: Numbers of the states that later tiles begin with.
+    """
+
+    rows: slice
+    chunks: StateChunks
+    given: Tensor
+    results: slice
 
 
-def _padded(lengths: np.ndarray, size: int) -> int:
-    return int((-(-lengths // size)).sum()) * size
+def state_tiles(layout: PrefixLayout, size: int) -> tuple[StateTile, ...]:
+    """Cut the tokens of a layout into tiles of ``size``, cached in the layout. All tokens must be queries."""
+    if ("state tiles", size) not in layout.plans:
+        layout.plans["state tiles", size] = tuple(_tiles(layout, size))
+    found: tuple[StateTile, ...] = layout.plans["state tiles", size]
+    return found
+
+
+def _tiles(layout: PrefixLayout, size: int) -> Iterator[StateTile]:
+    none = np.zeros(0, dtype=np.int64)
+    cut = _Cut(_Segments(layout.stops, 0, none, none, size), SIZES)
+    tile = cut.starts // size
+    borders = np.searchsorted(tile, np.arange(int(tile[-1]) + 2)).tolist()
+    handed = np.unique(cut.parent[(cut.parent >= 0) & (tile[cut.parent] != tile)])
+    for low, high in pairwise(borders):
+        own = cut.parent[low:high]
+        earlier = np.unique(own[(own >= 0) & (own < low)])
+        parent = np.where(own >= low, own - low, np.where(own < 0, -1, -2 - np.searchsorted(earlier, own)))
+        results = slice(*np.searchsorted(handed, (low, high)).tolist())
+        part = _Cut.of(cut.size, cut.starts[low:high], cut.lengths[low:high], parent)
+        chunks = _sent(part.chunks(int(part.starts[0]), len(earlier), handed[results] - low), layout)
+        (given,) = sent_together([on_host(np.searchsorted(handed, earlier))], layout.cu_seqlens.device)
+        yield StateTile(slice(int(part.starts[0]), int(part.ends[-1]) + 1), chunks, given, results)
+
+
+def _sent(chunks: StateChunks, layout: PrefixLayout) -> StateChunks:
+    tensors = {name: value for name, value in vars(chunks).items() if isinstance(value, Tensor)}
+    sent = sent_together(list(tensors.values()), layout.cu_seqlens.device)
+    return replace(chunks, **dict(zip(tensors, sent, strict=True)))
 
 
 class _Segments:
@@ -206,17 +239,19 @@ class _Segments:
 
     Attributes:
         starts, lengths: int64 [S], first token and number of tokens of each segment.
-        parent: The segment before each, -1 - n for the given state n - 1, -1 for a row that begins with it.
+        parent: int64 [S], the segment before each. -1 = it begins a row, -2 - n = it follows the given state n.
     """
 
-    def __init__(self, stops: np.ndarray, first: int, given: np.ndarray, results: np.ndarray) -> None:
+    def __init__(self, stops: np.ndarray, first: int, given: np.ndarray, results: np.ndarray, tile: int | None = None) -> None:
+        """``tile``: a segment also ends after every so many tokens."""
         end = len(stops)
         # A token follows its neighbour if it sees it.
         cuts = first + 1 + np.flatnonzero(stops[first : end - 1] <= np.arange(first + 1, end))
         begins = [first, *cuts.tolist()]
         before = self._tokens_before(stops, begins, end)
         branches = [token + 1 for token in (*before, *results.tolist()) if first <= token < end - 1]
-        self.starts = np.unique(np.array([*begins, *branches], dtype=np.int64))
+        tiles = () if tile is None else range(first, end, tile)
+        self.starts = np.unique(np.array([*begins, *branches, *tiles], dtype=np.int64))
         self.lengths = np.diff(self.starts, append=end)
         # A segment that does not begin a run follows the segment before it.
         self.parent = np.arange(len(self.starts)) - 1
@@ -249,32 +284,52 @@ class _Segments:
             open_runs.append((start, stop))
         return found
 
-    def chunks(self, size: int, given: int, results: np.ndarray) -> StateChunks:
-        counts = -(-self.lengths // size)
-        of = np.repeat(np.arange(len(counts)), counts)
-        begin = np.cumsum(counts) - counts
+
+class _Cut:
+    """Segments cut into chunks, in the order of their tokens.
+
+    Attributes:
+        size: Tokens of a full chunk.
+        starts, lengths: int64 [N], first token and number of tokens of each chunk.
+        parent: int64 [N], as in :class:`_Segments`.
+    """
+
+    def __init__(self, segments: _Segments, sizes: Sequence[int]) -> None:
+        self.size = _suitable(segments.lengths, sizes)
+        counts = -(-segments.lengths // self.size)
+        of, begin = np.repeat(np.arange(len(counts)), counts), np.cumsum(counts) - counts
         place = np.arange(len(of)) - begin[of]
-        starts = self.starts[of] + place * size
-        lengths = np.minimum(self.starts[of] + self.lengths[of] - starts, size)
-        parent = np.arange(len(of)) - 1
-        parent[begin] = np.where(self.parent >= 0, (begin + counts - 1)[np.maximum(self.parent, 0)], self.parent)
-        first_round = np.zeros(len(counts), dtype=np.int64)
-        for segment, above in enumerate(self.parent.tolist()):
+        self.starts = segments.starts[of] + place * self.size
+        self.lengths = np.minimum(segments.lengths[of] - place * self.size, self.size)
+        self.parent = np.arange(len(of)) - 1
+        last = (begin + counts - 1)[np.maximum(segments.parent, 0)]
+        self.parent[begin] = np.where(segments.parent >= 0, last, segments.parent)
+
+    @classmethod
+    def of(cls, size: int, starts: np.ndarray, lengths: np.ndarray, parent: np.ndarray) -> _Cut:
+        cut = cls.__new__(cls)
+        cut.size, cut.starts, cut.lengths, cut.parent = size, starts, lengths, parent
+        return cut
+
+    @property
+    def ends(self) -> np.ndarray:
+        return self.starts + self.lengths - 1
+
+    def chunks(self, first: int, given: int, results: np.ndarray) -> StateChunks:
+        """Return the chunks of tokens from ``first`` on, with tensors on the host. ``results``, int64, are chunks."""
+        rounds, parents = [0] * len(self.parent), self.parent.tolist()
+        for chunk, above in enumerate(parents):
             if above >= 0:
-                first_round[segment] = first_round[above] + counts[above]
-        rounds = first_round[of] + place
-        rows = self._rows(size, starts, lengths, begin, parent, given)
-        ends = starts + lengths - 1
-        with_results = np.searchsorted(ends, results)
-        assert np.array_equal(ends[with_results], results), "a result is the state after the last token of a chunk"
-        tails = rows[with_results[:, None], lengths[with_results][:, None] + np.arange(TAIL)]
+                rounds[chunk] = rounds[above] + 1
+        rows = self._rows(first, given, parents)
+        tails = rows[results[:, None], self.lengths[results][:, None] + np.arange(TAIL)]
         order = np.argsort(rounds, kind="stable")
         number = np.empty_like(order)
         number[order] = np.arange(len(order))
         rows = rows[order]
         tail_rows, places = np.unique(np.concatenate([rows[:, :TAIL], tails]), return_inverse=True)
         return StateChunks(
-            size=size,
+            size=self.size,
             tokens=int(self.lengths.sum()),
             given=given,
             rows=on_host(rows),
@@ -282,25 +337,32 @@ class _Segments:
             tail_rows=on_host(tail_rows),
             tail_places=on_host(places.reshape(-1, TAIL)),
             starts=rows[:, TAIL],
-            counts=lengths[order],
-            rounds=rounds[order],
-            parent=np.where(parent >= 0, number[np.maximum(parent, 0)], parent)[order],
-            results_of=number[with_results],
+            counts=self.lengths[order],
+            rounds=np.array(rounds)[order],
+            parent=np.where(self.parent >= 0, number[np.maximum(self.parent, 0)], self.parent)[order],
+            results_of=number[results],
         )
 
-    def _rows(
-        self, size: int, starts: np.ndarray, lengths: np.ndarray, begin: np.ndarray, parent: np.ndarray, given: int
-    ) -> np.ndarray:
-        offset = 1 + TAIL * given - int(self.starts[0])
-        own = starts[:, None] + np.arange(-TAIL, size) + offset
-        own[:, TAIL:][np.arange(size) >= lengths[:, None]] = 0
-        # Only the first chunk of a segment has other tokens before it than its neighbours. Parents come earlier.
-        for chunk in begin.tolist():
-            above = int(parent[chunk])
+    def _rows(self, first: int, given: int, parents: Sequence[int]) -> np.ndarray:
+        rows = self.starts[:, None] + np.arange(-TAIL, self.size) + 1 + TAIL * given - first
+        rows[:, TAIL:][np.arange(self.size) >= self.lengths[:, None]] = 0
+        for chunk, above in enumerate(parents):
             if above == -1:
-                own[chunk, :TAIL] = 0
+                rows[chunk, :TAIL] = 0
             elif above < 0:
-                own[chunk, :TAIL] = 1 + TAIL * (-2 - above) + np.arange(TAIL)
-            else:
-                own[chunk, :TAIL] = own[above, lengths[above] : lengths[above] + TAIL]
-        return own
+                rows[chunk, :TAIL] = 1 + TAIL * (-2 - above) + np.arange(TAIL)
+            elif above != chunk - 1 or self.lengths[above] < TAIL:  # other tokens than its neighbours. Parents come earlier.
+                rows[chunk, :TAIL] = rows[above, self.lengths[above] : self.lengths[above] + TAIL]
+        return rows
+
+
+def _suitable(lengths: np.ndarray, sizes: Sequence[int]) -> int:
+    best = sizes[0]
+    for size in sizes[1:]:
+        if _padded(lengths, best) > LARGER * _padded(lengths, size):
+            best = size
+    return best
+
+
+def _padded(lengths: np.ndarray, size: int) -> int:
+    return int((-(-lengths // size)).sum()) * size

@@ -24,12 +24,14 @@ from torch.autograd.function import once_differentiable
 
 from verl_memopt.distributed.device import is_gpu, supports_flash
 from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU, keep, kept, zeros_to_sum
+from verl_memopt.memory.recompute_gates import SigmoidGate
 from verl_memopt.memory.tiled_mlp_torch import TiledLinear, TiledMlp, Traits, tensors_and_traits, tiled_linears
 from verl_memopt.model.attention_fused import CPU_FLASH, EFFICIENT, FLASH, Kernel, key_heads, merge
 from verl_memopt.model.prefix_layout import PrefixLayout, PrefixSpan
 from verl_memopt.model.rotary import apply_rotary, rotary_backward
 
 SWIGLU = SwiGLU()
+SIGMOID_GATE = SigmoidGate()
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ class BlockShape:
         scale: Factor of the products of queries and keys.
         norms: The norm before attention and the norm before the MLP.
         rotary_eps: Epsilon of the norms of queries and keys, if there are any.
+        gated: Of each head the first projection has the queries, then a gate of the head's output.
     """
 
     tile_tokens: int
@@ -126,6 +129,7 @@ class BlockShape:
     scale: float
     norms: tuple[RMSNorm, RMSNorm]
     rotary_eps: float
+    gated: bool
 
 
 def tiled_block(
@@ -200,9 +204,10 @@ class _Block:
         out = whole[0]
         keys, values = self.keys_and_values()
         for tile in self.tiles:
-            query = self.rotated_query(self.project(0, self.normal(tile.queries)), tile.queries)
-            hidden = self.after_attention(tile.queries, self.attend(query, keys, values, tile.calls)[0])
-            del query
+            query, gate = self.query_and_gate(self.project(0, self.normal(tile.queries)))
+            query = self.rotated_query(query, tile.queries)
+            hidden = self.after_attention(tile.queries, self.gated(self.attend(query, keys, values, tile.calls)[0], gate))
+            del query, gate
             for rows in self.mlp_rows(tile.queries):
                 tile_hidden = hidden[rows.start - tile.queries.start : rows.stop - tile.queries.start]
                 normal = self.shape.norms[1].compute((tile_hidden,), (self.mlp_norm,))
@@ -247,9 +252,20 @@ class _Block:
         tables = self.at(self.cos, queries), self.at(self.sin, queries)
         return apply_rotary(self.heads(query), self.query_norm, self.shape.rotary_eps, *tables)
 
-    def after_attention(self, queries: slice, attended: Tensor) -> Tensor:
-        # Returns the state [t, h] between attention and MLP. ``attended`` [t, heads, D] is the output of the heads.
-        return self.project(3, attended.flatten(1)).add_(self.at(self.x, queries))
+    def query_and_gate(self, projected: Tensor) -> tuple[Tensor, Tensor | None]:
+        # Returns the queries [t, heads x D], and the gates of the same shape, if there are any.
+        if not self.shape.gated:
+            return projected, None
+        query, gate = projected.view(projected.shape[0], -1, 2, self.shape.head_dim).unbind(2)
+        return query.flatten(1), gate.flatten(1)
+
+    def gated(self, attended: Tensor, gate: Tensor | None) -> Tensor:
+        # Returns the input of the output projection, [t, heads x D].
+        return attended.flatten(1) if gate is None else SIGMOID_GATE.compute((attended.flatten(1), gate), ())
+
+    def after_attention(self, queries: slice, value: Tensor) -> Tensor:
+        # Returns the state [t, h] between attention and MLP.
+        return self.project(3, value).add_(self.at(self.x, queries))
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, calls: Sequence[TileCall]) -> tuple[Tensor, Tensor]:
         """Return attention [t, heads, D] for the queries of a tile, and the log-sum-exps of the scores, fp32 [t, heads]."""
@@ -357,22 +373,29 @@ class _Backward:
         # Compute the gradient of a tile's input from that of its output, ``grad`` [t, h], in place.
         block, queries = self.block, tile.queries
         normal = block.normal(queries)
-        projected = block.project(0, normal)
+        projected, gate = block.query_and_gate(block.project(0, normal))
         # Recompute everything in the tile from the block's input.
         query = block.rotated_query(projected, queries)
         attended = query, *block.attend(query, self.keys, self.values, tile.calls)
-        self._add_mlp(queries, block.after_attention(queries, attended[1]), grad)
+        value = block.gated(attended[1], gate)
+        self._add_mlp(queries, block.after_attention(queries, value), grad)
         # The MLP's backward has turned ``grad`` into the gradient of the state after attention.
-        self.layers[3].add(grad, attended[1].flatten(1), self.alone)
+        self.layers[3].add(grad, value, self.alone)
         grad_attended = torch.empty_like(query)
-        self.layers[3].through(grad, grad_attended.flatten(1), add=False)
+        grad_value = grad_attended.flatten(1)
+        self.layers[3].through(grad, grad_value, add=False)
+        if gate is not None:
+            # The gradient of the gates overwrites them.
+            SIGMOID_GATE.differentiate(grad_value, (attended[1].flatten(1), gate), (), (grad_value, gate), ())
         grad_query = block.attend_backward(grad_attended, attended, self.keys, self.values, self.key_sums, tile.calls)
-        del attended, query, grad_attended
+        del attended, query, grad_attended, value, grad_value
         tables = block.at(block.cos, queries), block.at(block.sin, queries)
         rest = (block.query_norm, block.shape.rotary_eps, *tables)
         # The gradient of the projected queries overwrites them.
         heads = block.heads(projected)
         rotary_backward(grad_query, heads, *rest, heads, self.sums[2])
+        if gate is not None:
+            projected = torch.stack((heads, block.heads(gate)), 2).flatten(1)
         del grad_query
         self.layers[0].add(projected, normal, self.alone)
         # The projections of queries, keys and values have the same normed input, so its gradient is a sum.
