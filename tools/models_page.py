@@ -17,14 +17,13 @@ or to its name on the hub, and read no further.
 ## Models that work
 
 A test compares the log-probs and the gradients of each of these types with those of transformers' own forward, for rows
-alone and for rows that share a prompt. *Shared prompts* says whether the answers to one prompt can compute it once ([shared
-prompts](shared_prompt.md)). A sliding window would cut the prompt that they share, so a model whose config sets one needs
-`actor_rollout_ref.actor.use_prefix_grouper=false`, which `auto` sets and logs. *Knobs inside blocks* says whether our own decoder
-computes the model. Only there do `recompute_elementwise`, `prune_last_block` and `tiled_mlp` act ([knobs](memory.md)). In the
-other models `tiled_mlp` is refused, and the other two have no effect, which a line of the log says.
+alone and for rows that share a prompt ([shared prompts](shared_prompt.md)). Types whose config can set a sliding window are
+compared with a window that is shorter than the prompts. *Knobs inside blocks* says whether our own decoder computes the
+model. Only there do `recompute_elementwise`, `prune_last_block` and `tiled_mlp` act ([knobs](memory.md)). In the other models
+`tiled_mlp` is refused, and the other two have no effect, which a line of the log says.
 
-| `model_type` | models | shared prompts | knobs inside blocks | also |
-|---|---|---|---|---|
+| `model_type` | models | knobs inside blocks | also |
+|---|---|---|---|
 """
 
 REFUSED = """
@@ -64,8 +63,7 @@ def page() -> str:
 
 
 def _works(family: Family) -> str:
-    shared = "unless the config sets a window" if family.slides else "yes"
-    return f"| `{family.model_type}` | {family.models} | {shared} | {'yes' if family.classes else ''} | {family.note} |\n"
+    return f"| `{family.model_type}` | {family.models} | {'yes' if family.classes else ''} | {family.note} |\n"
 
 
 if __name__ == "__main__":

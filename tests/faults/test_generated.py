@@ -19,7 +19,7 @@ import pytest
 from tests.distributed.test_sharded_state import Runs
 from tests.end_to_end.runs import RECIPES, settings_of
 from verl_memopt.config.loader import load_settings
-from verl_memopt.config.schema import Actor, Data, Model
+from verl_memopt.config.schema import Data, Model
 from verl_memopt.data.dataset import build_dataset
 from verl_memopt.distributed.sharded_state import StoredTensors
 from verl_memopt.errors import RewardError, UserError
@@ -153,7 +153,7 @@ def inputs(toy, folder):
         load_settings("mine", settings_of(toy, folder / "run"), folder)
 
     def whole_model():
-        check_architecture(Model(path=str(model)), model, 64, Actor())
+        check_architecture(Model(path=str(model)), model, 64)
         load_tokenizer(model, Model(path=str(model)), False)
 
     texts = {path: path.read_text(errors="replace") for path in sorted(model.iterdir()) if path.suffix != ".safetensors"}

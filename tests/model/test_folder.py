@@ -115,7 +115,7 @@ def test_a_header_that_names_another_dtype_of_two_bytes_is_told_and_refused_in_w
     write_record(folder, 3, "actor", "base", torch.bfloat16)
     said = r"model\.safetensors: its header says that .* is F16, and the run .* wrote bfloat16"
     with pytest.raises(ConfigError, match=said):
-        check_architecture(model, folder, 8, Actor())
+        check_architecture(model, folder, 8)
     with pytest.raises(ConfigError, match=said):
         open_chat(folder, "cpu", False, ChatOptions(0, 3, None), {})
 
@@ -257,7 +257,7 @@ def test_without_trust_no_code_is_fetched_and_with_it_all_of_it_is(repository):
 
 def trained(folder, mesh):
     settings, cpu = Model(path="someone/own", trust_remote_code=True), torch.device("cpu")
-    check_architecture(settings, folder, 64, Actor())
+    check_architecture(settings, folder, 64)
     policy = build_policy(settings, Fsdp(dtype="fp32"), folder, mesh, cpu)
     materialize(policy, folder, cpu)
     check_packing(policy, cpu, torch.float32, Actor(), str(folder))
@@ -291,7 +291,7 @@ def test_code_that_cannot_run_is_a_sentence(repository):
     (repository / "configuration_own.py").write_text("raise RuntimeError('too old')")
     folder = resolve_folder("someone/own", KEY, True)
     with pytest.raises(ConfigError, match=r"config\.json cannot be read: too old"):
-        check_architecture(Model(path="someone/own", trust_remote_code=True), folder, 64, Actor())
+        check_architecture(Model(path="someone/own", trust_remote_code=True), folder, 64)
 
 
 @pytest.mark.parametrize("by_data", [False, True], ids=["model.trust_remote_code", "data.trust_remote_code"])

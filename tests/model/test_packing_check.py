@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from torch import nn
-from transformers import AutoTokenizer, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoTokenizer
 
 from tests.critics import critic_for
 from tests.model.architectures import tiny_config, tiny_folder
@@ -33,7 +33,6 @@ from verl_memopt.model.packing_check import (
     find_reward_model,
     frozen_value_model,
     packing_bound,
-    refuse_sliding_window,
     row_differences,
 )
 from verl_memopt.model.tiny import build_tokenizer
@@ -101,7 +100,7 @@ def test_a_size_in_the_config_that_the_weights_have_not_is_refused_before_the_mo
     (folder / "config.json").write_text(json.dumps(config | {size: 10**9}))
     refused = pytest.raises(ConfigError, match=r"weights and config disagree: .* has shape .*, the config says .*1000000000")
     with refused, ByteTracker(limit_bytes=10**6):  # the rotary frequencies of such a width alone are a gigabyte
-        check_architecture(Model(path=str(folder)), folder, 64, Actor())
+        check_architecture(Model(path=str(folder)), folder, 64)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -267,28 +266,6 @@ def test_two_ranks_find_the_same_also_in_a_shard_that_one_of_them_holds(untied_f
     assert "the weight lm.model.norm.weight is not finite everywhere" in refusal
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        MistralConfig(sliding_window=64),
-        Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=1, num_hidden_layers=2),
-        Qwen3Config(layer_types=["full_attention", "sliding_attention"], sliding_window=64, use_sliding_window=True,
-                    num_hidden_layers=2),
-    ],
-    ids=lambda config: config.model_type,
-)  # fmt: skip
-def test_a_model_with_a_sliding_window_is_refused_only_when_prompts_are_shared(config):
-    with pytest.raises(ConfigError, match=r"use_prefix_grouper=true.*sliding_window=64.*use_prefix_grouper=false"):
-        refuse_sliding_window(config, SHARED)
-    for setting in (False, "auto"):
-        assert refuse_sliding_window(config, Actor(use_prefix_grouper=setting)) is None
-
-
-def test_a_model_without_sliding_layers_may_share_prompts():
-    for config in (MistralConfig(sliding_window=None), Qwen2Config(use_sliding_window=False, sliding_window=64), Qwen3Config()):
-        assert refuse_sliding_window(config, SHARED) is None
-
-
 def test_a_window_that_the_config_hides_goes_on_from_the_shared_prompt(untied_folder, one_rank):
     policy = built(untied_folder, one_rank)
     for block in policy.blocks():
@@ -300,7 +277,7 @@ POLICY = Model(path="policy", lora_rank=4, lora_adapter_path="adapters", prune_l
 
 
 def found(folder, tokenizer, longest=64, **settings):
-    return find_reward_model(ScoringModel(path=str(folder), **settings), POLICY, tokenizer, longest, Actor())
+    return find_reward_model(ScoringModel(path=str(folder), **settings), POLICY, tokenizer, longest)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ import shutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.critics import with_value_head
 from tests.model.architectures import tiny_folder
@@ -17,8 +18,8 @@ from verl_memopt.model.weights import named_weights
 CPU = torch.device("cpu")
 PROMPTS, ANSWERS, GROUPS = (17, 17, 5), (9, 6, 21), (0, 0, 1)
 
-SLIDING = [family.model_type for family in FAMILIES if family.slides]
-"""Tested types whose attention can slide over a window; a small one is cut by every row here."""
+SLIDING = [model_type for model_type in TESTED if hasattr(CONFIG_MAPPING[model_type](), "sliding_window")]
+"""Tested types whose attention can slide over a window; a small one cuts every prompt here."""
 
 REFUSED = [family for family in FAMILIES if family.refused is not None]
 
@@ -61,7 +62,7 @@ def trained(folder, mesh, shared, **model):
     """Gives the model as in training, after both checks."""
     settings = Model(path=str(folder), **model)
     actor = Actor(use_prefix_grouper=shared)
-    check_architecture(settings, folder, 64, actor)
+    check_architecture(settings, folder, 64)
     model = build_policy(settings, Fsdp(dtype="fp32"), folder, mesh, CPU, ModelUse(recompute=True, trained=True))
     materialize(model, folder, CPU)
     check_packing(model, CPU, torch.float32, actor, str(folder))
@@ -86,9 +87,8 @@ def test_a_type_that_is_accepted_gives_transformers_log_probs_and_gradients(tmp_
     weights = torch.linspace(-1, 1, len(expected))
     (expected * weights).sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    ways = (False,) if model_type in SLIDING else (True, False)
-    ours = trained(folder, one_rank, ways[0])
-    for shared in ways:
+    ours = trained(folder, one_rank, True)
+    for shared in (True, False):
         ours.zero_grad()
         found = packed(ours, shared)
         torch.testing.assert_close(found, expected, rtol=0, atol=3e-6)
@@ -103,13 +103,6 @@ def test_eager_attention_of_a_type_that_needs_its_output_in_order(tmp_path, one_
     folder = tiny_folder(tmp_path / "model", "jetmoe")
     found = packed(trained(folder, one_rank, False, attn_implementation="eager"), False)
     torch.testing.assert_close(found, theirs(folder)[0], rtol=0, atol=3e-6)
-
-
-@pytest.mark.parametrize("model_type", SLIDING)
-def test_a_window_is_refused_by_type_before_any_worker_starts_where_prompts_are_shared(tmp_path, model_type):
-    folder = tiny_folder(tmp_path / "model", model_type, **fields_of(model_type))
-    with pytest.raises(ConfigError, match=rf"use_prefix_grouper=true: the {model_type} model's sliding_window=8 would cut"):
-        check_architecture(Model(path=str(folder)), folder, 64, Actor(use_prefix_grouper=True))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +120,7 @@ def test_a_family_is_refused_in_one_sentence_with_the_reason_in_its_row(tmp_path
     assert f" {family.refused}" in f" {refused.value}"
     if family.model_type not in ("nemotron", "stablelm"):  # these show with the weights in place
         with pytest.raises(ConfigError, match="Types that are tested"):
-            check_architecture(Model(path=str(folder)), folder, 64, Actor(use_prefix_grouper=False))
+            check_architecture(Model(path=str(folder)), folder, 64)
 
 
 def test_a_damaged_file_shows_before_any_worker_starts(tiny_folder, tmp_path):
@@ -135,7 +128,7 @@ def test_a_damaged_file_shows_before_any_worker_starts(tiny_folder, tmp_path):
     shutil.copytree(tiny_folder, copy)
     (copy / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(ConfigError, match="not a whole safetensors file"):
-        check_architecture(Model(path=str(copy)), copy, 64, Actor(use_prefix_grouper=True))
+        check_architecture(Model(path=str(copy)), copy, 64)
 
 
 def test_dropout_in_a_config_drops_nothing(tmp_path, one_rank):
@@ -145,15 +138,12 @@ def test_dropout_in_a_config_drops_nothing(tmp_path, one_rank):
 
 
 def test_a_head_that_the_config_ties_away_is_refused_and_the_rows_of_the_embedding_are_given(untied_folder, tmp_path):
-    assert (
-        check_architecture(Model(path=str(untied_folder)), untied_folder, 64, Actor(use_prefix_grouper=True)).embedding_rows
-        == 320
-    )
+    assert check_architecture(Model(path=str(untied_folder)), untied_folder, 64).embedding_rows == 320
     folder = shutil.copytree(untied_folder, tmp_path / "model")
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
     with pytest.raises(ConfigError, match=r"lm_head\.weight that differs from model\.embed_tokens\.weight"):
-        check_architecture(Model(path=str(folder)), folder, 64, Actor(use_prefix_grouper=True))
+        check_architecture(Model(path=str(folder)), folder, 64)
 
 
 # The critic's folder.
@@ -161,13 +151,13 @@ def test_a_head_that_the_config_ties_away_is_refused_and_the_rows_of_the_embeddi
 
 def checked_critic(folder):
     section = CriticModel(path=str(folder), trust_remote_code=False)
-    return check_architecture(section, folder, 64, Actor(use_prefix_grouper=True))
+    return check_architecture(section, folder, 64)
 
 
 @pytest.mark.parametrize("has_head", [False, True])
 def test_a_critic_has_a_value_head_and_no_lm_head_whatever_its_folder_has(untied_folder, tmp_path, has_head):
     folder = with_value_head(untied_folder, tmp_path / "valued") if has_head else untied_folder
-    policys = check_architecture(Model(path=str(untied_folder)), untied_folder, 64, Actor(use_prefix_grouper=True))
+    policys = check_architecture(Model(path=str(untied_folder)), untied_folder, 64)
     expected = policys.weights | {"score.weight": (1, 64), "score.bias": (1,)}
     del expected["lm_head.weight"]
     assert checked_critic(folder)[:2] == (expected, policys.embedding_rows)

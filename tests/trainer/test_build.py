@@ -1,6 +1,4 @@
-import logging
 import re
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -193,19 +191,6 @@ EVERY_PASS = ("update_actor", "old_log_prob", "ref", "values", "update_critic", 
 )  # fmt: skip
 def test_the_workers_know_the_passes_whose_budget_learns(settled, more, phases):
     assert build_run(settled(more)).worker_plan.adaptive_phases == phases
-
-
-@pytest.mark.parametrize("slides", [True, False])
-def test_prompts_are_shared_unless_a_window_would_cut_them(settled, caplog, slides):
-    caplog.set_level(logging.INFO)
-    layers = ["sliding_attention", "full_attention"]
-    window = {"use_sliding_window": True, "sliding_window": 8, "layer_types": layers} if slides else {}
-    model = {f"{AR}.model.override_config": window}
-    context = build_run(settled(model | {f"{AR}.rollout.load_format": "dummy"}))
-    assert bool(context.worker_plan.settings.actor.use_prefix_grouper) is not slides
-    assert any("use_prefix_grouper=auto" in text for text in caplog.messages) is slides
-    with pytest.raises(ConfigError, match="use_prefix_grouper=true") if slides else nullcontext():
-        build_run(settled(model | {f"{AR}.actor.use_prefix_grouper": True, "trainer.experiment_name": "other"}))
 
 
 def test_the_engine_knows_which_rows_of_the_embedding_have_no_token(settled):

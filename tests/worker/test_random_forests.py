@@ -36,8 +36,11 @@ HEAT, SHAPE = 0.9, TinyShape(num_heads=4, num_kv_heads=2, tie_embeddings=False)
 # The reference.
 
 
-def naive_log_probs(weights, config, ids):
-    """The log-probs of all tokens of one sequence but the first, float64, by the textbook formulas of Qwen3."""
+def naive_log_probs(weights, config, ids, windows):
+    """The log-probs of all tokens of one sequence but the first, float64, by the textbook formulas of Qwen3.
+
+    ``windows``: of each block, how many tokens a token sees with itself. None = all.
+    """
     heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     tokens, half = len(ids) - 1, size // 2
     angles = torch.arange(tokens, dtype=torch.float64)[:, None] * 10_000 ** (-torch.arange(half, dtype=torch.float64) / half)
@@ -64,7 +67,10 @@ def naive_log_probs(weights, config, ids):
         )
         q, k = turned(norm(q, f"{at}.self_attn.q_norm")), turned(norm(k, f"{at}.self_attn.k_norm"))
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(size)
-        shares = scores.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
+        hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+        if windows[layer] is not None:
+            hidden |= torch.ones(tokens, tokens, dtype=torch.bool).tril(-windows[layer])
+        shares = scores.masked_fill(hidden, -math.inf).softmax(-1)
         x = x + product(torch.einsum("hqk,khd->qhd", shares, v).flatten(1), "self_attn.o_proj")
         y = norm(x, f"{at}.post_attention_layernorm")
         gated = torch.nn.functional.silu(product(y, "mlp.gate_proj")) * product(y, "mlp.up_proj")
@@ -73,7 +79,7 @@ def naive_log_probs(weights, config, ids):
     return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
 
-def naive_entries(weights, config, forest):
+def naive_entries(weights, config, forest, windows):
     """The log-prob of each sampled token of each row, from sequences that share nothing."""
     found, tokens = [], forest.tokens
     for row in forest.rows:
@@ -81,7 +87,7 @@ def naive_entries(weights, config, forest):
         for place in left:
             if place not in known:
                 path = forest.path(place)
-                values = naive_log_probs(weights, config, tokens[path])
+                values = naive_log_probs(weights, config, tokens[path], windows)
                 known |= {at: value for at, value in zip(path[1:], values, strict=True) if at in row and at not in known}
         found += [known[place] for place in row]
     return torch.stack(found)
@@ -109,6 +115,10 @@ KINDS = {
 }
 
 
+WINDOWS = (None, None), (3, None), (1, 5), (None, 2), (4, 4)
+"""Windows of the two blocks. Over all seeds, each pair meets each knob."""
+
+
 @dataclasses.dataclass
 class Case:
     """A forest with random advantages, a loss, and what its log-probs and gradients are."""
@@ -120,6 +130,7 @@ class Case:
     advantages: torch.Tensor
     log_probs: torch.Tensor
     gradients: dict
+    windows: tuple
 
     def batch(self):
         forest = self.forest
@@ -152,7 +163,8 @@ def naive_case(folder, seed):
     forest, generator = random_forest(seed), torch.Generator().manual_seed(seed)
     kind = list(KINDS)[seed % len(KINDS)]
     rows = torch.tensor([row for row, places in enumerate(forest.rows) for _ in places])
-    log_probs = naive_entries(weights, config, forest)
+    windows = WINDOWS[seed % len(WINDOWS)]
+    log_probs = naive_entries(weights, config, forest, windows)
     # Ratios of about 0.6, 0.95, 1.05 and 1.6, so that rounding moves none over its clip.
     moved = torch.tensor([-0.5, -0.05, 0.05, 0.5])[torch.randint(4, (len(rows),), generator=generator)]
     moved[rows == rows[0]] = 0.05  # not all rows are clipped
@@ -170,7 +182,7 @@ def naive_case(folder, seed):
     loss = naive_loss(kind, log_probs, old, advantages, rows, len(forest.rows))
     gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
     gradients = {name: gradient.float() for name, gradient in gradients.items()}
-    return Case(seed, forest, kind, old, advantages, log_probs.detach(), gradients)
+    return Case(seed, forest, kind, old, advantages, log_probs.detach(), gradients, windows)
 
 
 # The updates.
@@ -290,6 +302,8 @@ class Found:
 
 
 def found_in(policy, case, knobs, number, ranks, rank):
+    for block, window in zip(policy.model.decoder.layers, case.windows, strict=True):
+        block.self_attn.window = window
     batch, can_cut = case.batch(), policy.model.supports_prefix_kv
     tokens, groups = batch.row_tokens(), 1 if policy.model.sequence is not None else ranks
     budget = Budget(True, budget_of(tokens, can_cut, number), None, "key")

@@ -3,15 +3,14 @@
 Use it when: always; it is on by default. Set it to false only to compare.
 Saves: queries, attention output and MLP of the skipped prompt tokens in the last block, in memory and in compute.
 Costs: nothing. If prompts are not shared, the last block calls attention twice instead of once.
-Works with: every knob. If the last block has sliding-window attention or is of an unknown class, it computes all tokens and logs
-    a warning.
+Works with: every knob. If the last block is of an unknown class, it computes all tokens and logs a warning.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl_memopt.memory.knob import Claim, Knob, LadderRow, activation_saving
 from verl_memopt.model.families import OWN_BLOCKS
@@ -48,16 +47,7 @@ def can_prune(block: Module, key: str = _KEY) -> bool:
         reason = f"{name} is not one of {', '.join(OWN_BLOCKS)}"
     elif hasattr(block, "linear_attn"):
         reason = f"{name} carries a state from token to token"
-    elif (window := window_of(block.self_attn)) is not None:
-        reason = f"attention of {name} slides over a window of {window} tokens"
     else:
         return True
     logger.warning("%s=true: %s; the last block computes all tokens", key, reason)
     return False
-
-
-def window_of(attention: Any) -> int | None:
-    """Width of the attention window of a known block, in tokens, the token itself included; None = no window."""
-    if hasattr(attention, "sliding_window"):
-        return attention.sliding_window
-    return getattr(attention.config, "sliding_window", None) if type(attention).__name__.startswith("Mistral") else None

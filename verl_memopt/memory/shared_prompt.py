@@ -7,8 +7,8 @@ Saves: all copies of the prompt but one: in compute, and in activations where a 
 Costs: nothing in the result: log-probs and gradients differ only in the order of sums. If a token budget splits a group over
     several micro-batches, the prompt's keys and values are kept until the last of them. If answers are longer than the prompt, or
     devices share the tokens of a sequence, each of these micro-batches computes the prompt again.
-Works with: every knob. A token budget of at least one prompt and all its answers keeps groups whole. With sliding-window
-    attention ``auto`` turns it off, and ``true`` is refused.
+Works with: every knob. A token budget of at least one prompt and all its answers keeps groups whole. In a layer with
+    sliding-window attention each answer reads a copy of the last keys of its prompt, while that layer computes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ _KEY = "actor_rollout_ref.actor.use_prefix_grouper"
 @dataclass(frozen=True)
 class SharedPrompt:
     use_prefix_grouper: Annotated[bool | str, CHOICE] = "auto"
-    """Compute a prompt once for all its answers (a group), in every pass. false = once for each answer. auto = true, unless the
-    model has sliding-window attention, whose window would cut the shared prompt."""
+    """Compute a prompt once for all its answers (a group), in every pass. false = once for each answer. auto = true."""
 
 
 KNOB = Knob(
@@ -41,8 +40,8 @@ KNOB = Knob(
 def prompt_groups(groups: Sequence[int], actor: SharedPrompt) -> Sequence[int]:
     """Return a group number for each row. The rows of one group compute their prompt once, together.
 
-    Rows with the same prompt have the same number in ``groups``. The results are exact for causal attention over the whole
-    sequence. If k answers to one prompt of P tokens are one micro-batch, activations fall by
+    Rows with the same prompt have the same number in ``groups``. If k answers to one prompt of P tokens are one micro-batch,
+    activations fall by
 
     (k - 1) x P x (L x A / T + 2 x (I + h) x b) bytes,
 

@@ -202,16 +202,21 @@ def _eager(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Te
     return _tokens_first(eager_attention(q, k, v, args.layout, args.scale, args.window, args.cap))
 
 
+def _window(args: AttentionArgs) -> int | None:
+    # A window that holds the longest path cuts nothing, and whole prefixes need no copies of keys.
+    return None if args.window is None or args.layout.longest_path <= args.window else args.window
+
+
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
-    if args.window is not None and max(args.layout.trees) > args.window:
+    if (window := _window(args)) is not None:
         query, key = _apply_rotary(query, key, args.rotary, args.layout)
         q, k, v = (_heads_first(x) for x in (query, key, value))
-        return _tokens_first(windowed_attention(q, k, v, args.layout, args.scale, args.window))
+        return _tokens_first(windowed_attention(q, k, v, args.layout, args.scale, window))
     return _one_size(lambda q, k, v, rotary: dense_attention(q, k, v, args.layout, args.scale, rotary), query, key, value, args)
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
-    options = args.layout, args.scale, args.window
+    options = args.layout, args.scale, _window(args)
     return _one_size(lambda q, k, v, rotary: flash_attention(q, k, v, *options, rotary), query, key, value, args)
 
 

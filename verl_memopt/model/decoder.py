@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from verl_memopt.config.schema import CriticModel, Fsdp, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_checkpointing_torch import Forward, checkpointed, checkpointed_block, chosen_blocks
-from verl_memopt.memory.prune_last_block import can_prune, window_of
+from verl_memopt.memory.prune_last_block import can_prune
 from verl_memopt.memory.recompute_elementwise_torch import (
     Rows,
     SwiGLU,
@@ -409,6 +409,13 @@ def apply_rotary(x: Tensor, tables: Tables) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     rotated = x * cos + torch.cat((-second, first), dim=-1) * sin
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+
+
+def window_of(attention: Any) -> int | None:
+    """Return the number of positions that a token of a transformers attention sees, with its own position. None = all."""
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window
+    return getattr(attention.config, "sliding_window", None) if type(attention).__name__.startswith("Mistral") else None
 
 
 def _maybe(norm: nn.Module | None, x: Tensor) -> Tensor:

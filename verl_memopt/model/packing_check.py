@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import PretrainedConfig
 
 from verl_memopt.config.schema import Actor, CriticModel, Model, ModelKnobs, ScoringModel, TeacherModel
 from verl_memopt.errors import ConfigError
@@ -35,7 +34,6 @@ from verl_memopt.model.families import (
     layer_types,
     one_line,
     refused,
-    window,
 )
 from verl_memopt.model.folder import TOKENIZER_FILES, check_vocabulary, existing_tokenizer, resolve_folder
 from verl_memopt.model.packed_model import PackedModel, PolicyModel
@@ -157,11 +155,9 @@ def check_packing(
         key: Section of the settings for the model, for error messages.
 
     Raises:
-        ConfigError: Packing changes log-probs, or a sliding window would cut a shared prompt. The message names the model type
-            and the layers that mix rows, or the setting to change.
+        ConfigError: Packing changes log-probs. The message names the model type and the layers that mix rows.
     """
     config = packed_model.lm.config
-    refuse_sliding_window(config, actor)
     if any(isinstance(local_part(parameter), FakeTensor) or parameter.is_meta for parameter in packed_model.parameters()):
         return
     try:
@@ -198,15 +194,6 @@ def _not_finite(packed_model: PackedModel, device: torch.device) -> str | None:
     if dist.is_initialized():
         dist.all_reduce(finite, dist.ReduceOp.MIN)
     return next((name for name, is_finite in zip(weights, finite.tolist(), strict=True) if not is_finite), None)
-
-
-def refuse_sliding_window(config: PretrainedConfig, actor: Actor) -> None:
-    size, key = window(config), "actor_rollout_ref.actor.use_prefix_grouper"
-    if size is not None and actor.use_prefix_grouper is True:
-        raise ConfigError(
-            f"{key}=true: the {config.model_type} model's sliding_window={size} would cut the prompt that answers share. "
-            f"Set {key}=false."
-        )
 
 
 def _random_rows(packed_model: PackedModel, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
@@ -250,13 +237,11 @@ class Checked(NamedTuple):
 
     weights: dict[str, tuple[int, ...]]
     embedding_rows: int
-    window: int | None = None
-    """Sliding window of attention in tokens. None = no layer has one."""
     features: tuple[str, ...] = ()
     """Result of :func:`verl_memopt.model.families.features`."""
 
 
-def check_architecture(model: Model | CriticModel, folder: Path, longest: int, actor: Actor, key: str | None = None) -> Checked:
+def check_architecture(model: Model | CriticModel, folder: Path, longest: int, key: str | None = None) -> Checked:
     """Refuse a model if its files show that it cannot be trained. Loads no weights. Return facts from the files.
 
     A reference is checked with the policy's settings too. A critic's folder may have a value head, and needs no LM head.
@@ -277,7 +262,6 @@ def check_architecture(model: Model | CriticModel, folder: Path, longest: int, a
     if model.lora_rank > 0:
         chosen_layers(lm, model.target_modules, model.exclude_modules, key)
     check_lengths(config, longest)
-    refuse_sliding_window(config, actor)
     shapes = {name: tuple(parameter.shape) for name, parameter in named_weights(packed_model)}
     weights = WeightFolder(folder, key)
     check_dtypes(folder, f"{key}.path={folder}")
@@ -295,7 +279,7 @@ def check_architecture(model: Model | CriticModel, folder: Path, longest: int, a
     if packed_model.tied:
         name = next(name for name, parameter in named_weights(packed_model) if parameter is embedding)
         check_tied_head(weights, name, folder)
-    return Checked(shapes, int(embedding.shape[0]), window(config), features(config))
+    return Checked(shapes, int(embedding.shape[0]), features(config))
 
 
 # The folder of a reward model. The driver checks its contents here.
@@ -361,7 +345,7 @@ def frozen_value_model(model: ScoringModel, policy: Model) -> CriticModel:
     )
 
 
-def find_reward_model(model: ScoringModel, policy: Model, policy_tokenizer: Any, longest: int, actor: Actor) -> RewardFolder:
+def find_reward_model(model: ScoringModel, policy: Model, policy_tokenizer: Any, longest: int) -> RewardFolder:
     """Return the reward model's folder and its own tokenizer, if it has one.
 
     ``longest`` is the number of tokens of the longest prompt and response together.
@@ -373,7 +357,6 @@ def find_reward_model(model: ScoringModel, policy: Model, policy_tokenizer: Any,
     folder = resolve_folder(str(model.path), f"{REWARD_KEY}.path", model.trust_remote_code)
     config = load_model_config(frozen_value_model(model, policy), folder, REWARD_KEY)
     check_lengths(config, longest)
-    refuse_sliding_window(config, actor)
     if stored_head(folder, REWARD_KEY)["score.weight"] is None:
         names = " or ".join(f"{name}.weight" for name in STORED_HEADS)
         raise ConfigError(

@@ -193,6 +193,13 @@ class PrefixLayout:
         return len(self.rounds) > 1 or bool((seen > 2).any())
 
     @cached_property
+    def longest_path(self) -> int:
+        # The number of tokens that a token sees, itself included, is the number of runs from a token to its stop around it.
+        changes = np.ones(len(self.stops) + 1, dtype=np.int64)
+        np.subtract.at(changes, self.stops, 1)
+        return int(changes.cumsum()[:-1].max(initial=0))
+
+    @cached_property
     def plans(self) -> dict[Any, Any]:
         return {}
 

@@ -11,9 +11,8 @@ import torch
 
 from verl_memopt.config.schema import CriticModel, Model
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.prune_last_block import window_of
 from verl_memopt.model.attention import REGISTERED
-from verl_memopt.model.families import NO_LIST, OWN_BLOCKS, refused, window
+from verl_memopt.model.families import NO_LIST, OWN_BLOCKS, refused
 from verl_memopt.model.folder import HUB_ID, fetch, refuse_odd_files
 from verl_memopt.model.weights import empty_model, load_model_config
 
@@ -33,8 +32,6 @@ class ModelSize:
     """Whether the projections of queries, keys and values have a bias (Qwen2)."""
     qk_norm: bool = False
     """Whether queries and keys have a norm (Qwen3)."""
-    slides: bool = False
-    """Whether attention has a sliding window, so that answers cannot share a prompt."""
     prunes: bool = True
     """Whether its last block can skip outputs that nothing reads (``prune_last_block``)."""
     positions: int | None = None
@@ -124,8 +121,7 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
         vocab=config.vocab_size,
         tied=bool(config.tie_word_embeddings),
         qk_norm=hasattr(block.self_attn, "q_norm"),
-        slides=window(config) is not None,
-        prunes=type(block).__name__ in OWN_BLOCKS and window_of(block.self_attn) is None,
+        prunes=type(block).__name__ in OWN_BLOCKS,
         positions=getattr(config, "max_position_embeddings", None),
         counted=(sum(weight.numel() for weight in empty.parameters()), sum(weight.numel() for weight in block.parameters())),
     )

@@ -209,8 +209,7 @@ class Held:
         if s.flash:
             # Two states, the product, rotated queries and keys, and the output. Answers that share a prompt also have separate
             # queries or a second output, and two outputs are merged.
-            shares = self.roles.actor.use_prefix_grouper and not self.size.slides
-            answers = min(work.responses, work.tokens) if shares else 0
+            answers = min(work.responses, work.tokens) if self.roles.actor.use_prefix_grouper else 0
             attention = b * work.tokens * (2 * h + (3 + wide) * query // 2 + 3 * key + 2 * s.head_dim) + 2 * b * answers * query
         elif self.device == "cuda":
             # For the key heads of one call: rotated queries and keys, keys and values repeated for query heads, and the output.

@@ -623,7 +623,7 @@ class _Prediction:
         rows = -(-per_mini.get(role, data.train_batch_size) * n // (self.ranks // sharing))
         most_rows, by_tokens, most_tokens = sizes_of(self.settings, role)
         most_tokens = None if most_tokens is None else most_tokens * sharing
-        shares = actor.use_prefix_grouper and not self.sizes.policy.slides
+        shares = bool(actor.use_prefix_grouper)
         sharing_rows = n if shares and self.ranks == 1 else 1
 
         def computed(count: int, answer: int) -> int:

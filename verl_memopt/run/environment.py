@@ -52,7 +52,6 @@ class Environment:
         critic_weights: Name -> shape of each weight of the critic, without adapters.
         teacher_folders: Folders of the teachers' models, if they are models of their own: the first one, then the further ones.
         teacher_tokenizer: The tokenizer of a teacher that reads text; None = it reads the policy's tokens.
-        slides: A model of the run has attention with a sliding window.
         features: Entries of the policy's config, ``field=value``, that make its forward unusual.
     """
 
@@ -71,7 +70,6 @@ class Environment:
     critic_weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
     teacher_folders: tuple[Path, ...] = ()
     teacher_tokenizer: Any = None
-    slides: bool = False
     features: tuple[str, ...] = ()
 
     @property
@@ -104,7 +102,7 @@ def resolve_environment(
         ConfigError: The machine cannot do what the settings ask for.
     """
     trainer, data, roles = settings.trainer, settings.data, settings.actor_rollout_ref
-    model, rollout, actor = roles.model, roles.rollout, roles.actor
+    model, rollout = roles.model, roles.rollout
     device = resolve_device(trainer.device)
     asked: dict[str, Trainer | ResourcePool] = {"trainer": trainer, **pools}
     _check_devices(asked, settings.ray_kwargs, device)
@@ -115,8 +113,7 @@ def resolve_environment(
     folder = resolve_folder(model.path, "actor_rollout_ref.model.path", trusted)
     # Build the model once without its weights, to find an architecture that cannot be trained before any worker starts.
     longest = data.max_prompt_length + data.max_response_length
-    checked = check_architecture(model, folder, longest, actor)
-    windows = [checked.window]
+    checked = check_architecture(model, folder, longest)
     tokenizer_folder = folder
     if model.tokenizer_path is not None:
         trusted = model.trust_remote_code or data.trust_remote_code
@@ -129,16 +126,14 @@ def resolve_environment(
     if reference_path is not None:
         reference = resolve_folder(reference_path, REFERENCE_PATH, model.trust_remote_code)
         if reference != folder:
-            checked_reference = check_architecture(model, reference, longest, actor)
-            windows.append(checked_reference.window)
+            checked_reference = check_architecture(model, reference, longest)
             check_vocabulary(tokenizer, checked_reference.embedding_rows, f"{REFERENCE_PATH}={reference}")
     critic_folder, critic_weights = None, {}
     if critic is not None:
         assert critic.model.path is not None, "follows the policy's"
         critic_folder = resolve_folder(critic.model.path, CRITIC_PATH, bool(critic.model.trust_remote_code))
-        checked_critic = check_architecture(critic.model, critic_folder, longest, actor)
+        checked_critic = check_architecture(critic.model, critic_folder, longest)
         critic_weights = checked_critic.weights
-        windows.append(checked_critic.window)
         check_vocabulary(tokenizer, checked_critic.embedding_rows, f"{CRITIC_PATH}={critic_folder}")
         key, own, trusted = CRITIC_PATH, critic_folder, bool(critic.model.trust_remote_code)
         if critic.model.tokenizer_path is not None:
@@ -156,7 +151,6 @@ def resolve_environment(
     reads_text = with_teacher and settings.distill.align == "text"
     words = _read_teacher_tokenizer(settings) if reads_text else None
     found = [_find_teacher(settings, key, path, tokenizer, tokenizer_folder, longest, words) for key, path in teachers.items()]
-    windows += [window for _, window in found]
     return Environment(
         device=device,
         num_devices=sum(pool.nnodes * pool.n_gpus_per_node for pool in asked.values()),
@@ -171,17 +165,16 @@ def resolve_environment(
         weights=checked.weights,
         critic_folder=critic_folder,
         critic_weights=critic_weights,
-        teacher_folders=tuple(folder for folder, _ in found),
+        teacher_folders=tuple(found),
         teacher_tokenizer=words,
-        slides=any(size is not None for size in windows),
         features=checked.features,
     )
 
 
 def _find_teacher(
     settings: Settings, key: str, path: str, tokenizer: Any, tokenizer_folder: Path, longest: int, own: Any
-) -> tuple[Path, int | None]:
-    """Return the folder of a teacher, and the size of its sliding window or None. ``own``: its tokenizer, if it reads text.
+) -> Path:
+    """Return the folder of a teacher. ``own``: its tokenizer, if it reads text.
 
     Raises:
         ConfigError: There is no such folder, its model cannot run here, or its tokenizer is another than the policy's.
@@ -189,15 +182,15 @@ def _find_teacher(
     teacher, roles = replace(settings.teacher.model, path=path), settings.actor_rollout_ref
     folder = resolve_folder(path, key, teacher.trust_remote_code)
     section = key.removesuffix(".path")
-    checked = check_architecture(frozen_causal_model(teacher, roles.model), folder, longest, roles.actor, section)
+    checked = check_architecture(frozen_causal_model(teacher, roles.model), folder, longest, section)
     if own is not None:
         check_vocabulary(own, checked.embedding_rows, f"{key}={folder}")
-        return folder, checked.window
+        return folder
     check_vocabulary(tokenizer, checked.embedding_rows, f"{key}={folder}")
     way_out = "Teacher and policy are compared token by token: give a teacher of the policy's family, or set "
     way_out += "distill.align=text."
     _check_same_tokenizer(tokenizer, tokenizer_folder, folder, key, teacher.trust_remote_code, way_out)
-    return folder, checked.window
+    return folder
 
 
 def _read_teacher_tokenizer(settings: Settings) -> Any:

@@ -175,7 +175,6 @@ def build_run(
     server = teacher_elsewhere(settings, environment.embedding_rows) if distills else None
     if isinstance(server, Endpoint):
         server.check(environment.teacher_tokenizer or environment.tokenizer)
-    settings = _shares_prompts(settings, environment)
     folder = record_folder(settings, environment.run_dir)
     with ExitStack() as released_on_error:
         lock = released_on_error.enter_context(hold(folder))
@@ -226,17 +225,6 @@ def build_run(
         conversations=conversations, further_conversations={name: texts for name, (_, texts) in further.items()},
         recipe=prepared, environments=environments, unscored=unscored,
     )  # fmt: skip
-
-
-def _shares_prompts(settings: Settings, environment: Environment) -> Settings:
-    # Sliding-window attention would cut a prompt that several answers share, so `auto` then means false.
-    if settings.actor_rollout_ref.actor.use_prefix_grouper != "auto" or not environment.slides:
-        return settings
-    logger.info(
-        "actor_rollout_ref.actor.use_prefix_grouper=auto: sliding-window attention would cut a prompt that answers share, so the "
-        "prompt is computed again for each answer"
-    )
-    return replaced(settings, {"actor_rollout_ref.actor.use_prefix_grouper": False})
 
 
 def _resumed(
@@ -415,7 +403,7 @@ def _reward_models(
     found = {}
     for name, path in {"": reward_model.model.path, **reward_model.further_models}.items():
         model = replace(reward_model.model, path=path) if name else reward_model.model
-        scorer = find_reward_model(model, roles.model, environment.tokenizer, longest, roles.actor)
+        scorer = find_reward_model(model, roles.model, environment.tokenizer, longest)
         conversations = Conversations(scorer.tokenizer, reward_model.max_length)
         for dataset in datasets:
             conversations.check(dataset or [])

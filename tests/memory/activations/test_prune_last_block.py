@@ -1,5 +1,3 @@
-import logging
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -156,11 +154,3 @@ def test_a_few_skipped_tokens_are_computed_with_the_others(untied_folder, one_ra
     batch = grouped(5, [30] * 2)
     found = [gradients(act.build(untied_folder, one_rank, **OWN, **own), batch, True) for own in (OFF, ON)]
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-def test_a_last_block_whose_attention_slides_computes_all_tokens(tmp_path, one_rank, caplog):
-    deep_folder = make_tiny_model(tmp_path / "mistral", TinyShape(model_type="mistral"), seed=3)
-    with caplog.at_level(logging.WARNING):
-        model = act.build(deep_folder, one_rank, **OWN, **ON).model
-    assert not model.decoder.prunes
-    assert "prune_last_block=true: attention of MistralDecoderLayer slides over a window of 4096 tokens" in caplog.text

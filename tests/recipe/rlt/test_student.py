@@ -225,7 +225,7 @@ def roles(tiny_folder):
 
 
 def find(path, roles, tokenizer=None):
-    return find_student(ScoringModel(path=str(path)), roles.model, tokenizer or build_tokenizer(), 64, roles.actor)
+    return find_student(ScoringModel(path=str(path)), roles.model, tokenizer or build_tokenizer(), 64)
 
 
 def test_a_student_has_the_policys_knobs_and_nothing_that_trains(tiny_folder):

@@ -269,14 +269,14 @@ def scorer(parsed: argparse.Namespace, settings: RltReward) -> Iterator[RltScore
     Raises:
         ConfigError: A folder has no model that can run here, or the tokenizers of the models differ.
     """
-    trusts, actor = parsed.trust_remote_code, Actor()
+    trusts = parsed.trust_remote_code
     student = resolve_folder(parsed.student, "--student", trusts)
     teacher = None if parsed.teacher is None else resolve_folder(parsed.teacher, "--teacher", trusts)
     tokenizer = load_tokenizer(student, Model(path=str(student)), trusts)
     for folder, key in ((student, "--student"), (teacher, "--teacher")):
         if folder is not None:
             model = Model(path=str(folder), trust_remote_code=trusts)
-            checked = check_architecture(model, folder, settings.max_student_len or LONGEST, actor)
+            checked = check_architecture(model, folder, settings.max_student_len or LONGEST)
             check_vocabulary(tokenizer, checked.embedding_rows, f"{key}={folder}")
     if teacher is not None:
         check_same_tokenizer(load_tokenizer(teacher, Model(path=str(teacher)), trusts), tokenizer, str(student))

@@ -389,7 +389,7 @@ def _student_folder(settings: Settings, environment: Environment) -> Path:
     student, data, roles = settings.reward_model.model, settings.data, settings.actor_rollout_ref
     longest = settings.reward_model.rlt.max_student_len or data.max_prompt_length + data.max_response_length
     sampled = environment.embedding_rows if settings.reward_model.rlt.align == "concat" else 0
-    return find_student(student, roles.model, environment.tokenizer, longest, roles.actor, sampled)
+    return find_student(student, roles.model, environment.tokenizer, longest, sampled)
 
 
 def _check_tokenizer(environment: Environment, folder: Path | None, trusted: bool) -> None:

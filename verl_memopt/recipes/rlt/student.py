@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_memopt.config.schema import Actor, Model, ScoringModel
+from verl_memopt.config.schema import Model, ScoringModel
 from verl_memopt.data.batch import Ragged, RolloutBatch, scatter_tokens, token_index
 from verl_memopt.data.encoder import TOKENIZER_PARTS, tokenizer_digests
 from verl_memopt.errors import ConfigError
@@ -49,9 +49,7 @@ _WITHOUT_EFFECT = frozenset(
 """Entries of a model's config that change nothing in its forward at a given position."""
 
 
-def find_student(
-    student: ScoringModel, policy: Model, policy_tokenizer: Any, longest: int, actor: Actor, sampled_ids: int = 0
-) -> Path:
+def find_student(student: ScoringModel, policy: Model, policy_tokenizer: Any, longest: int, sampled_ids: int = 0) -> Path:
     """Return the folder of the student's model.
 
     Args:
@@ -59,7 +57,6 @@ def find_student(
         policy: Settings of the policy's model.
         policy_tokenizer: The policy's tokenizer. The student gets its token ids.
         longest: Upper limit of the tokens in a student sequence.
-        actor: The ``actor`` section of the settings, which says how rows are packed.
         sampled_ids: The student gets ids that the policy sampled, which are below this number. 0 = only ids of the tokenizer.
 
     Raises:
@@ -67,7 +64,7 @@ def find_student(
             the tokenizer has tokens or than the policy's embedding has.
     """
     folder = resolve_folder(str(student.path), f"{REWARD_KEY}.path", student.trust_remote_code)
-    checked = check_architecture(frozen_causal_model(student, policy), folder, longest, actor, REWARD_KEY)
+    checked = check_architecture(frozen_causal_model(student, policy), folder, longest, REWARD_KEY)
     check_vocabulary(policy_tokenizer, checked.embedding_rows, f"{REWARD_KEY}.path={folder}")
     if checked.embedding_rows < sampled_ids:
         raise ConfigError(
