@@ -1,5 +1,6 @@
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,10 +28,11 @@ CPU = torch.device("cpu")
 
 
 def built(folder, dtype=torch.float32, attention="sdpa", options=None, **settings):
-    """Gives an empty model; options: of each of its blocks."""
+    """Gives an empty model; options: of each of its blocks, of which only the last one is pruned."""
     model = Model(path=str(folder), **settings)
     lm = empty_model(load_model_config(model, folder), choose_attention(attention, CPU, dtype), dtype, False)
-    return PolicyModel(lm, 64, False, 0, None if options is None else [options] * lm.config.num_hidden_layers)
+    whole = [] if options is None else [replace(options, prune=False)] * (lm.config.num_hidden_layers - 1)
+    return PolicyModel(lm, 64, False, 0, None if options is None else [*whole, options])
 
 
 def filled(folder, **settings):

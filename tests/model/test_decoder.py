@@ -5,7 +5,6 @@ from transformers import AutoModelForCausalLM
 from tests.model.test_build import built, filled
 from tests.model.test_pack import packed
 from verl_memopt.model.decoder import Attention, BlockOptions, Decoder, DecoderBlock, class_name, is_llama_like
-from verl_memopt.model.families import window
 from verl_memopt.model.packing import pack_rows
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
@@ -61,9 +60,9 @@ def theirs(folder, config):
     return model
 
 
-def ours(folder, config, options, model):
+def ours(folder, config, options, model, attention="sdpa"):
     """Gives the same model with our decoder, holding the same weights."""
-    policy = built(folder, override_config=config, options=options)
+    policy = built(folder, attention=attention, override_config=config, options=options)
     policy.to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
@@ -89,8 +88,12 @@ def test_packed_sequences_give_the_log_probs_and_gradients_of_transformers(folde
     policy = ours(folder, config, OPTIONS[options], model)
     assert isinstance(policy.decoder, Decoder)
     expected = log_probs_row_by_row(model)
-    # A window would cut a shared prompt.
-    found, _ = policy(packed(PROMPTS, ANSWERS, GROUPS if window(model.config) is None else range(4)), 1.0, False)
+    found, _ = policy(packed(PROMPTS, ANSWERS, GROUPS), 1.0, False)
+    assert_same(model, policy, found, expected)
+
+
+def assert_same(model, policy, found, expected):
+    """Compares log-probs, and the gradients of their sums."""
     torch.testing.assert_close(found, expected, rtol=0, atol=BOUND)
     expected.sum().backward()
     found.sum().backward()
@@ -101,6 +104,26 @@ def test_packed_sequences_give_the_log_probs_and_gradients_of_transformers(folde
         gradient = gradients.pop(name.removeprefix("lm."))
         assert float((parameter.grad - gradient).norm()) <= BOUND * float(gradient.norm()) + rounding, name
     assert not gradients
+
+
+SLIDING = {
+    "mistral": lambda width: {"sliding_window": width},
+    "qwen3": lambda width: VARIANTS["qwen3 with a window in one layer"] | {"sliding_window": width},
+}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("options", ["pruned", "recomputed and pruned"])
+@pytest.mark.parametrize("width", [1, 2, 6, 7, 8, 11, 40])
+@pytest.mark.parametrize("kind", SLIDING)
+def test_a_window_of_any_width_goes_on_from_a_shared_prompt(folders, kind, width, options, attention):
+    # Of the first prompt there are 7 tokens, and its longest row has 11 that are computed.
+    config = SLIDING[kind](width)
+    model = theirs(folders[kind], config)
+    policy = ours(folders[kind], config, BlockOptions(recompute=options != "pruned", prune=True), model, attention)
+    pack = packed(PROMPTS, ANSWERS, GROUPS)
+    assert pack.last_block is not None
+    assert_same(model, policy, policy(pack, 1.0, False)[0], log_probs_row_by_row(model))
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text"])

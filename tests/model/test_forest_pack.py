@@ -1,4 +1,3 @@
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -199,15 +198,6 @@ def test_a_forest_gives_the_log_probs_and_gradients_of_rows_alone(folder, alone,
     assert_near(together(filled(folder, attention=attention), forest), alone(forest))
 
 
-def with_options(folder, options):
-    """Gives a model whose blocks have these options. Only the last block is pruned."""
-    model = filled(folder, options=replace(options, prune=False))
-    model.decoder.prunes, model.decoder.options = options.prune, (*model.decoder.options[:-1], options)
-    last = model.decoder.layers[-1]
-    last.options = last.self_attn.options = last.mlp.options = options
-    return model
-
-
 @pytest.mark.parametrize("kind", ["mistral", "gemma2"])
 def test_sliding_windows_follow_the_path(tmp_path, one_rank, kind):
     # Blocks of gemma2 are those of transformers, which cap their scores, and of which every second has a window.
@@ -238,7 +228,32 @@ OPTIONS = {
 @settings(max_examples=10, deadline=None)
 @given(forest=LEARNED)
 def test_no_knob_of_a_block_changes_a_forest(folder, alone, options, forest):
-    assert_near(together(with_options(folder, options), forest), alone(forest))
+    assert_near(together(filled(folder, options=options), forest), alone(forest))
+
+
+WINDOWS = {"mistral": {"sliding_window": 3}, "qwen3": {
+    "use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]
+}}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=WINDOWS)
+def sliding(request, tmp_path_factory):
+    """Gives a model with windows: its folder, its config, and transformers' own in fp64."""
+    shape, config = TinyShape(model_type=request.param, num_heads=6, num_kv_heads=3), WINDOWS[request.param]
+    folder = make_tiny_model(tmp_path_factory.mktemp(request.param), shape, seed=3)
+    return (
+        folder,
+        config,
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager", **config),
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@settings(max_examples=10, deadline=None)
+@given(forest=LEARNED)
+def test_no_knob_of_a_block_changes_a_forest_under_a_window(sliding, options, forest):
+    folder, config, model = sliding
+    assert_near(together(filled(folder, options=options, override_config=config), forest), rows_alone(model, forest))
 
 
 @settings(max_examples=20, deadline=None)
@@ -290,4 +305,4 @@ def test_ranks_that_share_a_forest_ask_the_teacher_about_their_own_targets(fores
 @pytest.mark.parametrize("options", [BlockOptions(), BlockOptions(recompute=True, prune=True)], ids=["plain", "pruned"])
 def test_a_long_conversation_gives_the_log_probs_and_gradients_of_rows_alone(folder, alone, options):
     forest = agent(turns=12, answers=2)
-    assert_near(together(with_options(folder, options), forest), alone(forest))
+    assert_near(together(filled(folder, options=options), forest), alone(forest))

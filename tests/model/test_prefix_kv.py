@@ -25,6 +25,9 @@ OWN = {"recompute_elementwise": True}
 BOUND = 2e-6
 """Of the difference of a gradient, relative to its norm, in fp32."""
 
+WINDOW = {"override_config": {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention"] * 2}}
+"""Each token sees itself and the five before it: the first tokens of answers see the end of the prompt, the later ones do not."""
+
 BATCH, PARTS = sharing(grouped(40, [9, 5, 1, 12, 3, 7])), [[0, 1], [2, 3], [4, 5]]
 
 
@@ -47,8 +50,10 @@ def results(policy, batch, parts, reuse):
         {"lora_rank": 4, "lora_alpha": 8.0},
         {"attn_implementation": "eager"},
         {"prune_last_block": False},
+        WINDOW,
+        {**WINDOW, "attn_implementation": "eager", "recompute": True},
     ],
-    ids=["alone", "selective", "full and offload", "lora", "eager", "whole last block"],
+    ids=["alone", "selective", "full and offload", "lora", "eager", "whole last block", "window", "window, eager"],
 )
 def test_log_probs_and_gradients_differ_by_rounding_only(untied_folder, one_rank, options):
     found = [results(act.build(untied_folder, one_rank, **OWN, **options), BATCH, PARTS, reuse) for reuse in (False, True)]

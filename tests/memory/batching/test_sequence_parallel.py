@@ -43,6 +43,7 @@ CASES = {
     "on-policy": {**ELEMENTWISE, "actor": ON_POLICY, "on_policy": True, "shared": True, "budget": WHOLE},
     "conversations": {**ELEMENTWISE, "talks": True, "budget": 90},
     "gemma2": {"attn_implementation": "auto"},
+    "shared prompts, mistral": {**ELEMENTWISE, "shared": True, "budget": WHOLE},
     "three key heads": PLAIN,
 }
 """Options of :func:`gradients`. Two ranks repeat three key heads.
