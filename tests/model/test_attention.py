@@ -118,6 +118,11 @@ def test_a_sliding_window_goes_on_from_a_prefix_to_what_follows(name, layout, he
     assert agree(found, with_gradients(lambda *x: attend("eager", *x, layout, window), inputs), 5e-7)
 
 
+@given(LAYOUTS)
+def test_the_longest_path_has_as_many_tokens_as_its_last_one_sees(layout):
+    assert layout.longest_path == int(visible(layout.stops, None, CPU).sum(1).max())
+
+
 def test_values_may_have_heads_of_another_size():
     layout = PrefixLayout.of(((4, (3, 2)), (5, ())))
     query, key, value = random_inputs(layout, 4, 2)
