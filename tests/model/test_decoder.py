@@ -29,6 +29,14 @@ VARIANTS = {
         "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1,
         "layer_types": ["full_attention", "sliding_attention"],
     },
+    "gemma3_text": {
+        "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 24,
+        "final_logit_softcapping": 0.8,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+        },
+    },
 }  # fmt: skip
 OPTIONS = {
     "plain": BlockOptions(),
@@ -51,12 +59,12 @@ def folders(tmp_path_factory):
 
 
 def theirs(folder, config):
-    """Gives the model as transformers computes it, its config changed; biases that no file holds are drawn."""
+    """Gives the model as transformers computes it, its config changed; norms and biases are drawn."""
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **config).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.1)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.1 * torch.randn(parameter.shape)
     return model
 
 
@@ -92,14 +100,14 @@ def test_packed_sequences_give_the_log_probs_and_gradients_of_transformers(folde
     assert_same(model, policy, found, expected)
 
 
-def assert_same(model, policy, found, expected):
+def assert_same(model, policy, found, expected, digits=24):
     """Compares log-probs, and the gradients of their sums."""
     torch.testing.assert_close(found, expected, rtol=0, atol=BOUND)
     expected.sum().backward()
     found.sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     # Small gradients of queries and keys are differences of larger terms, whose rounding is of these terms' size.
-    rounding = 2**-24 * max(float(gradient.norm()) for gradient in gradients.values())
+    rounding = 2**-digits * max(float(gradient.norm()) for gradient in gradients.values())
     for name, parameter in policy.named_parameters():
         gradient = gradients.pop(name.removeprefix("lm."))
         assert float((parameter.grad - gradient).norm()) <= BOUND * float(gradient.norm()) + rounding, name
@@ -109,6 +117,7 @@ def assert_same(model, policy, found, expected):
 SLIDING = {
     "mistral": lambda width: {"sliding_window": width},
     "qwen3": lambda width: VARIANTS["qwen3 with a window in one layer"] | {"sliding_window": width},
+    "gemma3_text": lambda width: VARIANTS["gemma3_text"] | {"sliding_window": width, "layer_types": ["sliding_attention"] * 2},
 }
 
 
@@ -123,10 +132,11 @@ def test_a_window_of_any_width_goes_on_from_a_shared_prompt(folders, kind, width
     policy = ours(folders[kind], config, BlockOptions(recompute=options != "pruned", prune=True), model, attention)
     pack = packed(PROMPTS, ANSWERS, GROUPS)
     assert pack.last_block is not None
-    assert_same(model, policy, policy(pack, 1.0, False)[0], log_probs_row_by_row(model))
+    # With one key there are no gradients of queries and keys, so what is found is rounding alone.
+    assert_same(model, policy, policy(pack, 1.0, False)[0], log_probs_row_by_row(model), 22 if width == 1 else 24)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "gemma3_text"])
 def test_it_takes_over_every_parameter_under_its_name_and_in_its_order(folders, kind):
     model, policy = AutoModelForCausalLM.from_pretrained(folders[kind]), built(folders[kind])
     names = [name.removeprefix("lm.") for name, _ in policy.named_parameters()]

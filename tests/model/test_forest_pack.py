@@ -231,7 +231,9 @@ def test_no_knob_of_a_block_changes_a_forest(folder, alone, options, forest):
     assert_near(together(filled(folder, options=options), forest), alone(forest))
 
 
-WINDOWS = {"mistral": {"sliding_window": 3}, "qwen3": {
+GEMMA = {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"], "query_pre_attn_scalar": 24}
+WINDOWS = {
+    "gemma3_text": GEMMA,"mistral": {"sliding_window": 3}, "qwen3": {
     "use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]
 }}  # fmt: skip
 
@@ -239,7 +241,7 @@ WINDOWS = {"mistral": {"sliding_window": 3}, "qwen3": {
 @pytest.fixture(scope="module", params=WINDOWS)
 def sliding(request, tmp_path_factory):
     """Gives a model with windows: its folder, its config, and transformers' own in fp64."""
-    shape, config = TinyShape(model_type=request.param, num_heads=6, num_kv_heads=3), WINDOWS[request.param]
+    shape, config = TinyShape(model_type=request.param, num_heads=4, num_kv_heads=2), WINDOWS[request.param]
     folder = make_tiny_model(tmp_path_factory.mktemp(request.param), shape, seed=3)
     return (
         folder,

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear, silu
+from torch.nn.functional import gelu, linear, silu
 
 from verl_memopt.memory import kernels
 from verl_memopt.memory.fused import JOINS, joined, launched, over_rows, runs_compiled
@@ -55,8 +55,8 @@ def _unlike(block: Any, trained: bool) -> str | None:
     name = type(block).__name__
     if name not in OWN_BLOCKS:
         return f"{name} is not one of {', '.join(OWN_BLOCKS)}"
-    if block.mlp.config.hidden_act not in ("silu", "swish"):
-        return f"{name} has the activation {block.mlp.config.hidden_act}, not silu"
+    if gate_of(block.mlp.config) is None:
+        return f"{name} has the activation {_activation(block.mlp.config)}, not {', '.join(GATES)}"
     layers = [module for module in block.modules() if hasattr(module, "in_features")]
     other = next((layer for layer in layers if trained and type(layer) not in (nn.Linear, LoraLinear)), None)
     return None if other is None else f"{name} has a layer of class {type(other).__name__}"
@@ -421,15 +421,16 @@ class RMSNorm:
 
 @dataclass(frozen=True)
 class SwiGLU:
-    """silu(gate) * up. Source: arXiv 2002.05202."""
+    """silu(gate) * up, or with ``gelu`` gelu(gate) * up, where gelu is approximated by tanh. Source: arXiv 2002.05202."""
 
+    gelu: bool = False
     sources: int = 2
     overwrites: bool = True
 
     def compute(self, sources: Tensors, parameters: Tensors, out: Tensor | None = None) -> Tensor:
         gate, up = sources
         out = torch.empty_like(gate) if out is None else out
-        over_rows(_gate, (gate, up, out), narrow=True)
+        over_rows(_gelu_gate if self.gelu else _gate, (gate, up, out), narrow=True)
         return out
 
     def differentiate(
@@ -442,11 +443,12 @@ class SwiGLU:
         plus: Tensor | None = None,
     ) -> None:
         assert plus is None, "only a norm adds another gradient to its own"
-        over_rows(_gate_gradient, (grad, *sources, *into), narrow=True)
+        over_rows(_gelu_gate_gradient if self.gelu else _gate_gradient, (grad, *sources, *into), narrow=True)
 
     def differentiate_to_value(self, grad: Tensor, sources: Tensors) -> None:
         """Overwrite the sources with their gradients, and ``grad``, the gradient of the value, with the value."""
-        over_rows(_gate_gradient_and_value, (grad, *sources), narrow=True)
+        statement = _gelu_gate_gradient_and_value if self.gelu else _gate_gradient_and_value
+        over_rows(statement, (grad, *sources), narrow=True)
 
 
 class Recomputable(Protocol):
@@ -469,6 +471,20 @@ class Recomputable(Protocol):
         sums: Sequence[Tensor | None],
         plus: Tensor | None = None,
     ) -> None: ...
+
+
+GATES = {"silu": SwiGLU(), "swish": SwiGLU(), "gelu_pytorch_tanh": SwiGLU(gelu=True)}
+"""Name of an activation in a model's config -> how the gate of its MLPs is computed."""
+
+
+def gate_of(config: Any) -> SwiGLU | None:
+    """Return how the gate of a model's MLPs is computed. None = its activation is not known."""
+    return GATES.get(_activation(config))
+
+
+def _activation(config: Any) -> str:
+    # Configs of Gemma have another name for it.
+    return config.hidden_activation if hasattr(config, "hidden_activation") else config.hidden_act
 
 
 UNIT_OFFSET = ("Gemma3RMSNorm", "Qwen3_5RMSNorm")
@@ -581,6 +597,26 @@ def _gate_gradient_and_value(grad: Tensor, gate: Tensor, up: Tensor) -> None:
     torch.mul(grad, active, out=up)
     grad.copy_(value)
     torch.ops.aten.silu_backward.grad_input(above, gate, grad_input=active)
+    gate.copy_(active)
+
+
+def _gelu_gate(gate: Tensor, up: Tensor, out: Tensor) -> None:
+    torch.mul(gelu(gate, approximate="tanh"), up, out=out)
+
+
+def _gelu_gate_gradient(grad: Tensor, gate: Tensor, up: Tensor, into_gate: Tensor, into_up: Tensor) -> None:
+    active, above = gelu(gate, approximate="tanh"), grad * up
+    torch.mul(grad, active, out=into_up)
+    torch.ops.aten.gelu_backward.grad_input(above, gate, approximate="tanh", grad_input=active)
+    into_gate.copy_(active)
+
+
+def _gelu_gate_gradient_and_value(grad: Tensor, gate: Tensor, up: Tensor) -> None:
+    active, above = gelu(gate, approximate="tanh"), grad * up
+    value = active * up
+    torch.mul(grad, active, out=up)
+    grad.copy_(value)
+    torch.ops.aten.gelu_backward.grad_input(above, gate, approximate="tanh", grad_input=active)
     gate.copy_(active)
 
 

@@ -12,6 +12,7 @@ Outputs and gradients of inputs are exactly those of the whole MLP. Gradients of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -173,6 +174,20 @@ class _SummingLinear(torch.autograd.Function):
 SWIGLU = SwiGLU()
 
 
+@dataclass(frozen=True)
+class MlpSteps:
+    norm: RMSNorm
+    gate: SwiGLU
+    post: RMSNorm | None
+    """The norm of the MLP's output. None = there is none."""
+
+    def add_normed(self, product: Tensor, weight: Tensor | None, out: Tensor) -> None:
+        # Add the output of an MLP to `out`. It is overwritten.
+        if self.post is not None and weight is not None:
+            self.post.compute((product,), (weight,), product)
+        out.add_(product)
+
+
 def recomputed_mlp(
     residual: Tensor,
     x: Tensor,
@@ -181,8 +196,12 @@ def recomputed_mlp(
     layers: Sequence[Any],
     tiles: int = 1,
     checkpoint: Forward | None = None,
+    gate: SwiGLU = SWIGLU,
+    post: tuple[RMSNorm, Tensor] | None = None,
 ) -> Tensor:
-    """Compute z + down(silu(gate(y)) * up(y)) [1, T, h], where z = residual + x [T, h], and y is its norm with a weight [h].
+    """Compute z + down(act(gate(y)) * up(y)) [1, T, h], where z = residual + x [T, h], and y is its norm with a weight [h].
+
+    ``gate`` says what ``act`` is. ``post`` is a norm of the output of ``down``, and its weight [h]. None = there is none.
 
     If anything needs a gradient, residual, x and the parameters are kept for backward. Backward overwrites x, so nothing else may
     use it. ``layers`` are gate, up and down, with or without adapters. There are at least ``tiles`` tiles, and more if a tile
@@ -191,28 +210,35 @@ def recomputed_mlp(
     ``checkpoint``: which forward of a checkpointed block this is. ``first`` builds no graph, but gives the values of a forward
     that does. ``again`` builds a graph to run backward through; its result has no values and takes no memory.
     """
+    post_norm, post_weight = (None, None) if post is None else post
+    steps = MlpSteps(norm, gate, post_norm)
     if not torch.is_grad_enabled() and checkpoint is None:
-        return _whole(residual, x, norm, weight, layers, tiles)
+        return _whole(residual, x, steps, weight, post_weight, layers, tiles)
     tensors, traits = tensors_and_traits(layers)
     if checkpoint == "first":
-        return _over_tiles(norm, tiles, traits, residual, x, weight, tensors)
-    node, has_values = keep(residual, x, weight, *tensors), checkpoint is None
-    return _RecomputedMlp.apply(norm, tiles, traits, node, has_values, residual, x, weight, *tensors)
+        return _over_tiles(steps, tiles, traits, residual, x, weight, post_weight, tensors)
+    node, has_values = keep(residual, x, weight, post_weight, *tensors), checkpoint is None
+    return _RecomputedMlp.apply(steps, tiles, traits, node, has_values, residual, x, weight, post_weight, *tensors)
 
 
 def _over_tiles(
-    norm: RMSNorm,
+    steps: MlpSteps,
     tiles: int,
     traits: Sequence[Traits],
     residual: Tensor,
     x: Tensor,
     weight: Tensor,
+    post_weight: Tensor | None,
     tensors: Sequence[Tensor | None],
 ) -> Tensor:
-    mlp, whole = TiledMlp(tensors, traits), torch.empty_like(x[None])
+    mlp, whole = TiledMlp(tensors, traits, gate=steps.gate), torch.empty_like(x[None])
     for rows in product_tiles(x, tiles):
         out = whole[0, rows]
-        mlp.add_output(norm.compute_sum(residual[rows], x[rows], out, weight), out)
+        normal = steps.norm.compute_sum(residual[rows], x[rows], out, weight)
+        if steps.post is None:
+            mlp.add_output(normal, out)
+        else:
+            steps.add_normed(mlp.output(normal), post_weight, out)
     return whole
 
 
@@ -233,16 +259,22 @@ def tensors_and_traits(layers: Sequence[Any]) -> tuple[list[Tensor | None], list
 
 
 def _whole(
-    residual: Tensor, x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Callable[[Tensor], Tensor]], tiles: int
+    residual: Tensor,
+    x: Tensor,
+    steps: MlpSteps,
+    weight: Tensor,
+    post_weight: Tensor | None,
+    layers: Sequence[Callable[[Tensor], Tensor]],
+    tiles: int,
 ) -> Tensor:
     # Like :func:`recomputed_mlp`, but without gradients. Layers may be of any kind.
     gate, up, down = layers
     whole = torch.empty_like(x[None])
     for rows in product_tiles(x, tiles):
         out = whole[0, rows]
-        normal = norm.compute_sum(residual[rows], x[rows], out, weight)
+        normal = steps.norm.compute_sum(residual[rows], x[rows], out, weight)
         value = gate(normal)
-        out.add_(down(SWIGLU.compute((value, up(normal)), (), value)))
+        steps.add_normed(down(steps.gate.compute((value, up(normal)), (), value)), post_weight, out)
         del normal, value  # freed before the tensors of the next tile are allocated
     return whole
 
@@ -324,26 +356,32 @@ def tiled_linears(
 
 
 class TiledMlp:
-    """Computes down(silu(gate(y)) * up(y)) inside an autograd function, for tiles of normed rows y [t, h].
+    """Computes down(act(gate(y)) * up(y)) inside an autograd function, for tiles of normed rows y [t, h].
 
     ``tensors`` are those of gate, up and down, from :func:`tensors_and_traits`. Gate and up are one product if their weights are
     neighbours in memory.
     """
 
-    def __init__(self, tensors: Sequence[Tensor | None], traits: Sequence[Traits], needed: Sequence[bool] | None = None) -> None:
-        needed = (False,) * 12 if needed is None else needed
+    def __init__(
+        self,
+        tensors: Sequence[Tensor | None],
+        traits: Sequence[Traits],
+        needed: Sequence[bool] | None = None,
+        gate: SwiGLU = SWIGLU,
+    ) -> None:
+        self._gate, needed = gate, (False,) * 12 if needed is None else needed
         (self._down,) = tiled_linears(tensors[8:], traits[2:], needed[8:])
-        gate, up = tensors[:4], tensors[4:8]
+        gates, ups = tensors[:4], tensors[4:8]
         # Gate and up stay apart on a CPU, if they have adapters or packed weights, or if only one of them is trained.
         stay_apart = (
             not JOINS.get(next(tensor for tensor in tensors if tensor is not None).device.type, True)
             or any(trait.packing is not None for trait in traits[:2])
-            or any(factor is not None for factor in (*gate[2:], *up[2:]))
+            or any(factor is not None for factor in (*gates[2:], *ups[2:]))
             or tuple(needed[:4]) != tuple(needed[4:8])
         )
         # None = they are no neighbours in memory, or there is no such tensor.
-        wholes = [None if stay_apart or a is None or b is None else joined((a, b), 0) for a, b in zip(gate, up, strict=True)]
-        if any(whole is None and (a is not None or b is not None) for whole, a, b in zip(wholes, gate, up, strict=True)):
+        wholes = [None if stay_apart or a is None or b is None else joined((a, b), 0) for a, b in zip(gates, ups, strict=True)]
+        if any(whole is None and (a is not None or b is not None) for whole, a, b in zip(wholes, gates, ups, strict=True)):
             self._gate_and_up = tiled_linears(tensors[:8], traits[:2], needed[:8])
         else:
             self._gate_and_up = [TiledLinear(wholes, Traits(0.0, None), needed[:4])]
@@ -357,28 +395,45 @@ class TiledMlp:
     def add_output(self, normal: Tensor, out: Tensor) -> None:
         _, sources = self._products(normal)
         # The value overwrites the output of gate, so that a tile holds two wide tensors and not three.
-        self._down.add_output(SWIGLU.compute(sources, (), sources[0]), out)
+        self._down.add_output(self._gate.compute(sources, (), sources[0]), out)
 
-    def backward(self, grad: Tensor, normal: Tensor, alone: bool, through: bool = True) -> None:
+    def output(self, normal: Tensor) -> Tensor:
+        _, sources = self._products(normal)
+        return self._down.output(self._gate.compute(sources, (), sources[0]))
+
+    def backward(
+        self,
+        grad: Tensor,
+        normal: Tensor,
+        alone: bool,
+        through: bool = True,
+        post: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
         """Add the gradients of the parameters, given the gradient of a tile's output. Overwrite ``normal`` with its gradient.
 
-        ``alone``: this is the only tile. ``through=False``: the input needs no gradient.
+        Args:
+            grad: [t, h], the gradient of the output, or of what ``post`` makes of it.
+            normal: [t, h], the normed input.
+            alone: This is the only tile.
+            through: False = the input needs no gradient.
+            post: Returns the gradient of the output from ``grad`` and the output itself, which it may overwrite.
         """
         outs, sources = self._products(normal)
-        if runs_compiled(sources[0]):
+        if post is None and runs_compiled(sources[0]):
             # The gradient of the value is computed first. One call then overwrites it with the value, and gate and up with their
             # gradients.
             value = torch.empty(sources[0].shape, dtype=grad.dtype, device=grad.device)
             self._down.through(grad, value, add=False)
-            SWIGLU.differentiate_to_value(value, sources)
+            self._gate.differentiate_to_value(value, sources)
             self._down.add(grad, value, alone)
         else:
-            value = SWIGLU.compute(sources, ())
+            value = self._gate.compute(sources, ())
+            grad = grad if post is None else post(grad, self._down.output(value))
             self._down.add(grad, value, alone)
             # The value is not read any more, so its gradient overwrites it. The next line overwrites gate and up with their
             # gradients.
             self._down.through(grad, value, add=False)
-            SWIGLU.differentiate(value, sources, (), sources, ())
+            self._gate.differentiate(value, sources, (), sources, ())
         del value
         for layer, above in zip(self._gate_and_up, outs, strict=True):
             layer.add(above, normal, alone)
@@ -399,7 +454,7 @@ class _RecomputedMlp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        norm: RMSNorm,
+        steps: MlpSteps,
         tiles: int,
         traits: Sequence[Traits],
         node: Any,
@@ -407,26 +462,36 @@ class _RecomputedMlp(torch.autograd.Function):
         residual: Tensor,
         x: Tensor,
         weight: Tensor,
+        post_weight: Tensor | None,
         *tensors: Any,
     ) -> Tensor:
-        ctx.norm, ctx.tiles, ctx.traits, ctx.kept = norm, tiles, traits, node
+        ctx.steps, ctx.tiles, ctx.traits, ctx.kept = steps, tiles, traits, node
         if not has_values:
             return x.new_empty(1).expand(x[None].shape)
-        return _over_tiles(norm, tiles, traits, residual, x, weight, tensors)
+        return _over_tiles(steps, tiles, traits, residual, x, weight, post_weight, tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        residual, x, weight, *tensors = kept(ctx)
-        grad, needed = grad[0], ctx.needs_input_grad[5:]
-        mlp, cuts = TiledMlp(tensors, ctx.traits, needed[3:]), product_tiles(x, ctx.tiles)
+        residual, x, weight, post_weight, *tensors = kept(ctx)
+        grad, needed, steps = grad[0], ctx.needs_input_grad[5:], ctx.steps
+        mlp, cuts = TiledMlp(tensors, ctx.traits, needed[4:], steps.gate), product_tiles(x, ctx.tiles)
         grad_x = torch.empty_like(x) if any(needed[:3]) else None
-        norm_sum = sum_of(weight, cuts, x) if needed[2] else None
+        norm_sum, post_sum = (
+            sum_of(of, cuts, x) if wanted else None for of, wanted in ((weight, needed[2]), (post_weight, needed[3]))
+        )
+
+        def through_post(above: Tensor, product: Tensor) -> Tensor:
+            steps.post.differentiate(above, (product,), (post_weight,), (product,), (post_sum,))
+            return product
+
         for rows in cuts:
-            normal = ctx.norm.compute_sum(residual[rows], x[rows], x[rows], weight)
-            mlp.backward(grad[rows], normal, len(cuts) == 1, grad_x is not None)
+            normal = steps.norm.compute_sum(residual[rows], x[rows], x[rows], weight)
+            post = None if steps.post is None else through_post
+            mlp.backward(grad[rows], normal, len(cuts) == 1, grad_x is not None, post)
             if grad_x is not None:
-                ctx.norm.differentiate(normal, (x[rows],), (weight,), (grad_x[rows],), (norm_sum,), grad[rows])
+                steps.norm.differentiate(normal, (x[rows],), (weight,), (grad_x[rows],), (norm_sum,), grad[rows])
             del normal  # freed before the tensor of the next tile is allocated
-        norm_grad = None if norm_sum is None else norm_sum.to(weight.dtype)
-        return *(None,) * 5, grad_x, grad_x, norm_grad, *mlp.gradients()
+        pairs = (norm_sum, weight), (post_sum, post_weight)
+        norm_grads = (None if total is None else total.to(of.dtype) for total, of in pairs)
+        return *(None,) * 5, grad_x, grad_x, *norm_grads, *mlp.gradients()

@@ -57,6 +57,8 @@ def why_not_captured(block: Any) -> str | None:
         return "block_tile_tokens computes it over tiles"
     if block.is_linear or block.self_attn.gated:
         return "its attention is linear or has gates"
+    if block.norms_outputs:
+        return "the outputs of its attention and MLP have norms"
     layers = [module for module in block.modules() if hasattr(module, "in_features")]
     if any(type(layer) is not nn.Linear for layer in layers):
         return "it has layers with adapters, or quantised ones"

@@ -1,4 +1,4 @@
-"""The decoder of the Llama family (Llama, Mistral, Qwen2, Qwen3) over packed sequences, with the memory knobs inside a block.
+"""The decoder of Llama, Mistral, Qwen2, Qwen3 and Gemma 3 over packed sequences, with the memory knobs inside a block.
 
 The modules take over the submodules of a Hugging Face model and keep their names, so that checkpoints, adapters, export and
 weight sync find the same parameters. Models of other architectures keep the modules of transformers
@@ -23,8 +23,8 @@ from verl_memopt.memory.activation_checkpointing_torch import Forward, checkpoin
 from verl_memopt.memory.prune_last_block import can_prune
 from verl_memopt.memory.recompute_elementwise_torch import (
     Rows,
-    SwiGLU,
     can_recompute,
+    gate_of,
     norm_and_weight,
     product_tiles,
     recomputed_norm,
@@ -80,6 +80,7 @@ class Attention(nn.Module):
         self.gated = self.q_proj.out_features == 2 * self.o_proj.in_features
         self.head_dim, self.scale, self.window = source.head_dim, source.scaling, window_of(source)
         self.layer = source.layer_idx
+        self.columns = slice(None)  # of the rotary tables, if layers of several types have tables of their own
 
     def forward(
         self, x: Tensor, norm: nn.Module, tables: Tables, layout: PrefixLayout, attend: Attend, prefix_kv: Prefix | None
@@ -142,6 +143,7 @@ class Attention(nn.Module):
         query = _maybe(self.q_norm, self._heads(query))
         key = _maybe(self.k_norm, self._heads(self.k_proj(normal)))
         value = self._heads(self.v_proj(normal))
+        tables = self._own_tables(tables)
         if layout.split is not None:
             # The tables have the tokens of all ranks, but queries and keys have only this rank's tokens.
             cos, sin = (table[:, layout.split.own] for table in tables)
@@ -158,8 +160,12 @@ class Attention(nn.Module):
     def _heads(self, states: Tensor) -> Tensor:
         return states.view(states.shape[0], states.shape[1] // self.head_dim, self.head_dim)
 
+    def _own_tables(self, tables: Tables) -> Tables:
+        cos, sin = (table[..., self.columns] for table in tables)
+        return cos, sin
+
     def _rotary(self, tables: Tables) -> Rotary:
-        cos, sin = (table[0] for table in tables)
+        cos, sin = (table[0] for table in self._own_tables(tables))
         # Families without norms of queries and keys have no epsilon, so the 0 is never read.
         if self.q_norm is None or self.k_norm is None:
             return Rotary(cos, sin, (None, None), 0.0)
@@ -168,13 +174,16 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The MLP of a block: ``down(act(gate(y)) * up(y))``, for a normed input ``y``."""
+    """The MLP of a block: ``down(act(gate(y)) * up(y))``, for a normed input ``y``.
+
+    In the methods, ``post`` is a norm of this output before it is added to the residual. None = there is none.
+    """
 
     def __init__(self, source: Any, options: BlockOptions) -> None:
         super().__init__()
         self.source_class, self.options = type(source).__name__, options
         self.gate_proj, self.up_proj, self.down_proj = source.gate_proj, source.up_proj, source.down_proj
-        self.act_fn = source.act_fn
+        self.act_fn, self.gate = source.act_fn, gate_of(source.config)
 
     @property
     def sums(self) -> bool:
@@ -182,7 +191,13 @@ class MLP(nn.Module):
         return self.options.recompute and (self.options.mlp_tiles is not None or not torch.is_grad_enabled())
 
     def forward_sum(
-        self, residual: Tensor, attended: Tensor, norm: Any, least_tiles: int, checkpoint: Forward | None = None
+        self,
+        residual: Tensor,
+        attended: Tensor,
+        norm: Any,
+        least_tiles: int,
+        checkpoint: Forward | None = None,
+        post: Any = None,
     ) -> Tensor:
         """Do as :meth:`forward` for the input ``residual + attended``, [T, h] each, over at least ``least_tiles`` tiles.
 
@@ -190,18 +205,21 @@ class MLP(nn.Module):
         """
         layers, tiles = (self.gate_proj, self.up_proj, self.down_proj), self.options.mlp_tiles
         tiles = 1 if tiles is None else max(tiles, least_tiles)
-        return recomputed_mlp(residual, attended, *norm_and_weight(norm), layers, tiles, checkpoint)
+        assert self.gate is not None, "recomputed"
+        after = None if post is None else norm_and_weight(post)
+        return recomputed_mlp(residual, attended, *norm_and_weight(norm), layers, tiles, checkpoint, self.gate, after)
 
-    def forward(self, hidden: Tensor, norm: Any) -> Tensor:
+    def forward(self, hidden: Tensor, norm: Any, post: Any = None) -> Tensor:
         """Return ``hidden`` plus the MLP's output for it. ``hidden`` [1, T, h] is the input of ``norm``."""
         x, tiles = hidden.squeeze(0), self.options.mlp_tiles
         if not self.options.recompute:
             out = self.gated(norm(x)) if tiles is None else tiled_mlp(self, norm(x), tiles)
-            return hidden + out[None]
+            return hidden + _maybe(post, out)[None]
         rms_norm, weight = norm_and_weight(norm)
         gate, up, x = recomputed_outputs(rms_norm, (x,), (weight,), (self.gate_proj, self.up_proj), passed=True)
-        (down,) = recomputed_outputs(SwiGLU(), (gate, up), (), (self.down_proj,))
-        return x[None] + down[None]
+        assert self.gate is not None, "recomputed"
+        (down,) = recomputed_outputs(self.gate, (gate, up), (), (self.down_proj,))
+        return x[None] + (down if post is None else _recomputed(post, down))[None]
 
     def gated(self, normal: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(normal)) * self.up_proj(normal))
@@ -222,6 +240,21 @@ class DecoderBlock(nn.Module):
         # Keep the names of transformers, because checkpoints have these names.
         self.input_layernorm = source.input_layernorm
         self.post_attention_layernorm = source.post_attention_layernorm
+        if hasattr(source, "post_feedforward_layernorm"):
+            self.pre_feedforward_layernorm = source.pre_feedforward_layernorm
+            self.post_feedforward_layernorm = source.post_feedforward_layernorm
+
+    @property
+    def norms_outputs(self) -> bool:
+        """Whether the outputs of attention and MLP have norms, as in Gemma 3."""
+        return hasattr(self, "post_feedforward_layernorm")
+
+    @property
+    def mlp_norms(self) -> tuple[Any, Any]:
+        # The norm of the MLP's input, and that of its output or None.
+        if self.norms_outputs:
+            return self.pre_feedforward_layernorm, self.post_feedforward_layernorm
+        return self.post_attention_layernorm, None
 
     def forward(
         self,
@@ -266,15 +299,18 @@ class DecoderBlock(nn.Module):
 
     @property
     def tile_tokens(self) -> int | None:
-        return self.options.tile_tokens if self.is_linear or self.self_attn.window is None else None
+        if self.is_linear:
+            return self.options.tile_tokens
+        return None if self.self_attn.window is not None or self.norms_outputs else self.options.tile_tokens
 
     @property
     def is_linear(self) -> bool:
         return hasattr(self, "linear_attn")
 
     def _tiled(self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: PrefixLayout) -> Tensor:
-        assert self.tile_tokens is not None
         mlp = self.mlp
+        assert self.tile_tokens is not None
+        assert mlp.gate is not None, "recomputed"
         if self.is_linear:
             return self.linear_attn.tiled(
                 hidden.squeeze(0), layout, self.tile_tokens, self.options.mlp_tiles or 1,
@@ -292,6 +328,7 @@ class DecoderBlock(nn.Module):
             own_norms[:2],
             0.0 if own_norms[2] is None else own_norms[2].eps,
             attention.gated,
+            mlp.gate,
         )
         layers = (
             attention.q_proj,
@@ -323,14 +360,18 @@ class DecoderBlock(nn.Module):
             attended, passed = self.self_attn(x, self.input_layernorm, (cos, sin), layout, attend, prefix_kv)
         # The sum must read ``passed`` and not ``x``, because the norm's backward accumulates the gradient of ``passed``.
         residual = passed if rows is None else residual
+        if self.norms_outputs:
+            after: Any = self.post_attention_layernorm
+            attended = _recomputed(after, attended) if self.options.recompute else after(attended)
+        norm, post = self.mlp_norms
         if self.mlp.sums:
             # As many tiles as for all tokens, so that the tiles of a pruned block are not larger.
             tiles = len(product_tiles(x))
-            return self.mlp.forward_sum(residual, attended, self.post_attention_layernorm, tiles, checkpoint)
+            return self.mlp.forward_sum(residual, attended, norm, tiles, checkpoint, post)
         # The sum has three dimensions, so that the block does not return a view to FSDP2.
         hidden = residual[None] + attended[None]
         del attended  # freed before the MLP allocates
-        return self.mlp(hidden, self.post_attention_layernorm)
+        return self.mlp(hidden, norm, post)
 
     def _residual(self, x: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
         # Returns x [T, h], and the rows of the queries [Q, h] for the residual sum.
@@ -350,6 +391,11 @@ class Decoder(nn.Module):
         self.embed_tokens = source.embed_tokens
         self.layers = nn.ModuleList(DecoderBlock(block, own) for block, own in zip(source.layers, blocks, strict=True))
         self.norm, self.rotary_emb = source.norm, source.rotary_emb
+        # The tables of all types of layers, such as local and global ones, are side by side in one.
+        self.kinds: Sequence[str] = getattr(source.rotary_emb, "layer_types", ())
+        for block, own in zip(source.layers, self.layers, strict=True) if self.kinds else ():
+            first = self.kinds.index(block.self_attn.layer_type) * own.self_attn.head_dim
+            own.self_attn.columns = slice(first, first + own.self_attn.head_dim)
 
     def forward(
         self,
@@ -372,7 +418,7 @@ class Decoder(nn.Module):
         """
         # All blocks use the same tables of cos and sin.
         hidden = self.embed_tokens(input_ids)
-        cos, sin = self.rotary_emb(hidden, position_ids=position_ids)
+        cos, sin = self._tables(hidden, position_ids)
         kernel = self.attend if attend is None else attend
         for block, options in zip(self.layers, self.options, strict=True):
             # Only the last block can be pruned, because attention in the next block reads all tokens.
@@ -380,6 +426,13 @@ class Decoder(nn.Module):
             over_tiles = attend is None and block.tile_tokens is not None
             hidden = block(hidden, cos, sin, needed if pruned else layout, None if over_tiles else kernel, prefix_kv)
         return hidden.squeeze(0)
+
+    def _tables(self, hidden: Tensor, position_ids: Tensor) -> Tables:
+        if not self.kinds:
+            return self.rotary_emb(hidden, position_ids=position_ids)
+        pairs = [self.rotary_emb(hidden, position_ids, kind) for kind in self.kinds]
+        cos, sin = (torch.cat(tables, dim=-1) for tables in zip(*pairs, strict=True))
+        return cos, sin
 
     def normed_rows(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Apply the final norm to the states [Q, h] at ``rows``, int64 [R], and return [R, h].
@@ -389,8 +442,7 @@ class Decoder(nn.Module):
         if not self.recompute:
             return self.norm(hidden).index_select(0, rows)
         # Select the rows first, so that the norm keeps only these rows for backward.
-        norm, weight = norm_and_weight(self.norm)
-        return recomputed_norm(hidden.index_select(0, rows), weight, norm.eps)
+        return _recomputed(self.norm, hidden.index_select(0, rows))
 
     def get_decoder(self) -> Decoder:
         return self
@@ -418,12 +470,17 @@ def window_of(attention: Any) -> int | None:
     return getattr(attention.config, "sliding_window", None) if type(attention).__name__.startswith("Mistral") else None
 
 
+def _recomputed(module: Any, x: Tensor) -> Tensor:
+    norm, weight = norm_and_weight(module)
+    return recomputed_norm(x, weight, norm.eps)
+
+
 def _maybe(norm: nn.Module | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
 def is_llama_like(lm: Any) -> bool:
-    """Whether :class:`Decoder` can replace the decoder of a causal LM. Four classes of transformers qualify."""
+    """Whether :class:`Decoder` can replace the decoder of a causal LM. Those of ``OWN_DECODER`` qualify."""
     decoder = lm.get_decoder()
     known_blocks = all(type(block).__name__ in OWN_BLOCKS for block in decoder.layers)
     # A model folder may contain its own code with the same class names.
@@ -488,9 +545,11 @@ def _check_tiled_blocks(lm: PreTrainedModel, blocks: Any, trained: bool, key: st
     reason = why_kept(blocks, trained)
     if reason is None and not is_llama_like(lm):
         reason = f"{type(lm).__name__} has unknown parts"
+    if reason is None and hasattr(blocks[0], "post_feedforward_layernorm"):
+        reason = f"{class_name(blocks[0])} has norms of the outputs of attention and MLP"
     if reason is not None:
         raise ConfigError(
-            f"{name}: tiles work only for blocks of {', '.join(OWN_BLOCKS)} with silu and plain linear layers, but {reason}. "
+            f"{name}: tiles work only for blocks of {', '.join(OWN_BLOCKS)} with plain linear layers, but {reason}. "
             f"Set {name}=null."
         )
     attentions = [block.self_attn for block in blocks if hasattr(block, "self_attn")]

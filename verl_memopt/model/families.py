@@ -56,7 +56,7 @@ FAMILIES = (
     Family("exaone4", "EXAONE 4"),
     Family("gemma", "Gemma"),
     Family("gemma2", "Gemma 2", capped=True, note=CAPPED),
-    Family("gemma3_text", "Gemma 3", capped=True),
+    Family("gemma3_text", "Gemma 3", "Gemma3", capped=True),
     Family("glm", "GLM-4-9B and GLM-Edge"),
     Family("glm4", "GLM-4-0414"),
     Family("granite", "Granite, dense", divided_by="logits_scaling"),
@@ -129,7 +129,7 @@ OWN_DECODER = tuple(family.classes for family in FAMILIES if family.classes is n
 
 OWN_BLOCKS = tuple(f"{name}DecoderLayer" for name in OWN_DECODER)
 """Classes of their blocks. Each has two RMS norms, rotary attention with or without norms of queries and keys, and the MLP
-``down(silu(gate(x)) * up(x))``."""
+``down(act(gate(x)) * up(x))``. Those of Gemma 3 have two more norms, of the outputs of attention and MLP."""
 
 PACKED_LAYERS = ("full_attention", "sliding_attention")
 """Layer types in a config that packed attention can compute."""
@@ -208,6 +208,8 @@ def unsupported(config: PretrainedConfig) -> str | None:
         )
     if text is not config:
         return "take more than text; only text models are supported"
+    if getattr(text, "use_bidirectional_attention", False):
+        return "see later tokens (use_bidirectional_attention=true), so no token can be learned from those before it"
     if scales:
         return f"change the logits after the head ({scales[0]}) in an unknown way"
     counts = [getattr(config, name, None) for name in EXPERT_COUNTS]

@@ -30,7 +30,6 @@ from verl_memopt.model.attention_fused import CPU_FLASH, EFFICIENT, FLASH, Kerne
 from verl_memopt.model.prefix_layout import PrefixLayout, PrefixSpan
 from verl_memopt.model.rotary import apply_rotary, rotary_backward
 
-SWIGLU = SwiGLU()
 SIGMOID_GATE = SigmoidGate()
 
 
@@ -121,6 +120,7 @@ class BlockShape:
         norms: The norm before attention and the norm before the MLP.
         rotary_eps: Epsilon of the norms of queries and keys, if there are any.
         gated: Of each head the first projection has the queries, then a gate of the head's output.
+        gate: How the MLP computes its gate.
     """
 
     tile_tokens: int
@@ -130,6 +130,7 @@ class BlockShape:
     norms: tuple[RMSNorm, RMSNorm]
     rotary_eps: float
     gated: bool
+    gate: SwiGLU
 
 
 def tiled_block(
@@ -174,7 +175,7 @@ class _TiledBlock(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors, needed = kept(ctx), ctx.needs_input_grad[4:]
         layers = tiled_linears(tensors[7:23], ctx.traits[:4], needed[7:23])  # four tensors each
-        mlp = TiledMlp(tensors[23:], ctx.traits[4:], needed[23:])
+        mlp = TiledMlp(tensors[23:], ctx.traits[4:], needed[23:], ctx.shape.gate)
         weights = tensors[3:7]
         sums = [zeros_to_sum(weight) if wanted else None for weight, wanted in zip(weights, needed[3:7], strict=True)]
         block = _Block(ctx.shape, ctx.layout, tensors[:7], [layer.output for layer in layers])
@@ -212,7 +213,7 @@ class _Block:
                 tile_hidden = hidden[rows.start - tile.queries.start : rows.stop - tile.queries.start]
                 normal = self.shape.norms[1].compute((tile_hidden,), (self.mlp_norm,))
                 sources = self.project(4, normal), self.project(5, normal)
-                value = SWIGLU.compute(sources, (), sources[0])
+                value = self.shape.gate.compute(sources, (), sources[0])
                 torch.add(tile_hidden, self.project(6, value), out=out[rows])
                 del normal, sources, value
         return whole

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class TinyShape:
     model_type: str = "qwen3"
-    """Architecture by its name in transformers: qwen3, qwen3_5_text, qwen2, llama or mistral."""
+    """Architecture by its name in transformers: qwen3, qwen3_5_text, qwen2, llama, mistral or gemma3_text."""
     vocab_size: int = 320
     """Number of rows of the embedding. The tokenizer has at most a few hundred tokens, so larger values only cost bytes."""
     hidden_size: int = 64

@@ -83,7 +83,12 @@ def gates(rows, dtype):
     again, value = (gate.clone(), up.clone()), above.clone()
     SwiGLU().differentiate(above, (gate, up), (), (gate, up), ())
     SwiGLU().differentiate_to_value(value, again)
-    return [gated, in_place, gate, up, *again, value]
+    found = [gated, in_place, gate, up, *again, value]
+    gelu, others = SwiGLU(gelu=True), [drawn(rows, 40, seed=seed, dtype=dtype).detach() for seed in (3, 4, 5, 3, 4, 5)]
+    found.append(gelu.compute(others[:2], ()))
+    gelu.differentiate(others[2], others[:2], (), others[:2], ())
+    gelu.differentiate_to_value(others[5], others[3:5])
+    return found + others
 
 
 def norms_and_rotary(rows, dtype):
@@ -115,7 +120,7 @@ STATEMENTS = [
     ),
 ]
 NAMES = {
-    gates: {"_gate", "_gate_gradient", "_gate_gradient_and_value"},
+    gates: {f"{kind}_gate{rest}" for kind in ("", "_gelu") for rest in ("", "_gradient", "_gradient_and_value")},
     norms_and_rotary: {
         *("_norm", "norm_gradient", "norm_weight_gradient", "_norm_gradient_plus", "_norm_of_sum"),
         *("_forward_statement", "_backward_statement", "_weight_statement"),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -51,7 +51,10 @@ class Products:
 
     def plain(self):
         first, *others = self.sources
-        value = plain_norm(first, *self.parameters) if isinstance(self.recomputable, RMSNorm) else silu(first) * others[0]
+        if isinstance(self.recomputable, RMSNorm):
+            value = plain_norm(first, *self.parameters)
+        else:
+            value = (gelu(first, approximate="tanh") if self.recomputable.gelu else silu(first)) * others[0]
         return [value @ weight.t() for weight in self.weights]
 
     def run(self, *rows):
@@ -124,10 +127,13 @@ class MlpOfRows:
 CASES = {
     "norm": lambda rows, *args: Products(RMSNorm(EPS), rows, *args),
     "gate": lambda rows, *args: Products(SwiGLU(), rows, *args),
+    "gelu gate": lambda rows, *args: Products(SwiGLU(gelu=True), rows, *args),
     "mlp": MlpOfRows,
 }
 EACH = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-RECOMPUTABLES = pytest.mark.parametrize("recomputable", [RMSNorm(EPS), SwiGLU()], ids=["norm", "gate"])
+RECOMPUTABLES = pytest.mark.parametrize(
+    "recomputable", [RMSNorm(EPS), SwiGLU(), SwiGLU(gelu=True)], ids=["norm", "gate", "gelu gate"]
+)
 
 
 def assert_near(found, expected, bound=ROUNDING):

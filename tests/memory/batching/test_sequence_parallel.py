@@ -44,6 +44,7 @@ CASES = {
     "conversations": {**ELEMENTWISE, "talks": True, "budget": 90},
     "gemma2": {"attn_implementation": "auto"},
     "shared prompts, mistral": {**ELEMENTWISE, "shared": True, "budget": WHOLE},
+    "shared prompts, gemma3_text": {**ELEMENTWISE, "recompute": True, "shared": True, "budget": WHOLE},
     "three key heads": PLAIN,
 }
 """Options of :func:`gradients`. Two ranks repeat three key heads.
@@ -135,7 +136,9 @@ def folders(tmp_path_factory):
     heads = dataclasses.replace(SHAPE, num_heads=6, num_kv_heads=3)
     folders["three key heads"] = make_tiny_model(at / "three", heads, seed=4)
     folders["critic"] = with_value_head(folders["qwen3"], at / "critic")
-    return folders | {kind: architectures.tiny_folder(at / kind, kind, sliding_window=4) for kind in ("gemma2", "mistral")}
+    return folders | {
+        kind: architectures.tiny_folder(at / kind, kind, sliding_window=4) for kind in ("gemma2", "gemma3_text", "mistral")
+    }
 
 
 @pytest.mark.parametrize(

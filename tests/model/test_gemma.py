@@ -1,0 +1,125 @@
+"""Gemma 3 in our own decoder: each memory knob against a model that uses none, and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.memory import activation_cases as act
+from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
+from tests.ranks import run_ranks
+from tests.tensors import whole_of
+from verl_memopt.config.schema import Fsdp, Model
+from verl_memopt.distributed.device import training_mesh
+from verl_memopt.errors import ConfigError
+from verl_memopt.model.assembly import ModelUse, build_policy
+from verl_memopt.model.captured_block import why_not_captured
+from verl_memopt.model.decoder import Decoder
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.model.weights import load_model_config
+from verl_memopt.worker.trained_model import micro_batches_of
+
+BOUND = 2e-6
+"""Of the difference of a gradient, relative to its norm, in fp32."""
+CONFIG = {
+    "override_config": {
+        "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "final_logit_softcapping": 20.0,
+    }
+}  # fmt: skip
+PLAIN = {"prune_last_block": False, **CONFIG}
+OWN = {**act.ELEMENTWISE, **CONFIG}
+KNOBS = {
+    "recomputed values": OWN,
+    "pruned": CONFIG,
+    "checkpoints": {**OWN, **act.FULL},
+    "selective checkpoints": {**OWN, **act.SELECTIVE},
+    "every second block": {**OWN, **act.EVERY_2},
+    "checkpoints alone": {**PLAIN, **act.FULL},
+    "offloaded": {**OWN, **act.FULL, "offload": (1, 2)},
+    "tiled MLP": {**OWN, **act.TILED},
+    "tiled MLP and checkpoints": {**OWN, **act.TILED, **act.FULL},
+    "tiled MLP alone": {**PLAIN, **act.TILED},
+    "eager": {**OWN, "attn_implementation": "eager"},
+    "gradients on the host": {**OWN, "fsdp": {"grad_offload": True}},
+    "weights on the host": {**OWN, "fsdp": {"offload_policy": True}},
+}
+"""Options of :func:`tests.memory.activation_cases.build`."""
+BATCH, PARTS = sharing(grouped(20, [9, 5, 1, 12, 3, 7])), [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    shape = TinyShape(model_type="gemma3_text", num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16)
+    return make_tiny_model(tmp_path_factory.mktemp("gemma") / "model", shape, seed=3)
+
+
+def results(folder, mesh, world_size=1, parts=PARTS, reuse=None, **options):
+    """Gives log-probs, entropies and every whole gradient of a batch whose rows share a prompt."""
+    policy = act.build(folder, mesh, world_size, **options)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            if parameter.dim() == 1:  # norms that do not multiply by one
+                whole_of(parameter).add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    policy.model.supports_prefix_kv = policy.model.supports_prefix_kv if reuse is None else reuse
+    scores = policy.compute_log_probs(BATCH, parts, 0.9, True)
+    policy.accumulate(micro_batches_of(BATCH, parts, policy.model.supports_prefix_kv), counts_of(BATCH), 0.9)
+    gradients = {name: parameter.grad for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
+    offloaded = policy.trained.offloaded
+    if offloaded is not None:
+        gradients = {name: offloaded._places[id(parameter)] for name, parameter in policy.model.named_parameters()}
+    return [scores.log_probs, scores.entropy, *(whole_of(gradient).clone() for gradient in gradients.values())]
+
+
+@pytest.mark.parametrize("knobs", KNOBS)
+def test_no_knob_changes_log_probs_or_gradients(folder, one_rank, knobs):
+    expected = results(folder, one_rank, parts=[[*range(6)]], **PLAIN)
+    assert act.largest_difference(results(folder, one_rank, **KNOBS[knobs]), expected) <= BOUND
+
+
+def test_answers_in_several_micro_batches_reuse_the_keys_of_their_prompt(folder, one_rank):
+    found = [results(folder, one_rank, reuse=reuse, **OWN, **act.FULL) for reuse in (True, False)]
+    assert act.largest_difference(*found) <= BOUND
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4", "int8"])
+def test_adapters_over_a_frozen_base_get_the_gradients_of_a_plain_model(folder, one_rank, quantization):
+    adapters = {**act.LORA, "quantization": quantization}
+    expected = results(folder, one_rank, parts=[[*range(6)]], **PLAIN, **adapters)
+    for options in (OWN, KNOBS["tiled MLP and checkpoints"]):
+        assert act.largest_difference(results(folder, one_rank, **options, **adapters), expected) <= BOUND
+
+
+def on_ranks(rank, folder):
+    mesh = training_mesh("cpu", 2, -1)
+    return [[each.numpy() for each in results(folder, mesh, 2, **options)] for options in (PLAIN, KNOBS["offloaded"])]
+
+
+def test_ranks_that_shard_it_have_one_gradient(folder):
+    for plain, own in run_ranks(on_ranks, 2, folder):
+        assert act.largest_difference(*(map(torch.from_numpy, side) for side in (own, plain))) <= BOUND
+
+
+def built(folder, mesh, **model):
+    settings = Model(path=str(folder), attn_implementation="sdpa", **model)
+    return build_policy(settings, Fsdp(dtype="fp32"), folder, mesh, torch.device("cpu"), ModelUse(recompute=True, trained=True))
+
+
+def test_blocks_over_tiles_are_refused_and_blocks_are_not_captured(folder, one_rank):
+    with pytest.raises(ConfigError, match=r"block_tile_tokens.*Gemma3DecoderLayer has norms of the outputs of attention and MLP"):
+        built(folder, one_rank, block_tile_tokens=16)
+    model = built(folder, one_rank, enable_gradient_checkpointing=True)
+    assert isinstance(model.decoder, Decoder)
+    assert [why_not_captured(block) for block in model.blocks()] == ["the outputs of its attention and MLP have norms"] * 3
+
+
+def test_attention_to_later_tokens_is_refused(folder):
+    with pytest.raises(ConfigError, match="see later tokens .use_bidirectional_attention=true"):
+        load_model_config(Model(path=str(folder), override_config={"use_bidirectional_attention": True}), folder)
+
+
+def test_an_unknown_activation_is_computed_by_autograd(folder, one_rank, caplog):
+    model = built(folder, one_rank, override_config={"hidden_activation": "relu"})
+    assert not model.decoder.recompute
+    assert "has the activation relu, not silu" in caplog.text
+    assert isinstance(model.blocks()[0].mlp.act_fn, nn.ReLU)
