@@ -1,8 +1,8 @@
 """Blocks with a Gated DeltaNet over tiles of tokens: of a long row only the block's input and output exist for all tokens.
 
-Forward computes one tile after another, and hands the state and the last inputs of the convolution on. It keeps the block's
-input, and for each tile the states and inputs that later tiles begin with. Backward computes a tile again, from the last tile to the
-first, so the gradients of what a tile hands on are complete when it is reached. Bytes: ``plan/formulas.py``.
+Forward computes one tile after another, and hands on the state and the last inputs of the convolution. It keeps the block's
+input, and for each tile the states and inputs that later tiles begin with. Backward computes a tile again, from the last tile to
+the first. So the gradients of what a tile hands on are complete when it is reached. Bytes: ``plan/formulas.py``.
 
 Gradients of weights are summed over tiles in fp32, as in :mod:`verl_memopt.model.tiled_block`.
 """
