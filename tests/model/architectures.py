@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 SIZES = {
@@ -36,21 +36,52 @@ def tiny_config(model_type, **more):
     text = default.get_text_config()
     text.allow_global_per_layer_attribute_access = True  # else a config with a size for each layer has none to ask for
     fields = {name: value for name, value in (SMALL | more).items() if hasattr(text, name)}
-    return kind(**fields) if text is default else kind(text_config=type(text)(**fields).to_dict())
+    if text is default:
+        return kind(**fields)
+    outer = {name: value for name, value in more.items() if hasattr(default, name)}
+    return kind(text_config=type(text)(**fields).to_dict(), **VISION.get(model_type, {}), **outer)
+
+
+_QWEN_EYES = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_position_embeddings": 16, "out_hidden_size": 64}
+VISION: dict[str, Any] = {
+    "gemma3": {
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56,
+        },
+        "mm_tokens_per_image": 4,
+    },
+    "qwen3_5": {"vision_config": _QWEN_EYES},
+    "qwen3_vl": {"vision_config": {**_QWEN_EYES, "deepstack_visual_indexes": [0, 1]}},
+}  # fmt: skip
+"""Small parts for images, for the multimodal types of which a whole model is built."""
 
 
 def tiny_folder(at, model_type, deviation=0.06, **more):
     """Return a folder with a random model of a type. ``deviation`` is the standard deviation of its weights."""
     config = tiny_config(model_type, **more)
+    multimodal = config.get_text_config() is not config
     # Its other parts or its layers are large, or it is no decoder alone: the config is all that is read of it.
-    if config.get_text_config() is not config or config.is_heterogeneous or config.is_encoder_decoder:
+    if (multimodal and model_type not in VISION) or config.is_heterogeneous or config.is_encoder_decoder:
         config.save_pretrained(at)
         return at
+    kind = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = kind.from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
             if parameter.dim() >= 2:
                 parameter.data.normal_(0, deviation)
     model.save_pretrained(at)
     return at
+
+
+def whole_model(folder, **options):
+    """Load a folder with transformers: all parts of a multimodal model, or a causal language model."""
+    kind = AutoConfig.from_pretrained(folder)
+    auto = AutoModelForCausalLM if kind.get_text_config() is kind else AutoModelForImageTextToText
+    return auto.from_pretrained(folder, dtype=torch.float32, **options).eval()
+
+
+def text_name(name):
+    """Name of a weight of a loaded model in its text part."""
+    return name.replace("model.language_model.", "model.")

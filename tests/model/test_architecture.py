@@ -5,12 +5,23 @@ from transformers import Phi3Config, Qwen3Config
 
 from tests.model.architectures import tiny_config
 from verl_memopt.errors import ConfigError
-from verl_memopt.model.families import TESTED, check_lengths, layer_types, logit_shape, refused, unsupported, window
+from verl_memopt.model.families import (
+    FAMILIES,
+    NEAREST,
+    TESTED,
+    check_lengths,
+    layer_types,
+    logit_shape,
+    refused,
+    unsupported,
+    window,
+)
+from verl_memopt.model.text_part import text_config
 
 
 @pytest.mark.parametrize("model_type", TESTED)
 def test_a_tested_type_is_supported(model_type):
-    assert unsupported(tiny_config(model_type)) is None
+    assert unsupported(text_config(tiny_config(model_type))) is None
 
 
 @pytest.mark.parametrize(
@@ -23,7 +34,7 @@ def test_a_tested_type_is_supported(model_type):
         ("mamba", "have layers of type linear_attention;"),
         ("recurrent_gemma", "have layers of type recurrent;"),
         ("llama4_text", "have layers of type chunked_attention"),
-        ("gemma3", "take more than text;"),
+        ("qwen2_5_vl", "take more than text;"),
         ("granitemoe", r"are mixtures of experts"),
         ("gpt_oss", r"are mixtures of experts \(4 of them\)"),
         ("mixtral", r"are mixtures of experts \(4 of them\)"),
@@ -38,8 +49,22 @@ def test_what_a_config_tells_is_refused_with_its_reason(model_type, reason):
 
 def test_an_error_names_the_folder_the_type_and_the_types_that_are_tested():
     message = str(refused(Qwen3Config(), "some/folder", "are too green"))
-    assert message.startswith("actor_rollout_ref.model.path=some/folder: models of type qwen3 are too green. Types that are")
-    assert "llama, " in message
+    assert message.startswith("actor_rollout_ref.model.path=some/folder: models of type qwen3 are too green. The nearest type")
+    assert "Types that are tested: arcee, " in message
+
+
+@pytest.mark.parametrize(
+    ("model_type", "nearest"),
+    [("gemma4_text", "gemma3_text"), ("qwen2_5_vl", "qwen3_vl"), ("mixtral", "jetmoe"), ("deepseek_v3", "jetmoe")],
+)
+def test_an_error_names_the_nearest_type_that_works(model_type, nearest):
+    config = tiny_config(model_type)
+    assert f" works is {nearest}." in str(refused(config, "some/folder", str(unsupported(config))))
+
+
+def test_a_type_that_is_named_as_the_nearest_works():
+    assert {family.nearest for family in FAMILIES if family.nearest is not None} <= set(TESTED)
+    assert set(NEAREST.values()) <= set(TESTED)
 
 
 @pytest.mark.parametrize("field", ["final_logit_softcapping", "logit_scale", "logits_scaling"])

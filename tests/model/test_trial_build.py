@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.critics import with_value_head
-from tests.model.architectures import tiny_folder
+from tests.model.architectures import text_name, tiny_folder, whole_model
 from verl_memopt.config.schema import Actor, CriticModel, Fsdp, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.assembly import ModelUse, build_policy, materialize
@@ -50,7 +50,7 @@ def rows():
 def theirs(folder):
     """Gives log-probs [R] of the answers from transformers' own forward of one row at a time, and the model."""
     # Eager, because transformers' SDPA leaves out what caps Gemma 2's scores.
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = whole_model(folder, attn_implementation="eager")
     parts = []
     for prompt, answer in zip(*rows(), strict=True):
         logits = model(input_ids=torch.cat([prompt, answer])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
@@ -86,7 +86,7 @@ def test_a_type_that_is_accepted_gives_transformers_log_probs_and_gradients(tmp_
     expected, model = theirs(folder)
     weights = torch.linspace(-1, 1, len(expected))
     (expected * weights).sum().backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {text_name(name): parameter.grad for name, parameter in model.named_parameters()}
     ours = trained(folder, one_rank, True)
     for shared in (True, False):
         ours.zero_grad()

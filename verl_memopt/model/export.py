@@ -20,6 +20,8 @@ from verl_memopt.distributed.file_records import sync_folder, sync_tree
 from verl_memopt.errors import CheckpointError, ConfigError
 from verl_memopt.memory.host_buffers import host_buffer
 from verl_memopt.model.packed_model import dtype_of
+from verl_memopt.model.text_part import is_part, stated_dtype, whole_config, with_dtype
+from verl_memopt.model.weights import WeightFolder
 from verl_memopt.observe.files import free_space
 from verl_memopt.observe.own_files import MARK, MODEL_RECORD, mark, others_in_model, remove_left
 from verl_memopt.records import json_of
@@ -36,6 +38,8 @@ TOKENIZER_FILES = (
     "*.model",
     "chat_template*",
 )
+PROCESSORS = "*processor_config.json"
+"""Files that say how a multimodal model reads images, videos and sound."""
 
 
 DAMAGED = "Repair the file, or fetch or save the model again."
@@ -52,36 +56,52 @@ def export_folder(
     weights: Weights | None,
     writes: bool,
     dtype: torch.dtype | None = None,
+    source: WeightFolder | None = None,
 ) -> None:
     """Write config, generation config, tokenizer and, if given, weights.
 
     All ranks must consume ``weights`` in step. None = write no weights. Only ranks with ``writes`` write files. The config gets
-    ``dtype``. None = the config keeps its dtype.
+    ``dtype``. None = the config keeps its dtype. If ``config`` describes the text part of a model, ``source`` is the folder of
+    the whole model: the other parts are copied from it, and names and config are those of the whole. None = write the text part
+    alone.
     """
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_config(folder, config, dtype)
+        _write_config(folder, config, dtype, source is not None and is_part(config))
         _copy_tokenizer(tokenizer_folder, folder)
+        if source is not None:
+            for file in source.folder.glob(PROCESSORS):
+                shutil.copyfile(file, folder / file.name)
         if getattr(config, "auto_map", None):
             # Copy the Python files of a model with its own code, so that the written folder can be loaded like its source.
             for file in Path(str(config.name_or_path)).glob("*.py"):
                 shutil.copyfile(file, folder / file.name)
     if weights is not None:
-        _write_weights(folder, weights, writes)
+        _write_weights(folder, weights if source is None else _whole(weights, source, writes), writes)
 
 
-def export_stored(folder: Path, source: Path, weights: Weights, dtype: torch.dtype) -> None:
-    """Write a model with new weights. All other files are copied from ``source``, which :func:`export_folder` wrote.
+def export_stored(
+    folder: Path, stored: Path, weights: Weights, dtype: torch.dtype, source: WeightFolder | None = None
+) -> None:
+    """Write a model with new weights. All other files are copied from ``stored``, which :func:`export_folder` wrote.
 
-    ``weights`` have the dtype ``dtype``, which is written into the new config.
+    ``weights`` have the dtype ``dtype``, which is written into the new config. ``source`` is as in :func:`export_folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for file in sorted(path for path in source.iterdir() if path.is_file()):
+    for file in sorted(path for path in stored.iterdir() if path.is_file()):
         if file.suffix != ".safetensors" and file.name != INDEX:
             shutil.copyfile(file, folder / file.name)
-    config = json_of(source / "config.json", dict[str, Any], DAMAGED, CheckpointError)
-    _write_json(folder / "config.json", config | {"dtype": dtype_name(dtype)})
-    _write_weights(folder, weights, writes=True)
+    config = json_of(stored / "config.json", dict[str, Any], DAMAGED, CheckpointError)
+    _write_json(folder / "config.json", with_dtype(config, dtype_name(dtype)))
+    _write_weights(folder, weights if source is None else _whole(weights, source, True), writes=True)
+
+
+def _whole(weights: Weights, source: WeightFolder, writes: bool) -> Weights:
+    # The weights of the text part under their names in a folder, and a copy of the others, which stay in the folder's files.
+    for name, tensor in weights:
+        yield source.stored[name], tensor
+    if writes:
+        yield from source.read_apart()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -90,7 +110,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def stored_dtype(folder: Path, otherwise: torch.dtype) -> torch.dtype:
     config = json_of(folder / "config.json", dict[str, Any], DAMAGED, CheckpointError)
-    name = str(config.get("dtype") or config.get("torch_dtype"))
+    name = stated_dtype(config)
     return next((dtype for dtype in WRITTEN_DTYPES if dtype_name(dtype) == name), otherwise)
 
 
@@ -171,7 +191,11 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2, default=str, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _write_config(folder: Path, config: PretrainedConfig, dtype: torch.dtype | None) -> None:
+def _write_config(folder: Path, config: PretrainedConfig, dtype: torch.dtype | None, whole: bool) -> None:
+    if whole:
+        content = whole_config(config)
+        _write_json(folder / "config.json", content if dtype is None else with_dtype(content, dtype_name(dtype)))
+        return
     plain = config.to_dict()
     if dtype is not None:
         plain["dtype"] = dtype_name(dtype)
@@ -228,7 +252,21 @@ HEADER_BYTES = 64 * 2**10
 CHUNK_BYTES = 16 * 2**20
 """Most bytes of a tensor on the host at once."""
 
-DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
+DTYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Dtype -> its name in a safetensors file. Trained weights are floats. Parts that are copied may have other dtypes."""
 
 
 class SafetensorsWriter:

@@ -30,17 +30,25 @@ class Family:
     """Whether its config can cap the logits."""
     carries: bool = False
     """Whether it has layers that carry a state from token to token, which our own decoder keeps apart in a pack."""
+    text: str | None = None
+    """Type of its text part, for a model that reads more than text. Only this part is trained."""
+    apart: tuple[str, ...] = ()
+    """Beginnings of the names of weights beside the text model: other parts, and heads for drafting. They are not trained."""
     note: str = ""
     """A sentence with other facts that a user must know."""
     refused: str | None = None
     """Reason that follows "models of type X" in the error. None = packed log-probs and gradients equal those of transformers."""
+    nearest: str | None = None
+    """For a refused type, a related type that works. None = :data:`NEAREST` says which."""
 
 
 STATE = "have layers of type linear_attention"
 UNEVEN = "have layers of different sizes"
 EXPERTS = "are mixtures of experts"
 CAPPED = "Its capped scores of attention need `attn_implementation=eager`, which `auto` takes."
+MORE = "take more than text"
 FIXED = "cannot be built with attention over packed rows"
+BESIDE = "Its vision tower is not trained: it stays on disk, and every saved model gets a copy of it."
 NO_LIST = "do not keep their decoder blocks in a list named layers"
 RENAMED = "use other names for their weights in a checkpoint than in the model"
 OWN_WAY = "cannot compute packed rows"
@@ -56,6 +64,13 @@ FAMILIES = (
     Family("exaone4", "EXAONE 4"),
     Family("gemma", "Gemma"),
     Family("gemma2", "Gemma 2", capped=True, note=CAPPED),
+    Family(
+        "gemma3",
+        "Gemma 3 with images, as text",
+        text="gemma3_text",
+        apart=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
+        note=BESIDE,
+    ),
     Family("gemma3_text", "Gemma 3", "Gemma3", capped=True),
     Family("glm", "GLM-4-9B and GLM-Edge"),
     Family("glm4", "GLM-4-0414"),
@@ -78,6 +93,7 @@ FAMILIES = (
     Family("qwen2", "Qwen2, Qwen2.5", "Qwen2"),
     Family("qwen3", "Qwen3, dense", "Qwen3"),
     Family("qwen3_5_text", "Qwen3.5, dense, and those of its type (3.6, 3.8)", "Qwen3_5", carries=True),
+    Family("qwen3_vl", "Qwen3-VL, dense, as text", text="qwen3", apart=("model.visual.",), note=BESIDE),
     Family("seed_oss", "Seed-OSS", note="Dropout in its config drops nothing."),
     Family("smollm3", "SmolLM3"),
     Family("starcoder2", "StarCoder2"),
@@ -89,37 +105,40 @@ FAMILIES = (
     Family("deepseek_v3", "DeepSeek-V3, DeepSeek-R1", refused=EXPERTS),
     Family("falcon_h1", "Falcon-H1", refused="have layers of type hybrid"),
     Family("falcon_mamba", "Falcon Mamba", refused=STATE),
-    Family("gemma3", "Gemma 3 with images", refused="take more than text"),
-    Family("gemma4_text", "Gemma 4", refused=UNEVEN),
-    Family("glm4_moe", "GLM-4.5", refused=EXPERTS),
+    Family("gemma4_text", "Gemma 4", refused=UNEVEN, nearest="gemma3_text"),
+    Family("glm4_moe", "GLM-4.5", refused=EXPERTS, nearest="glm4"),
     Family("gpt2", "GPT-2", refused=NO_LIST),
-    Family("gpt_bigcode", "StarCoder", refused=NO_LIST),
+    Family("gpt_bigcode", "StarCoder", refused=NO_LIST, nearest="starcoder2"),
     Family("gpt_neox", "Pythia, GPT-NeoX", refused=RENAMED),
     Family("gpt_oss", "gpt-oss", refused=EXPERTS),
-    Family("granitemoe", "Granite, mixture of experts", refused=EXPERTS),
+    Family("granitemoe", "Granite, mixture of experts", refused=EXPERTS, nearest="granite"),
     Family("jamba", "Jamba", refused=STATE),
     Family("kimi_linear", "Kimi Linear", refused=STATE),
-    Family("llama4_text", "Llama 4", refused="have layers of type chunked_attention"),
+    Family("llama4_text", "Llama 4", refused="have layers of type chunked_attention", nearest="llama"),
     Family("mamba", "Mamba", refused=STATE),
     Family("minimax", "MiniMax", refused=STATE),
     Family("mixtral", "Mixtral", refused=EXPERTS),
     Family("mpt", "MPT", refused=FIXED),
     Family("nemotron", "Nemotron-4, Minitron", refused=OWN_WAY),
-    Family("olmo_hybrid", "OLMo Hybrid", refused=STATE),
-    Family("olmoe", "OLMoE", refused=EXPERTS),
-    Family("phimoe", "Phi-3.5-MoE", refused=EXPERTS),
-    Family("qwen2_moe", "Qwen1.5-MoE, Qwen2-57B-A14B", refused=EXPERTS),
-    Family("qwen3_5", "Qwen3.5, dense", refused=STATE),
+    Family("olmo_hybrid", "OLMo Hybrid", refused=STATE, nearest="olmo3"),
+    Family("olmoe", "OLMoE", refused=EXPERTS, nearest="olmo2"),
+    Family("phimoe", "Phi-3.5-MoE", refused=EXPERTS, nearest="phi3"),
+    Family("qwen2_moe", "Qwen1.5-MoE, Qwen2-57B-A14B", refused=EXPERTS, nearest="qwen2"),
+    Family("qwen3_5", "Qwen3.5, dense", text="qwen3_5_text", apart=("model.visual.", "mtp."), refused=STATE),
+    Family("qwen3_5_text", "Qwen3.5, dense, text alone", apart=("model.visual.", "mtp."), refused=STATE),
     Family("qwen3_5_moe", "Qwen3.5, mixture of experts", refused=STATE),
     Family("qwen3_moe", "Qwen3, mixture of experts", refused=EXPERTS),
     Family("qwen3_next", "Qwen3-Next", refused=STATE),
-    Family("recurrent_gemma", "RecurrentGemma", refused="have layers of type recurrent"),
+    Family("recurrent_gemma", "RecurrentGemma", refused="have layers of type recurrent", nearest="gemma2"),
     Family("rwkv", "RWKV", refused=FIXED),
     Family("stablelm", "StableLM", refused=OWN_WAY),
     Family("t5", "T5", refused="have an encoder"),
     Family("xlm", "XLM", refused=FIXED),
 )
 """All known families: first those that can be trained, then those that are refused."""
+
+NEAREST = {EXPERTS: "jetmoe", MORE: "qwen3_vl"}
+"""Beginning of a reason -> the type that works and is nearest to a type that is refused for it. Others: qwen3."""
 
 TESTED = tuple(family.model_type for family in FAMILIES if family.refused is None)
 """Model types for which a test compares packed log-probs with transformers' own forward."""
@@ -179,8 +198,11 @@ def refused(config: PretrainedConfig, source: str, reason: str, key: str = POLIC
     ``reason`` continues "models of type X ...". ``source`` is the folder of the config. ``key`` is the model's section of the
     settings.
     """
+    by_reason = next((nearest for beginning, nearest in NEAREST.items() if reason.startswith(beginning)), "qwen3")
+    nearest = family_of(config.model_type).nearest or by_reason
     return ConfigError(
-        f"{key}.path={source}: models of type {config.model_type} {reason}. Types that are tested: {', '.join(TESTED)}."
+        f"{key}.path={source}: models of type {config.model_type} {reason}. The nearest type that works is {nearest}. "
+        f"Types that are tested: {', '.join(TESTED)}."
     )
 
 
@@ -194,7 +216,7 @@ def unsupported(config: PretrainedConfig) -> str | None:
     The text continues "models of type X ...".
     """
     text = config.get_text_config()
-    family = _family(text)
+    family = family_of(text.model_type)
     others = sorted(set(layer_types(text)) - {*PACKED_LAYERS, *(("linear_attention",) if family.carries else ())})
     handled = (family.multiplied_by, family.divided_by, LOGIT_CAP if family.capped else None)
     scales = [name for name in LOGIT_SCALES if getattr(text, name, None) not in (None, 1, 1.0) and name not in handled]
@@ -207,7 +229,7 @@ def unsupported(config: PretrainedConfig) -> str | None:
             f"{' and '.join(PACKED_LAYERS)} keep the rows of a pack apart"
         )
     if text is not config:
-        return "take more than text; only text models are supported"
+        return f"{MORE}; only text models and the text parts of some others are supported"
     if getattr(text, "use_bidirectional_attention", False):
         return "see later tokens (use_bidirectional_attention=true), so no token can be learned from those before it"
     if scales:
@@ -223,7 +245,7 @@ def unsupported(config: PretrainedConfig) -> str | None:
 
 def logit_shape(config: PretrainedConfig) -> tuple[float, float | None]:
     """Return the factor of the logits, and the bound to which they are capped afterwards (None = no bound)."""
-    family = _family(config)
+    family = family_of(config.model_type)
     # An unknown family has no factor, because unsupported() refuses configs that need one.
     factor: float = getattr(config, family.multiplied_by) if family.multiplied_by else 1.0
     if family.divided_by:
@@ -231,8 +253,8 @@ def logit_shape(config: PretrainedConfig) -> tuple[float, float | None]:
     return factor, getattr(config, LOGIT_CAP) if family.capped else None
 
 
-def _family(config: PretrainedConfig) -> Family:
-    return next((family for family in FAMILIES if family.model_type == config.model_type), Family(config.model_type, ""))
+def family_of(model_type: str) -> Family:
+    return next((family for family in FAMILIES if family.model_type == model_type), Family(model_type, ""))
 
 
 def layer_types(config: PretrainedConfig) -> list[str]:
@@ -258,7 +280,7 @@ SPECIAL = (
 
 
 def features(config: PretrainedConfig) -> tuple[str, ...]:
-    family = _family(config)
+    family = family_of(config.model_type)
     fields = (*SPECIAL, *(name for name in (family.multiplied_by, family.divided_by) if name))
     found = {name: getattr(config, name, None) for name in fields}
     found |= {"sliding_window": window(config), "rope_type": _rope_type(config)}

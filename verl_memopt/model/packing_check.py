@@ -239,6 +239,10 @@ class Checked(NamedTuple):
     embedding_rows: int
     features: tuple[str, ...] = ()
     """Result of :func:`verl_memopt.model.families.features`."""
+    has_more: bool = False
+    """The folder has weights beside those of the text model, or other names for these."""
+    apart: tuple[str, ...] = ()
+    """Names of the weights beside those of the text model."""
 
 
 def check_architecture(model: Model | CriticModel, folder: Path, longest: int, key: str | None = None) -> Checked:
@@ -279,7 +283,8 @@ def check_architecture(model: Model | CriticModel, folder: Path, longest: int, k
     if packed_model.tied:
         name = next(name for name, parameter in named_weights(packed_model) if parameter is embedding)
         check_tied_head(weights, name, folder)
-    return Checked(shapes, int(embedding.shape[0]), features(config))
+    has_more = bool(weights.apart) or any(name != stored_name for name, stored_name in weights.stored.items())
+    return Checked(shapes, int(embedding.shape[0]), features(config), has_more, tuple(weights.apart))
 
 
 # The folder of a reward model. The driver checks its contents here.

@@ -26,6 +26,7 @@ from verl_memopt.memory.quantized_frozen_torch import Packing, quantized_layers
 from verl_memopt.model.families import (
     POLICY_KEY,
     UNEVEN,
+    family_of,
     impossible_size,
     one_line,
     refused,
@@ -33,6 +34,7 @@ from verl_memopt.model.families import (
 )
 from verl_memopt.model.folder import files_of_index
 from verl_memopt.model.packed_model import register_kernels
+from verl_memopt.model.text_part import split_names, stated_dtype, text_config
 from verl_memopt.observe.byte_tracker import HOST, declare_host, mark, scope
 from verl_memopt.observe.own_files import MODEL_RECORD
 from verl_memopt.records import RecordError, json_of, read_json
@@ -41,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLICY_KEY) -> PretrainedConfig:
-    """Load the model's config and merge ``override_config`` into it.
+    """Load the model's config and merge ``override_config`` into it. Of a model that reads more than text, it is the text part's.
 
     Raises:
         ConfigError: ``external_lib`` cannot be imported, or the config cannot be read. ``override_config`` has an unknown field
@@ -64,6 +66,12 @@ def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLIC
     # Check this first: reading other fields of a config whose layers differ raises an error.
     if getattr(config.get_text_config(), "is_heterogeneous", False):
         raise refused(config, source, f"{UNEVEN} (per_layer_config), which is not supported", key)
+    if not Path(source).is_dir() and family_of(config.model_type).text is not None:
+        raise ConfigError(
+            f"{key}.hf_config_path={source}: a config of more than text must be in a folder here. Fetch the repository, and "
+            "give its folder."
+        )
+    config = text_config(config)
     for name, value in model.override_config.items():
         if not hasattr(config, name):
             raise ConfigError(f"{key}.override_config.{name}: {type(config).__name__} has no such field. Remove it.")
@@ -145,7 +153,14 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class WeightFolder:
-    """Reads the safetensors files of a model folder slice by slice. Only the requested slice is in memory."""
+    """Reads the safetensors files of a model folder slice by slice. Only the requested slice is in memory.
+
+    Attributes:
+        folder: The folder.
+        names: Name of each weight of the text model -> the file that has it.
+        stored: Name of each weight of the text model -> its name in that file.
+        apart: Names of the other weights, which are not trained.
+    """
 
     def __init__(self, folder: Path, key: str = POLICY_KEY) -> None:
         self.folder = folder
@@ -160,7 +175,9 @@ class WeightFolder:
         # Open each file once. Files are memory-mapped, and bytes are read only when a slice is used.
         self._files = {name: self._open(folder / name) for name in sorted(files)}
         # A safetensors file has keys() but cannot be iterated.
-        self.names = {tensor: name for name, file in self._files.items() for tensor in file.keys()}  # noqa: SIM118
+        self._places = {tensor: name for name, file in self._files.items() for tensor in file.keys()}  # noqa: SIM118
+        self.stored, self.apart = split_names(folder, self._places)
+        self.names = {name: self._places[stored] for name, stored in self.stored.items()}
 
     def _open(self, path: Path) -> Any:
         try:
@@ -169,11 +186,14 @@ class WeightFolder:
             raise ConfigError(f"{path}: not a whole safetensors file ({error}). Fetch or save it again.") from error
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[self.names[name]].get_slice(name).get_shape())
+        return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        stated: str = self._files[self.names[name]].get_slice(name).get_dtype()
+        stated: str = self._slice(name).get_dtype()
         return stated
+
+    def _slice(self, name: str) -> Any:
+        return self._files[self.names[name]].get_slice(self.stored[name])
 
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
         """Return a region of one tensor in the file's dtype, as a view of the mapped file on the host.
@@ -184,13 +204,24 @@ class WeightFolder:
             ConfigError: By the file's header the tensor has integers, or another dtype that weights cannot have.
         """
         with mapping():
-            part = self._files[self.names[name]].get_slice(name)
+            part = self._slice(name)
             if part.get_dtype() not in FLOATS:
                 raise ConfigError(
                     f"{self.folder / self.names[name]}: {name} has the dtype {part.get_dtype()}, and weights have "
                     f"{', '.join(FLOATS)}. The file is damaged, or the model is quantized. Fetch or save it again."
                 )
-            return part[region] if region else self._files[self.names[name]].get_tensor(name)
+            return part[region] if region else self._files[self.names[name]].get_tensor(self.stored[name])
+
+    def read_apart(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of :attr:`apart` under their names in the folder, as views of the mapped files."""
+        for name in self.apart:
+            with mapping():
+                tensor = self._files[self._places[name]].get_tensor(name)
+            yield name, tensor
+
+    @property
+    def apart_bytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self.read_apart())
 
 
 SWAPPED = {"bfloat16": "F16", "float16": "BF16"}
@@ -200,6 +231,7 @@ SWAPPED = {"bfloat16": "F16", "float16": "BF16"}
 class _Stated(TypedDict):
     dtype: NotRequired[str | None]
     torch_dtype: NotRequired[str | None]
+    text_config: NotRequired[dict[str, Any] | None]
 
 
 def check_dtypes(folder: Path, address: str) -> None:
@@ -214,7 +246,7 @@ def check_dtypes(folder: Path, address: str) -> None:
         ConfigError: A run wrote the folder, and a header has changed since.
     """
     config = json_of(folder / "config.json", _Stated, "Fetch or save the model again.", ConfigError)
-    stated = config.get("dtype") or config.get("torch_dtype") or ""
+    stated = stated_dtype(config) or ""
     if stated not in SWAPPED or (not (folder / "model.safetensors").is_file() and not (folder / INDEX).is_file()):
         return
     weights = WeightFolder(folder)

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import AutoConfig, AutoTokenizer, TextStreamer
 from transformers.utils import logging as transformers_logging
 
 from verl_memopt.data.encoder import special_tokens_of, tokenize
@@ -24,6 +24,7 @@ from verl_memopt.data.sources import checked_files, rows_of
 from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import UserError, printable
 from verl_memopt.model.folder import refuse_odd_files
+from verl_memopt.model.text_part import auto_class
 from verl_memopt.model.weights import check_dtypes
 from verl_memopt.observe.run_folder import FINAL_MODEL
 from verl_memopt.records import parse_json
@@ -110,7 +111,7 @@ class Chat:
         return tokenize(self.tokenizer, [text], [plain])[0]
 
     def _longest(self) -> int:
-        return int(getattr(self.model.config, "max_position_embeddings", None) or 2**31)
+        return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 2**31)
 
     def _generate(self, ids: Sequence[int]) -> str:
         room = self._longest() - len(ids)
@@ -214,7 +215,8 @@ def open_chat(folder: Path, device: str, trust_remote_code: bool, options: ChatO
     check_dtypes(folder, str(folder))
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=trust_remote_code)
+        kind = auto_class(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
+        model: Any = kind.from_pretrained(folder, dtype="auto", trust_remote_code=trust_remote_code)
     except Exception as error:  # code in the model folder may raise any error
         raise UserError(f"{folder}: the model cannot be loaded: {error}.") from error
     return Chat(model.to(resolve_device(device)).eval(), tokenizer, options, template)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import logging
 import os
 import shutil
 import sys
@@ -31,6 +32,8 @@ from verl_memopt.run.builds import vllm_build
 CRITIC_PATH = "critic.model.path"
 REFERENCE_PATH = "actor_rollout_ref.ref.model.path"
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -52,6 +55,7 @@ class Environment:
         critic_weights: Name -> shape of each weight of the critic, without adapters.
         teacher_folders: Folders of the teachers' models, if they are models of their own: the first one, then the further ones.
         teacher_tokenizer: The tokenizer of a teacher that reads text; None = it reads the policy's tokens.
+        has_more: The folder of the policy's model holds more than the text model. An export copies the rest.
         features: Entries of the policy's config, ``field=value``, that make its forward unusual.
     """
 
@@ -70,6 +74,7 @@ class Environment:
     critic_weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
     teacher_folders: tuple[Path, ...] = ()
     teacher_tokenizer: Any = None
+    has_more: bool = False
     features: tuple[str, ...] = ()
 
     @property
@@ -114,6 +119,13 @@ def resolve_environment(
     # Build the model once without its weights, to find an architecture that cannot be trained before any worker starts.
     longest = data.max_prompt_length + data.max_response_length
     checked = check_architecture(model, folder, longest)
+    if checked.apart:
+        logger.info(
+            "%s: %d weights beside the text model, such as %s, are left as they are on disk, and every saved model gets a copy%s",
+            folder, len(checked.apart), checked.apart[0],
+            ". So the head for drafting (mtp) still expects the model before training, and an engine may accept fewer of its drafts"
+            if any(name.startswith("mtp.") for name in checked.apart) else "",
+        )  # fmt: skip
     tokenizer_folder = folder
     if model.tokenizer_path is not None:
         trusted = model.trust_remote_code or data.trust_remote_code
@@ -167,6 +179,7 @@ def resolve_environment(
         critic_weights=critic_weights,
         teacher_folders=tuple(found),
         teacher_tokenizer=words,
+        has_more=checked.has_more,
         features=checked.features,
     )
 

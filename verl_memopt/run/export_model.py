@@ -134,6 +134,10 @@ class StoredModel:
                 weight = with_adapter(weight, stored.read(down), stored.read(up), scale)
             yield name, weight.to(dtype)
 
+    def source(self) -> WeightFolder | None:
+        """Return the folder of the whole model, if training started from one with more parts than the trained text model."""
+        return self._base_weights() if self.role == "actor" and self.checkpoint.driver.get("has_more") else None
+
     def _base_weights(self) -> WeightFolder:
         path, trusts = self.base or self.base_model, bool(self.settings[f"{self.keys.model}.trust_remote_code"])
         try:
@@ -141,9 +145,10 @@ class StoredModel:
             check_dtypes(folder, "base")
             return WeightFolder(folder)
         except ConfigError as error:
+            what = "it has only adapters, and their base model" if self.lora_rank else "the model that has its other parts"
             raise CheckpointError(
-                f"{self.folder}: it has only adapters, and their base model is missing ({error}) Name it with --base, "
-                "or write the adapters with --adapter-only."
+                f"{self.folder}: {what} is missing ({error}) Name it with --base"
+                f"{', or write the adapters with --adapter-only' if self.lora_rank else ''}."
             ) from error
 
 
@@ -208,9 +213,11 @@ def export_model(model: StoredModel, folder: Path, dtype: torch.dtype | None = N
     dtype of the model from which training started.
     """
     dtype = model.dtype if dtype is None else dtype
-    check_space(folder, sum(prod(shape) for shape in model.shapes.values()) * dtype.itemsize)
+    source = model.source()
+    copied = 0 if source is None else source.apart_bytes
+    check_space(folder, sum(prod(shape) for shape in model.shapes.values()) * dtype.itemsize + copied)
     with whole_folder(folder) as aside:
-        export_stored(aside, model.folder / "huggingface", model.weights(dtype), dtype)
+        export_stored(aside, model.folder / "huggingface", model.weights(dtype), dtype, source)
         if model.lora_rank:
             shutil.copytree(model.folder / "lora_adapter", aside / ADAPTER)
         write_record(aside, model.checkpoint.step, model.role, model.base_model, dtype)

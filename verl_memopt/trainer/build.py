@@ -33,6 +33,7 @@ from verl_memopt.memory.critic_rules import has_critic, own_pools
 from verl_memopt.memory.knob import has_teacher, needs_reference, reference_teaches, teacher_is_elsewhere, uses_kl
 from verl_memopt.model.export import export_folder
 from verl_memopt.model.packing_check import find_reward_model
+from verl_memopt.model.text_part import is_part
 from verl_memopt.model.weights import load_model_config
 from verl_memopt.observe.run_folder import RunFolder, refuse_what_is_not_ours
 from verl_memopt.observe.samples import refuse_other_files
@@ -472,17 +473,18 @@ def _seed(data: Data) -> int:
 
 
 def _engine_folder(model: Model, load_format: str, environment: Environment, run_folder: Path) -> Path:
-    # If the settings change the model's config, the engine reads a new folder in the run folder, so that engine and trainer
-    # build the same model.
-    if not model.override_config and model.hf_config_path is None:
+    # If the settings change the model's config, or only the text part of the model is trained, the engine reads a new folder in
+    # the run folder, so that engine and trainer build the same model.
+    config = load_model_config(model, environment.folder)
+    if not model.override_config and model.hf_config_path is None and not is_part(config):
         return environment.folder
     if load_format != "dummy":
         raise ConfigError(
-            "actor_rollout_ref.rollout.load_format: with model.override_config or model.hf_config_path the engine gets its "
-            "weights from the trainer alone. Leave load_format at dummy."
+            f"actor_rollout_ref.rollout.load_format={load_format}: with model.override_config or model.hf_config_path, and for a "
+            "model that reads more than text, the engine gets its weights from the trainer alone. Leave load_format at dummy."
         )
     folder = run_folder / "engine_config"
-    export_folder(folder, load_model_config(model, environment.folder), environment.tokenizer_folder, None, writes=True)
+    export_folder(folder, config, environment.tokenizer_folder, None, writes=True)
     return folder
 
 

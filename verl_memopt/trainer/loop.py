@@ -163,6 +163,7 @@ class RunState:
             "dtypes": self.dtypes(),
             "weights": plain_shapes(self.context.environment.weights),
             "critic_weights": plain_shapes(self.context.environment.critic_weights),
+            "has_more": self.context.environment.has_more,
         }
 
     def dtypes(self) -> dict[str, str]:

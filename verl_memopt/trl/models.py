@@ -20,11 +20,14 @@ class ArgumentError(ConfigError, ValueError):
 
 def loaded(name: str | Path, arguments: Mapping[str, Any] | None, trusted: bool) -> Any:
     """Load the model of a folder or hub id. ``arguments`` are passed to ``from_pretrained``."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from verl_memopt.model.text_part import auto_class
 
     if Path(name).is_dir():
         refuse_odd_files(Path(name), f"model: {name}")
-    return AutoModelForCausalLM.from_pretrained(name, **{"trust_remote_code": trusted, "dtype": "auto", **(arguments or {})})
+    kind = auto_class(AutoConfig.from_pretrained(name, trust_remote_code=trusted))
+    return kind.from_pretrained(name, **{"trust_remote_code": trusted, "dtype": "auto", **(arguments or {})})
 
 
 def with_adapters(model: Any, config: Any) -> Any:

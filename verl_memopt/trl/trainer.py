@@ -186,7 +186,7 @@ class TrlTrainer:
         except (OSError, ValueError):  # the run reports it
             return {}
         response = values.get("max_completion_length") or Data.max_response_length
-        context = getattr(given, "max_position_embeddings", None) or LONGEST_PROMPT + response
+        context = getattr(given.get_text_config(), "max_position_embeddings", None) or LONGEST_PROMPT + response
         prompt = min(LONGEST_PROMPT, context - response)
         if prompt <= Data.max_prompt_length:
             return {}

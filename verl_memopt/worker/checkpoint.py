@@ -18,6 +18,7 @@ from verl_memopt.memory.quantized_frozen_torch import quantized_layers
 from verl_memopt.memory.weight_buckets_torch import WeightSlice, full_weights, weight_slices
 from verl_memopt.model.export import ADAPTER, export_folder, saved_dtype, write_generation_config
 from verl_memopt.model.packed_model import PackedModel
+from verl_memopt.model.text_part import has_more
 from verl_memopt.model.value_model import ValueModel, classifier_config
 from verl_memopt.model.weights import WeightFolder, base_weights, named_weights
 from verl_memopt.observe.byte_tracker import HOST, scope
@@ -115,8 +116,10 @@ def _export(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, dt
     weights_of = plain_weights(model, _exact(plan, model))
     masters = ((name, trained.master(weight, not isinstance(weight, DTensor))) for name, weight in weights_of)
     stream = full_weights(masters, dtype, bucket) if weights else None
+    # A critic is written as a classifier of text, even if its folder has more parts.
+    whole = WeightFolder(Path(plan.folder)) if trained.role is ACTOR and has_more(Path(plan.folder)) else None
     config = classifier_config(model.lm.config) if isinstance(model, ValueModel) else model.lm.config
-    export_folder(folder, config, Path(plan.tokenizer_folder), stream, writes, dtype)
+    export_folder(folder, config, Path(plan.tokenizer_folder), stream, writes, dtype, whole)
     if writes and trained.role is ACTOR:
         write_generation_config(folder, Path(plan.folder), plan.eos_token_ids)
     template = settings.model.custom_chat_template

@@ -1,0 +1,157 @@
+"""The text part of a folder whose model reads more than text, such as images, or has a head for drafting beside its layers.
+
+Only the text part is built and trained: an ordinary causal language model, under its own names. The other weights stay in their
+files, and each saved model gets a copy of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from verl_memopt.errors import ConfigError
+from verl_memopt.model.families import family_of
+from verl_memopt.records import json_of
+
+PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""Beginning of a weight's name in a folder -> its beginning in the text model. Which of them a folder has depends on the version of
+transformers that wrote it."""
+
+AXES = ("mrope_section", "mrope_interleaved")
+"""Entries of ``rope_parameters`` for positions with three axes. A text has equal positions on all of them, which is ordinary
+rotary embedding."""
+
+DTYPE_NAMES = ("dtype", "torch_dtype")
+TIED = "tie_word_embeddings"
+
+IN_RUN = frozenset({"use_cache", "architectures", "transformers_version", *DTYPE_NAMES, TIED})
+"""Fields that a run sets in its own copy of the text part's config, and that :func:`whole_config` does not compare."""
+
+
+class _Typed(TypedDict):
+    model_type: NotRequired[str]
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config of the text part as that of a causal language model. A config of text alone is returned as it is."""
+    family = family_of(config.model_type)
+    if family.text is None:
+        return config
+    part = config.get_text_config()
+    text = copy.deepcopy(part) if part.model_type == family.text else _as_type(part, family.text)
+    # Transformers does not hand this field on to the text part, whose head would then be random.
+    text.tie_word_embeddings = bool(getattr(config, TIED, False) or getattr(part, TIED, False))
+    text.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.text]]
+    text.name_or_path = config.name_or_path
+    return text
+
+
+def _as_type(part: PretrainedConfig, model_type: str) -> PretrainedConfig:
+    # The same layers under other class names.
+    known, fields = CONFIG_MAPPING[model_type](), part.to_dict()
+    fields = {name: value for name, value in fields.items() if hasattr(known, name) and name != "model_type"}
+    fields["rope_parameters"] = {name: value for name, value in fields["rope_parameters"].items() if name not in AXES}
+    text: PretrainedConfig = type(known)(**fields)
+    return text
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """Return the class of transformers that loads a folder with this config, with all its parts."""
+    return AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
+
+
+def is_part(config: PretrainedConfig) -> bool:
+    """Whether a config of :func:`text_config` describes only a part of the model in its folder."""
+    return family_of(_model_type(Path(str(config.name_or_path)))).text is not None
+
+
+def has_more(folder: Path) -> bool:
+    """Whether a folder may hold more than a text model. It may be a folder that is gone, which has nothing."""
+    return bool(family_of(_model_type(folder)).apart)
+
+
+def split_names(folder: Path, stored: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Tell the weights of the text model from the others in a folder.
+
+    Args:
+        folder: Its config.json says which weights belong to the text.
+        stored: Names of all weights in the folder.
+
+    Returns:
+        Name in the text model -> name in the folder, and the names of the other weights.
+
+    Raises:
+        ConfigError: Two weights of the folder have the same name in the text model.
+    """
+    family = family_of(_model_type(folder))
+    if not family.apart:
+        return {name: name for name in stored}, []
+    names, apart = dict[str, str](), list[str]()
+    for name in stored:
+        if name.startswith(family.apart):
+            apart.append(name)
+            continue
+        prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
+        own = PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+        if own in names:
+            raise ConfigError(f"{folder}: {name} and {names[own]} are the same weight of the text. Save the model again.")
+        names[own] = name
+    return names, apart
+
+
+def _model_type(folder: Path) -> str:
+    path = folder / "config.json"
+    return json_of(path, _Typed, "Fetch or save the model again.", ConfigError).get("model_type", "") if path.is_file() else ""
+
+
+def whole_config(text: PretrainedConfig) -> dict[str, Any]:
+    """Return the config of the whole model, for a config of :func:`text_config` of which fields may have been changed since.
+
+    It is the content of the config.json from which ``text`` was read. A changed field is changed in its text part.
+    """
+    source = Path(str(text.name_or_path))
+    raw = json_of(source / "config.json", dict[str, Any], "Fetch or save the model again.", ConfigError)
+    whole = AutoConfig.from_pretrained(source)
+    before, now = text_config(whole).to_dict(), text.to_dict()
+    changed = {name: now[name] for name in (before.keys() & now.keys()) - IN_RUN if before[name] != now[name]}
+    if "rope_parameters" in changed:
+        for older in ("rope_scaling", "rope_theta"):  # they would have priority over the new value
+            raw["text_config"].pop(older, None)
+        axes = whole.get_text_config().rope_parameters
+        changed["rope_parameters"] |= {name: axes[name] for name in AXES if name in axes}
+    raw["text_config"] |= changed
+    if {bool(getattr(config, TIED, False)) for config in (whole, whole.get_text_config())} != {text.tie_word_embeddings}:
+        raw[TIED] = raw["text_config"][TIED] = text.tie_word_embeddings
+    return raw
+
+
+def stated_dtype(config: Mapping[str, Any]) -> str | None:
+    """Return the dtype in the content of a config.json. Many configs of several parts state it only in the text part."""
+    text = config.get("text_config")
+    places = (config, text if isinstance(text, dict) else {})
+    named: str | None = next((place[name] for place in places for name in DTYPE_NAMES if place.get(name)), None)
+    return named
+
+
+def with_dtype(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the content of a config.json with another dtype, wherever it states one."""
+    text = config.get("text_config")
+    if isinstance(text, dict) and any(text.get(key) for key in DTYPE_NAMES):
+        config = {**config, "text_config": _with(text, name)}
+        return _with(config, name) if any(config.get(key) for key in DTYPE_NAMES) else dict(config)
+    return _with(config, name)
+
+
+def _with(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    # Of two spellings the newer one counts.
+    return {**config, "torch_dtype" if config.get("torch_dtype") and not config.get("dtype") else "dtype": name}
