@@ -42,7 +42,8 @@ class Family:
     """For a refused type, a related type that works. None = :data:`NEAREST` says which."""
 
 
-STATE = "have layers of type linear_attention"
+STATE_LAYER = "linear_attention"
+STATE = f"have layers of type {STATE_LAYER}"
 UNEVEN = "have layers of different sizes"
 EXPERTS = "are mixtures of experts"
 CAPPED = "Its capped scores of attention need `attn_implementation=eager`, which `auto` takes."

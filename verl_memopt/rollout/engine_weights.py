@@ -257,7 +257,7 @@ class WeightMap:
             with torch.no_grad(), _Copies(probe) as copies:
                 load(iter([(name, probe)]))
             if copies.places is not None:
-                places[name] = copies.places
+                places[name] = _merged(copies.places)
         return cls(shapes, places, load, dtype)
 
     @torch.no_grad()
@@ -273,6 +273,18 @@ class WeightMap:
             for target in (place.target for place in places)
             # A weight that is stored in several pieces, or in another dtype, has no view that the trainer could use.
             if len(places) == 1 and target.shape == self._shapes[name] and target.dtype == _stored_in(name, self._dtype)
+        }
+
+    def cast_vectors(self) -> dict[str, Tensor]:
+        """Return a new tensor for each vector that the engine casts to another dtype, such as the decay of linear attention.
+
+        Unlike a matrix, a vector costs next to nothing if engine and trainer have one each.
+        """
+        return {
+            name: target.new_empty(target.shape, dtype=self._dtype)
+            for name, places in self._places.items()
+            for target in (place.target for place in places)
+            if len(places) == 1 and target.shape == self._shapes[name] and target.ndim == 1 and target.dtype != self._dtype
         }
 
     @torch.no_grad()
@@ -296,6 +308,30 @@ class WeightMap:
     def _pairs(self, part: WeightSlice) -> Iterator[tuple[Tensor, Tensor]]:
         for place in self._places.get(part.name, ()):
             yield from place.pairs(part)
+
+
+def _merged(places: list[_StoredBox]) -> list[_StoredBox]:
+    # Join boxes of rows that follow one another both in the weight and in the engine's parameter. A loader may copy a weight in
+    # parts, for instance queries, keys and values.
+    merged = places[:1]
+    for place in places[1:]:
+        last = merged[-1]
+        if _follows(last, place):
+            rows = last.target.shape[0] + place.target.shape[0]
+            whole = last.target.as_strided((rows, *last.target.shape[1:]), last.target.stride())
+            merged[-1] = _StoredBox(whole, last.starts)
+        else:
+            merged.append(place)
+    return merged
+
+
+def _follows(last: _StoredBox, place: _StoredBox) -> bool:
+    one, other = last.target, place.target
+    if not last.starts or one.shape[1:] != other.shape[1:] or one.stride() != other.stride():
+        return False
+    next_rows = (last.starts[0] + one.shape[0], *last.starts[1:])
+    beside = one.storage_offset() + one.shape[0] * one.stride(0) == other.storage_offset()
+    return place.starts == next_rows and beside and one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _stored_in(name: str, dtype: torch.dtype) -> torch.dtype:

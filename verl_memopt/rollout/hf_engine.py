@@ -224,7 +224,8 @@ class HfEngine:
         generate: Any = self._model.generate
         options = {"do_sample": False, "max_new_tokens": 1, "pad_token_id": PAD, "return_dict_in_generate": True}
         cache = generate(ids[first, :-1], attention_mask=mask[first, :-1], **options).past_key_values
-        cache.batch_select_indices(torch.tensor(rows, device=ids.device))
+        # Not batch_select_indices, which layers of linear attention do not have.
+        cache.reorder_cache(torch.tensor(rows, device=ids.device))
         return cache
 
     @cached_property

@@ -25,7 +25,7 @@ from verl_memopt.errors import ConfigError, RolloutError, Stopped, UserError
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.out_of_memory import DeviceCap, is_out_of_memory, release_frames, wake_report
 from verl_memopt.memory.quantized_frozen_torch import Packing, nf4_pairs, quantize_blocks
-from verl_memopt.memory.weight_buckets_torch import Weights, joined
+from verl_memopt.memory.weight_buckets_torch import Weights, WeightSlice, as_slice, joined
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.rollout.engine import (
     KEEP_WEIGHTS,
@@ -78,6 +78,9 @@ ENVIRONMENT = {
 }
 """Environment variables that make vLLM run in this process, pin no thread to a core, and send no usage reports."""
 
+PLAIN = "_cpu_unpacked_conv_weight"
+"""Attribute of a layer whose weight vLLM has packed for a CPU, [channels, taps]: the weight before that."""
+
 ADAPTER_ID = 1
 """Number of the policy's adapter in vLLM, which is given room for one adapter."""
 
@@ -108,6 +111,7 @@ class VllmEngine:
         self._keep_group = dist.is_initialized()
         self._map: WeightMap | None = None
         self._shared: SharedPlaces | None = None
+        self._cast: dict[str, torch.Tensor] = {}  # shared weights of which vLLM has a copy in another dtype
         self._adapter: Any = None  # passed with each request, so that vLLM uses the adapter for it
         self._state = EngineState(whole=rollout.load_format != "dummy")
         self._host_bytes = 0
@@ -213,7 +217,7 @@ class VllmEngine:
         with self._state.loading():
             # Slices are copied directly to their places, and no whole tensor is needed.
             if self._in_place:
-                self._llm.apply_model(lambda model: self._learned_map(model).write(checked))
+                self._llm.apply_model(lambda model: self._write(model, checked))
             else:
                 # vLLM gets copies. A tensor may share the memory of a bucket, and the next tensor overwrites this memory before
                 # vLLM has used the first.
@@ -227,7 +231,9 @@ class VllmEngine:
     def share_weights(self) -> dict[str, torch.Tensor]:
         if not self._in_place:
             raise RolloutError("vLLM keeps quantized weights, or tensors that it derives from experts or latent attention")
-        (views,) = self._llm.apply_model(lambda model: self._learned_map(model).views())
+        (places,) = self._llm.apply_model(self._learned_map)
+        self._cast = places.cast_vectors()
+        views = places.views() | self._cast
         apart = [name for name in self._expected.shapes if name not in views]
         if apart:
             raise RolloutError(f"vLLM stores {len(apart)} weights in another form or in pieces, such as {apart[0]}")
@@ -241,6 +247,7 @@ class VllmEngine:
         assert self._shared is not None, "the weights are not shared"
         with self._state.loading():
             self._shared.check(self._model, weights)
+            self._write(self._model, map(as_slice, self._cast.items()))
             if adapters:
                 self._load_adapter(adapters)
             self._reset_prefix_cache()
@@ -397,9 +404,14 @@ class VllmEngine:
 
     def _learned_map(self, model: Any) -> WeightMap:
         if self._map is None:
-            with _without_adapters(model):
+            with _without_adapters(model), _plain_convolutions(model):
                 self._map = WeightMap.of(self._expected.shapes, model.load_weights, self._dtype)
         return self._map
+
+    def _write(self, model: Any, weights: Iterator[WeightSlice]) -> None:
+        places = self._learned_map(model)
+        with _plain_convolutions(model):
+            places.write(weights)
 
     @property
     def _runner(self) -> Any:
@@ -510,6 +522,24 @@ def _without_adapters(model: nn.Module) -> Iterator[None]:
     finally:
         for name, module in wrapped.items():
             model.set_submodule(name, module)
+
+
+@contextmanager
+def _plain_convolutions(model: nn.Module) -> Iterator[None]:
+    """Let the weights of convolutions be those that the loader knows. At the end, put them into the order of vLLM's CPU kernel.
+
+    vLLM does this when it starts, but not when weights are loaded again. Their plain order would then be taken for the other.
+    """
+    packed = {module: module.weight.data for module in model.modules() if hasattr(module, PLAIN)}
+    for module in packed:
+        module.weight.data = getattr(module, PLAIN).unsqueeze(1)
+    try:
+        yield
+    finally:
+        for module, weight in packed.items():
+            from vllm._custom_ops import causal_conv1d_weight_pack
+
+            module.weight.data = weight.copy_(causal_conv1d_weight_pack(getattr(module, PLAIN)))
 
 
 def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:

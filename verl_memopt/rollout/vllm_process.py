@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,9 +24,12 @@ from verl_memopt.distributed.device import empty_cache, is_gpu, memory_info
 from verl_memopt.errors import ConfigError, RolloutError
 from verl_memopt.memory.lora import slot_rank
 from verl_memopt.memory.rollout_memory import AUTO, host_bytes_asleep
+from verl_memopt.model.families import STATE_LAYER, layer_types
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.observe.device_ledger import Asleep
 from verl_memopt.rollout.engine import KEEP_WEIGHTS, KEY, EnginePlace, SamplingSettings, max_model_len, random_state_kept
+
+logger = logging.getLogger(__name__)
 
 # The arguments of vLLM from the settings of rollouts, and the check that vLLM uses each of them.
 
@@ -110,12 +113,43 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, A
             raise ConfigError(
                 f"{KEY}.engine_kwargs.vllm.{name}: {SET_BY.get(name, f'{KEY}.{name}')} sets it already. Use that key alone."
             )
-    if rollout.enable_prefix_caching and not is_gpu(place.device):
+    if carries_state(place):
+        arguments |= _with_state(arguments, rollout, place)
+    elif rollout.enable_prefix_caching and not is_gpu(place.device):
         arguments["block_size"] = CPU_BLOCK_TOKENS
     if not is_gpu(place.device) and rollout.max_num_batched_tokens >= max_model_len(rollout):
         # For a part of a prompt vLLM draws a token and takes the draw back, which the seeded generators of a CPU cannot do.
         arguments["enable_chunked_prefill"] = False
     return arguments | further
+
+
+def carries_state(place: EnginePlace) -> bool:
+    """Whether the model has layers of linear attention, which carry a state from token to token."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(place.model_folder, trust_remote_code=place.trust_remote_code)
+    return STATE_LAYER in layer_types(config.get_text_config())
+
+
+def _with_state(arguments: Mapping[str, Any], rollout: schema.Rollout, place: EnginePlace) -> dict[str, Any]:
+    # Arguments for a model with layers of linear attention. Refuse what vLLM refuses only in its first forward.
+    if place.lora_rank:
+        raise ConfigError(
+            f"{KEY}.share_weights: vLLM has no adapters for layers of linear attention. Set {KEY}.share_weights=false, with which "
+            f"vLLM gets merged weights, or {KEY}.name=hf."
+        )
+    if is_gpu(place.device):
+        return {}
+    if arguments["dtype"] != "bfloat16":
+        raise ConfigError(
+            f"{KEY}.dtype={rollout.dtype}: on a CPU vLLM computes layers of linear attention in bfloat16 alone. Set "
+            f"{KEY}.dtype=bfloat16, or {KEY}.name=hf, which computes them in any dtype."
+        )
+    if not rollout.enable_prefix_caching:
+        return {}
+    # With it vLLM would compute a prompt in parts, and draw a token for each part. See enable_chunked_prefill below.
+    logger.info("%s.enable_prefix_caching: off, because a block of the cache would have to be as large as a layer's state", KEY)
+    return {"enable_prefix_caching": False}
 
 
 def _cache_bytes(rollout: schema.Rollout, place: EnginePlace) -> int | None:
