@@ -53,6 +53,7 @@ from verl_memopt.rollout.vllm_process import (
     asleep_in_vllm,
     bytes_to_wake,
     can_sleep,
+    carries_state,
     check_arrived,
     check_free_memory,
     check_no_other_sleeper,
@@ -99,7 +100,7 @@ class VllmEngine:
 
     def __init__(self, rollout: schema.Rollout, place: EnginePlace) -> None:
         assert place.world_size == 1 or dist.is_initialized(), "the default process group must exist before the engines"
-        arguments = engine_arguments(rollout, place)
+        arguments = engine_arguments(rollout, place, carries_state(place))
         check_free_memory(arguments["gpu_memory_utilization"], rollout, place.device)
         self._place = place
         self._dtype = dtype_of(rollout.dtype, f"{KEY}.dtype")

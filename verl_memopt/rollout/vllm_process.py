@@ -72,11 +72,12 @@ ARRIVED_IN = {
 """Part of vLLM's resolved settings -> the arguments that it contains under the same names."""
 
 
-def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, Any]:
-    """Return vLLM's keyword arguments.
+def engine_arguments(rollout: schema.Rollout, place: EnginePlace, with_state: bool = False) -> dict[str, Any]:
+    """Return vLLM's keyword arguments. ``with_state``: the model has layers of linear attention.
 
     Raises:
-        ConfigError: A name in ``engine_kwargs.vllm`` repeats a rollout key, or the engine should sleep on a CPU.
+        ConfigError: A name in ``engine_kwargs.vllm`` repeats a rollout key, the engine should sleep on a CPU, or vLLM cannot
+            compute layers of linear attention with these settings.
     """
     if rollout.free_cache_engine and not is_gpu(place.device):
         raise ConfigError(
@@ -113,7 +114,7 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, A
             raise ConfigError(
                 f"{KEY}.engine_kwargs.vllm.{name}: {SET_BY.get(name, f'{KEY}.{name}')} sets it already. Use that key alone."
             )
-    if carries_state(place):
+    if with_state:
         arguments |= _with_state(arguments, rollout, place)
     elif rollout.enable_prefix_caching and not is_gpu(place.device):
         arguments["block_size"] = CPU_BLOCK_TOKENS
@@ -124,7 +125,7 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, A
 
 
 def carries_state(place: EnginePlace) -> bool:
-    """Whether the model has layers of linear attention, which carry a state from token to token."""
+    # Whether the model has layers of linear attention, which carry a state from token to token.
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(place.model_folder, trust_remote_code=place.trust_remote_code)
