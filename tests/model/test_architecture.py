@@ -27,7 +27,6 @@ def test_a_tested_type_is_supported(model_type):
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("qwen3_5", "have layers of type linear_attention;"),
         ("qwen3_next", "have layers of type linear_attention;"),
         ("bamba", "have layers of type linear_attention;"),
         ("falcon_h1", "have layers of type hybrid;"),
@@ -55,7 +54,7 @@ def test_an_error_names_the_folder_the_type_and_the_types_that_are_tested():
 
 @pytest.mark.parametrize(
     ("model_type", "nearest"),
-    [("gemma4_text", "gemma3_text"), ("qwen2_5_vl", "qwen3_vl"), ("mixtral", "jetmoe"), ("deepseek_v3", "jetmoe")],
+    [("gemma4_text", "gemma3_text"), ("qwen2_5_vl", "qwen3_vl"), ("mixtral", "jetmoe"), ("qwen3_next", "qwen3_5_text")],
 )
 def test_an_error_names_the_nearest_type_that_works(model_type, nearest):
     config = tiny_config(model_type)

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.model.architectures import tiny_folder, whole_model
+from tests.model.architectures import text_name, tiny_folder, whole_model
 from tests.model.test_build import filled
 from verl_memopt.config.schema import Actor, Model
 from verl_memopt.errors import ConfigError
@@ -18,7 +18,7 @@ from verl_memopt.model.packing_check import check_architecture
 from verl_memopt.model.text_part import split_names, with_dtype
 from verl_memopt.model.weights import WeightFolder, load_model_config, named_weights
 
-KINDS = ["qwen3_vl", "gemma3"]
+KINDS = ["qwen3_vl", "gemma3", "qwen3_5"]
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])
 PROCESSOR = '{"size": {"longest_edge": 56}}'
 
@@ -27,6 +27,10 @@ def folder_of(at, kind, tied=True):
     """A folder with a processor, and in its config and its weights what published folders have."""
     folder = tiny_folder(at, kind, tie_word_embeddings=tied)
     (folder / "preprocessor_config.json").write_text(PROCESSOR)
+    if kind.startswith("qwen3_5"):
+        file = folder / "model.safetensors"
+        drafts = {"mtp.fc.weight": torch.randn(4, 8), "mtp.layers.0.mlp.gate.weight": torch.arange(3)}
+        save_file(load_file(file) | drafts, file, {"format": "pt"})
     return folder
 
 
@@ -60,10 +64,9 @@ def test_only_the_text_part_is_built(folder):
     policy = filled(folder)
     names = {name for name, _ in named_weights(policy)}
     assert all(name.startswith(("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")) for name in names)
-    assert isinstance(policy.decoder, Decoder) == ("qwen3_vl" in str(folder_type(folder)))
-    whole = dict(whole_model(folder).named_parameters())
-    for name, parameter in named_weights(policy):
-        assert torch.equal(parameter, whole[name.replace("model.", "model.language_model.", 1)])
+    assert isinstance(policy.decoder, Decoder) == (folder_type(folder) != "gemma3")
+    whole = {text_name(name): parameter for name, parameter in whole_model(folder).named_parameters()}
+    assert all(torch.equal(parameter, whole[name]) for name, parameter in named_weights(policy))
 
 
 def folder_type(folder):
@@ -89,7 +92,7 @@ def test_trained_weights_are_saved_under_the_names_of_the_folder_and_the_others_
     for name in source.stored.values():
         assert torch.equal(after[name], (before[name] + 0.25).bfloat16())
     for name in source.apart:
-        assert after[name].dtype == torch.float32
+        assert after[name].dtype == before[name].dtype
         assert torch.equal(after[name], before[name])
     assert stored_dtype(out, torch.float32) == torch.bfloat16
 
@@ -155,6 +158,30 @@ def test_the_driver_learns_which_weights_are_apart(folder):
     assert checked.has_more
     assert set(checked.apart) == bytes_of(folder).keys() - set(WeightFolder(folder).stored.values())
     assert checked.weights.keys() == WeightFolder(folder).names.keys()
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "model."])
+def test_a_text_folder_keeps_its_prefix_and_its_head_for_drafting(tmp_path, prefix):
+    folder = folder_of(tmp_path / "model", "qwen3_5_text", tied=False)
+    file = folder / "model.safetensors"
+    # Transformers writes the prefix beside a text config if it has loaded the model from a folder with the prefix.
+    of_text = {name: prefix + name.removeprefix("model.") if name.startswith("model.") else name for name in bytes_of(folder)}
+    renamed = {of_text[name]: tensor for name, tensor in load_file(file).items()}
+    save_file(renamed, file, {"format": "pt"})
+    out = exported(folder, tmp_path / "out")
+    assert bytes_of(out).keys() == renamed.keys()
+    assert torch.equal(bytes_of(out)["mtp.fc.weight"], renamed["mtp.fc.weight"])
+    assert torch.equal(logits(whole_model(out)), logits(whole_model(folder)))
+    assert json.loads((out / "config.json").read_text())["model_type"] == "qwen3_5_text"
+    assert check_architecture(Model(path=str(folder)), folder, 64, Actor()).has_more
+
+
+def test_the_text_of_a_saved_qwen3_5_loads_alone_with_the_same_logits(tmp_path):
+    for tied in (True, False):
+        folder = folder_of(tmp_path / f"model{tied}", "qwen3_5", tied)
+        out = exported(folder, tmp_path / f"out{tied}")
+        alone = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+        torch.testing.assert_close(logits(alone), logits(whole_model(folder)), rtol=0, atol=1e-6)
 
 
 def test_names_of_any_version_of_transformers_become_those_of_the_text_model(tmp_path):
