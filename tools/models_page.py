@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from verl_memopt.model.families import FAMILIES, Family
+from verl_memopt.model.families import FAMILIES, Family, family_of
 
 HEAD = """# Which models
 
@@ -21,6 +21,12 @@ alone and for rows that share a prompt ([shared prompts](shared_prompt.md)). Typ
 compared with a window that is shorter than the prompts. *Knobs inside blocks* says whether our own decoder computes the
 model. Only there do `recompute_elementwise`, `prune_last_block` and `tiled_mlp` act ([knobs](memory.md)). In the other models
 `tiled_mlp` is refused, and the other two have no effect, which a line of the log says.
+
+Some models read images too. Their text part is trained, as a language model of its own: the rows must be text. The rest of such a
+model, and a head for drafting (`mtp`), is never loaded. A saved model gets a copy of it, byte for byte, with the config and the
+processor's files of the folder that training started from. So it loads wherever that folder loads. The engine of a run gets the
+text part alone (`engine_config` in the run folder). The head for drafting still expects the model before training, so an engine
+that drafts with it may accept fewer drafts.
 
 | `model_type` | models | knobs inside blocks | also |
 |---|---|---|---|
@@ -43,8 +49,8 @@ FOOT = """
 
 A type that is in neither table may still work. Three checks decide, and each runs as early as possible.
 
-1. The config is read. It shows encoders, other inputs than text, layers that carry state, factors of the logits that no
-   row of the table names, mixtures of experts and windows. Rows longer than the trained length of a LongRoPE or dynamic
+1. The config is read. It shows encoders, other inputs than text without a known text part, layers that carry state, factors
+   of the logits that no row of the table names, mixtures of experts and windows. Rows longer than the trained length of a LongRoPE or dynamic
    rotary embedding are refused too.
 2. The model is built without weights, before any worker starts. This shows whether transformers can build it with attention
    over packed rows, where its blocks and its head are, and whether its checkpoint names the weights as the model does.
@@ -63,7 +69,8 @@ def page() -> str:
 
 
 def _works(family: Family) -> str:
-    return f"| `{family.model_type}` | {family.models} | {'yes' if family.classes else ''} | {family.note} |\n"
+    own = "yes" if family_of(family.text or family.model_type).classes else ""
+    return f"| `{family.model_type}` | {family.models} | {own} | {family.note} |\n"
 
 
 if __name__ == "__main__":

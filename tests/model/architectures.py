@@ -42,7 +42,14 @@ def tiny_config(model_type, **more):
     return kind(text_config=type(text)(**fields).to_dict(), **VISION.get(model_type, {}), **outer)
 
 
-_QWEN_EYES = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_position_embeddings": 16, "out_hidden_size": 64}
+_QWEN_EYES = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "out_hidden_size": 64,
+}
 VISION: dict[str, Any] = {
     "gemma3": {
         "vision_config": {

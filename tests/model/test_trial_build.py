@@ -2,7 +2,7 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModelForTokenClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.critics import with_value_head

@@ -110,6 +110,43 @@ def test_what_was_written_is_found_equal_and_one_changed_element_is_named(rows, 
     assert (set(changed.equal), changed.different) == (set(SHAPES) - {"k"}, ["k"])
 
 
+def test_a_weight_that_is_copied_in_parts_to_neighbouring_rows_has_one_view():
+    fused, apart, moved = torch.zeros(9, 6), torch.zeros(9, 6), torch.zeros(9, 6)
+
+    def load(weights):
+        for name, tensor in weights:
+            target = {"fused": fused, "apart": apart, "moved": moved}[name]
+            for first, last, at in {
+                "fused": [(0, 2, 1), (2, 5, 3)],
+                "apart": [(0, 2, 1), (2, 5, 4)],
+                "moved": [(2, 4, 1), (0, 2, 3)],
+            }[name]:
+                target[at : at + last - first].copy_(tensor[first:last])
+
+    shapes = {"fused": torch.Size((5, 6)), "apart": torch.Size((5, 6)), "moved": torch.Size((4, 6))}
+    places = WeightMap.of(shapes, load, torch.float32)
+    views = places.views()
+    assert views.keys() == {"fused"}
+    assert views["fused"].data_ptr() == fused[1:].data_ptr()
+    whole = {name: torch.randn(shape) for name, shape in shapes.items()}
+    places.write(sliced(whole, 3))
+    assert torch.equal(fused[1:6], whole["fused"])
+    assert torch.equal(torch.cat([apart[1:3], apart[4:7]]), whole["apart"])
+    assert torch.equal(torch.cat([moved[3:5], moved[1:3]]), whole["moved"])
+
+
+def test_a_vector_that_the_engine_casts_gets_a_tensor_of_its_own():
+    stored = {"vector": torch.zeros(4), "matrix": torch.zeros(4, 2), "same": torch.zeros(4, dtype=torch.bfloat16)}
+
+    def load(weights):
+        for name, tensor in weights:
+            stored[name].copy_(tensor)
+
+    places = WeightMap.of({name: tensor.shape for name, tensor in stored.items()}, load, torch.bfloat16)
+    ((name, vector),) = places.cast_vectors().items()
+    assert (name, vector.dtype, vector.shape, places.views().keys()) == ("vector", torch.bfloat16, (4,), {"same"})
+
+
 def test_a_tensor_without_a_place_cannot_be_compared():
     model, tensor = FusedModel(0, 1), torch.randn(3)
     places = WeightMap.of({"halved": tensor.shape}, model.load_weights, torch.float32)

@@ -80,9 +80,7 @@ def export_folder(
         _write_weights(folder, weights if source is None else _whole(weights, source, writes), writes)
 
 
-def export_stored(
-    folder: Path, stored: Path, weights: Weights, dtype: torch.dtype, source: WeightFolder | None = None
-) -> None:
+def export_stored(folder: Path, stored: Path, weights: Weights, dtype: torch.dtype, source: WeightFolder | None = None) -> None:
     """Write a model with new weights. All other files are copied from ``stored``, which :func:`export_folder` wrote.
 
     ``weights`` have the dtype ``dtype``, which is written into the new config. ``source`` is as in :func:`export_folder`.

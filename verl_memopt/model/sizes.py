@@ -21,6 +21,7 @@ from verl_memopt.model.weights import empty_model, load_model_config
 class ModelSize:
     hidden: int
     mlp: int
+    """Width of the MLP. For a mixture of experts, the width of all experts that a token passes."""
     layers: int
     heads: int
     kv_heads: int
@@ -37,7 +38,8 @@ class ModelSize:
     positions: int | None = None
     """Number of tokens of the longest sequence, from its config. None = unknown."""
     counted: tuple[int, int] | None = None
-    """(parameters of the model, parameters of a block), counted in a model without storage. None = they follow from the sizes."""
+    """(parameters of the model, parameters of its largest block), counted in a model without storage. None = they follow from the
+    sizes."""
 
     @property
     def widest(self) -> int:
@@ -72,10 +74,41 @@ PUBLISHED = {
     "Qwen/Qwen3-8B": ModelSize(4096, 12_288, 36, 32, 8, 128, 151_936, False, qk_norm=True, positions=40_960),
     "Qwen/Qwen3-14B": ModelSize(5120, 17_408, 40, 40, 8, 128, 151_936, False, qk_norm=True, positions=40_960),
     "Qwen/Qwen3-32B": ModelSize(5120, 25_600, 64, 64, 8, 128, 151_936, False, qk_norm=True, positions=40_960),
+    "Qwen/Qwen3-30B-A3B": ModelSize(
+        2048, 6144, 48, 32, 4, 128, 151_936, False, qk_norm=True, positions=40_960, counted=(30_532_122_624, 623_120_640)
+    ),
+    "Qwen/Qwen3.5-0.8B": ModelSize(
+        1024, 3584, 24, 8, 2, 256, 248_320, True, qk_norm=True, positions=2**18, counted=(752_393_024, 21_555_360)
+    ),
+    "Qwen/Qwen3.5-4B": ModelSize(
+        2560, 9216, 32, 16, 4, 256, 248_320, True, qk_norm=True, positions=2**18, counted=(4_205_751_296, 112_923_840)
+    ),
+    "Qwen/Qwen3.5-9B": ModelSize(
+        4096, 12_288, 32, 16, 4, 256, 248_320, False, qk_norm=True, positions=2**18, counted=(8_953_803_264, 218_407_104)
+    ),
+    "Qwen/Qwen3.5-27B": ModelSize(
+        5120, 17_408, 64, 24, 4, 256, 248_320, False, qk_norm=True, positions=2**18, counted=(26_895_998_464, 383_273_184)
+    ),
+    "google/gemma-3-4b-it": ModelSize(
+        2560,
+        10_240,
+        34,
+        8,
+        4,
+        256,
+        262_208,
+        True,
+        qk_norm=True,
+        slides=True,
+        prunes=False,
+        positions=2**17,
+        counted=(3_880_263_168, 94_382_592),
+    ),
     "meta-llama/Llama-3.2-1B-Instruct": ModelSize(2048, 8192, 16, 32, 8, 64, 128_256, True, positions=2**17),
     "meta-llama/Llama-3.2-3B-Instruct": ModelSize(3072, 8192, 28, 24, 8, 128, 128_256, True, positions=2**17),
 }
-"""Hub id -> sizes, for the models of the presets ``model=``, so that nothing must be fetched for them."""
+"""Hub id -> sizes, for the models of the presets ``model=``, so that nothing must be fetched for them. Of a model that reads more
+than text, these are the sizes of its text part."""
 
 
 def size_of(model: Model | CriticModel, key: str) -> ModelSize:
@@ -110,7 +143,9 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
     layers: Any = getattr(empty.get_decoder(), "layers", None)
     if layers is None:
         raise refused(config, str(folder), NO_LIST, key)
-    block, heads = layers[0], config.num_attention_heads
+    # The layers of a model need not be equal, and some have no attention.
+    numbers, heads = [sum(weight.numel() for weight in block.parameters()) for block in layers], config.num_attention_heads
+    attention = next(block.self_attn for block in layers if hasattr(block, "self_attn"))
     return ModelSize(
         hidden=config.hidden_size,
         mlp=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
@@ -120,8 +155,8 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         vocab=config.vocab_size,
         tied=bool(config.tie_word_embeddings),
-        qk_norm=hasattr(block.self_attn, "q_norm"),
-        prunes=type(block).__name__ in OWN_BLOCKS,
+        qk_norm=hasattr(attention, "q_norm"),
+        prunes=type(layers[-1]).__name__ in OWN_BLOCKS and not hasattr(layers[-1], "linear_attn"),
         positions=getattr(config, "max_position_embeddings", None),
-        counted=(sum(weight.numel() for weight in empty.parameters()), sum(weight.numel() for weight in block.parameters())),
+        counted=(sum(weight.numel() for weight in empty.parameters()), max(numbers)),
     )

@@ -24,8 +24,8 @@ PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-"""Beginning of a weight's name in a folder -> its beginning in the text model. Which of them a folder has depends on the version of
-transformers that wrote it."""
+"""Beginning of a weight's name in a folder -> its beginning in the text model. Which of them a folder has depends on the version
+of transformers that wrote it."""
 
 AXES = ("mrope_section", "mrope_interleaved")
 """Entries of ``rope_parameters`` for positions with three axes. A text has equal positions on all of them, which is ordinary

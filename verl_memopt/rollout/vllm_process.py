@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -136,8 +137,8 @@ def _with_state(arguments: Mapping[str, Any], rollout: schema.Rollout, place: En
     # Arguments for a model with layers of linear attention. Refuse what vLLM refuses only in its first forward.
     if place.lora_rank:
         raise ConfigError(
-            f"{KEY}.share_weights: vLLM has no adapters for layers of linear attention. Set {KEY}.share_weights=false, with which "
-            f"vLLM gets merged weights, or {KEY}.name=hf."
+            f"{KEY}.share_weights: vLLM has no adapters for layers of linear attention. Set {KEY}.share_weights=false, with "
+            f"which vLLM gets merged weights, or {KEY}.name=hf."
         )
     if is_gpu(place.device):
         return {}
@@ -293,9 +294,14 @@ def copies_in_place(model_config: Any, quantization: str) -> bool:
 
 
 def advice_for(error: BaseException) -> str:
-    """Return advice with our keys for vLLM's errors about a small cache or a model without adapters; "" for other errors."""
+    """Return advice with our keys for vLLM's errors that need another setting or package; "" for other errors."""
     if "LoRA" in str(error):
         return f" Here: set {KEY}.share_weights=false, with which vLLM gets merged weights."
+    if "failed to be inspected" in str(error) and find_spec("torchvision") is None:
+        return (
+            f" Here: install torchvision, which vLLM imports for this type of model even if only its text is used, or set "
+            f"{KEY}.name=hf."
+        )
     if "KV cache" not in str(error) and "cache blocks" not in str(error):
         return ""
     raised = f"raise {KEY}.gpu_memory_utilization or {KEY}.kv_cache_memory_gb (with auto: free memory, as verl-memopt fit says)"

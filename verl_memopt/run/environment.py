@@ -121,11 +121,11 @@ def resolve_environment(
     checked = check_architecture(model, folder, longest)
     if checked.apart:
         logger.info(
-            "%s: %d weights beside the text model, such as %s, are left as they are on disk, and every saved model gets a copy%s",
+            "%s: %d weights beside the text model, such as %s, stay on disk as they are, and every saved model gets a copy",
             folder, len(checked.apart), checked.apart[0],
-            ". So the head for drafting (mtp) still expects the model before training, and an engine may accept fewer of its drafts"
-            if any(name.startswith("mtp.") for name in checked.apart) else "",
         )  # fmt: skip
+        if any(name.startswith("mtp.") for name in checked.apart):
+            logger.info("the head for drafting (mtp) is left as it was, so an engine may accept fewer of its drafts")
     tokenizer_folder = folder
     if model.tokenizer_path is not None:
         trusted = model.trust_remote_code or data.trust_remote_code
