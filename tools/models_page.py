@@ -50,8 +50,8 @@ FOOT = """
 A type that is in neither table may still work. Three checks decide, and each runs as early as possible.
 
 1. The config is read. It shows encoders, other inputs than text without a known text part, layers that carry state, factors
-   of the logits that no row of the table names, mixtures of experts and windows. Rows longer than the trained length of a LongRoPE or dynamic
-   rotary embedding are refused too.
+   of the logits that no row of the table names, mixtures of experts and windows. Rows longer than the trained length of a
+   LongRoPE or dynamic rotary embedding are refused too.
 2. The model is built without weights, before any worker starts. This shows whether transformers can build it with attention
    over packed rows, where its blocks and its head are, and whether its checkpoint names the weights as the model does.
 3. The model with its weights computes a few random rows in each worker: packed, packed beside other rows, and alone. The

@@ -1,6 +1,7 @@
 """A folder of a multimodal model, trained as text: what is read, what stays on disk, and what a saved model holds."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from verl_memopt.config.schema import Actor, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.decoder import Decoder
 from verl_memopt.model.export import export_folder, stored_dtype
+from verl_memopt.model.given import write_model
 from verl_memopt.model.packing_check import check_architecture
 from verl_memopt.model.text_part import split_names, with_dtype
+from verl_memopt.model.tiny import build_tokenizer
 from verl_memopt.model.weights import WeightFolder, load_model_config, named_weights
 
 KINDS = ["qwen3_vl", "gemma3", "qwen3_5"]
@@ -182,6 +185,20 @@ def test_the_text_of_a_saved_qwen3_5_loads_alone_with_the_same_logits(tmp_path):
         out = exported(folder, tmp_path / f"out{tied}")
         alone = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
         torch.testing.assert_close(logits(alone), logits(whole_model(folder)), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_as_an_object_keeps_its_parts_and_its_processor_and_the_log_names_what_it_lost(tmp_path, kind, caplog):
+    folder = folder_of(tmp_path / "model", kind)
+    build_tokenizer(320).save_pretrained(folder)
+    model = whole_model(folder)
+    settings = write_model(model, None, tmp_path / "inputs")
+    written = Path(settings["actor_rollout_ref.model.path"])
+    assert (written / "preprocessor_config.json").read_text() == PROCESSOR
+    assert ("the object has no mtp.fc.weight, and 1 more weights" in caplog.text) == (kind == "qwen3_5")
+    out = exported(written, tmp_path / "out")
+    assert torch.equal(logits(whole_model(out)), logits(model))
+    assert bytes_of(out).keys() == bytes_of(written).keys() >= {name for name in bytes_of(folder) if "mtp" not in name}
 
 
 def test_names_of_any_version_of_transformers_become_those_of_the_text_model(tmp_path):

@@ -27,6 +27,7 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_buffer
 from verl_memopt.memory.lora import Lora
 from verl_memopt.memory.quantized_frozen_torch import QuantizedLinear, quantized_layers, stored_weight
+from verl_memopt.model.families import text_name, whole_name
 from verl_memopt.observe.byte_tracker import scope
 
 KEY = "actor_rollout_ref.model"
@@ -358,7 +359,13 @@ def with_adapter(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tens
 
 
 def save_adapter(
-    folder: Path, model: nn.Module, base: str, settings: Lora, writes: bool, start: StartingAdapter | None = None
+    folder: Path,
+    model: nn.Module,
+    base: str,
+    settings: Lora,
+    writes: bool,
+    start: StartingAdapter | None = None,
+    in_whole: bool = False,
 ) -> None:
     """Write the adapters to a folder in the peft format: adapter_config.json and adapter_model.safetensors.
 
@@ -369,6 +376,7 @@ def save_adapter(
         settings: Rank, alpha and scaling.
         writes: Whether this rank writes. All ranks must call this function, because they gather in step.
         start: Write these adapters instead of the trained ones.
+        in_whole: The base is the text part of a multimodal model. Write the names of the layers in the whole model.
     """
     trained = {} if start is not None else whole_parameters(model)
     own = stored_adapters(model) | _beside(trained)
@@ -377,6 +385,8 @@ def save_adapter(
     if not writes:
         return
     folder.mkdir(parents=True, exist_ok=True)
+    if in_whole:
+        tensors = {PEFT + whole_name(name.removeprefix(PEFT)): tensor for name, tensor in tensors.items()}
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     names = sorted({name.rsplit(".", 1)[-1] for name in adapters(model)})
@@ -441,7 +451,9 @@ def _read(folder: Path, allowed: Mapping[str, Tensor], needed: Mapping[str, Tens
     setting, path = f"{key}.lora_adapter_path={folder}", folder / "adapter_model.safetensors"
     if not path.is_file():
         raise ConfigError(f"{setting}: it has no adapter_model.safetensors. Give a folder in the peft format.")
-    tensors = load_file(path)
+    # Adapters of a multimodal model have the names of its text part, of which other names are unexpected.
+    stored = load_file(path)
+    tensors = {name if name in allowed else PEFT + text_name(name.removeprefix(PEFT)): stored[name] for name in stored}
     # All problems are collected, because a wrong rank or a wrong list of layers shows as a pattern.
     problems = [f"missing {name}" for name in needed if name not in tensors]
     problems += [f"unexpected {name}" for name in tensors if name not in allowed]

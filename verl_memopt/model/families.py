@@ -258,6 +258,25 @@ def family_of(model_type: str) -> Family:
     return next((family for family in FAMILIES if family.model_type == model_type), Family(model_type, ""))
 
 
+TEXT_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""Beginning of a text weight's name in a multimodal model -> its beginning in the text model. Transformers has the first form, and
+the others in folders of earlier versions."""
+
+
+def text_name(name: str) -> str:
+    prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
+    return TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+
+
+def whole_name(name: str) -> str:
+    """Return the name of a weight of the text model in the multimodal model as transformers builds it."""
+    return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
+
+
 def layer_types(config: PretrainedConfig) -> list[str]:
     for name in ("layer_types", "layers_block_type"):
         kinds = getattr(config, name, None)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 from verl_memopt.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _AT = "actor_rollout_ref.model."
 _WRAPPED = ".base_layer"
@@ -46,7 +50,27 @@ def write_model(model: Any, tokenizer: Any, inputs: Path) -> dict[str, Any]:
     own = {name.replace(_WRAPPED, ""): weight for name, weight in weights.items() if ".lora_" not in name}
     base.save_pretrained(folder, **({} if own.keys() == weights.keys() else {"state_dict": own}))
     _loaded_tokenizer(tokenizer, source).save_pretrained(folder)
+    if source and Path(source).is_dir():
+        _take_rest(folder, Path(source))
     return settings
+
+
+def _take_rest(folder: Path, source: Path) -> None:
+    # A multimodal model as an object has no processor, but its folder does. Transformers also drops weights that it does not know
+    # when it loads a model, such as a head for drafting.
+    from verl_memopt.model.export import PROCESSORS
+    from verl_memopt.model.text_part import has_more
+    from verl_memopt.model.weights import WeightFolder
+
+    for file in source.glob(PROCESSORS):
+        shutil.copyfile(file, folder / file.name)
+    written = WeightFolder(folder)
+    left_out = [name for name in WeightFolder(source).apart if name not in written.apart] if has_more(source) else []
+    if left_out:
+        logger.warning(
+            "model: the object has no %s, and %d more weights of %s: the saved model will not have them. Give the folder to keep "
+            "them", left_out[0], len(left_out) - 1, source,
+        )  # fmt: skip
 
 
 def teacher_settings(teacher: Any, inputs: Path) -> dict[str, Any]:

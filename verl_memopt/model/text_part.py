@@ -16,16 +16,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from verl_memopt.errors import ConfigError
-from verl_memopt.model.families import family_of
+from verl_memopt.model.families import family_of, text_name
 from verl_memopt.records import json_of
-
-PREFIXES = {
-    "model.language_model.": "model.",
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-}
-"""Beginning of a weight's name in a folder -> its beginning in the text model. Which of them a folder has depends on the version
-of transformers that wrote it."""
 
 AXES = ("mrope_section", "mrope_interleaved")
 """Entries of ``rope_parameters`` for positions with three axes. A text has equal positions on all of them, which is ordinary
@@ -101,8 +93,7 @@ def split_names(folder: Path, stored: Iterable[str]) -> tuple[dict[str, str], li
         if name.startswith(family.apart):
             apart.append(name)
             continue
-        prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
-        own = PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+        own = text_name(name)
         if own in names:
             raise ConfigError(f"{folder}: {name} and {names[own]} are the same weight of the text. Save the model again.")
         names[own] = name

@@ -71,6 +71,7 @@ def take_moved(model: Any, run: Path) -> None:
         ArgumentError: The run saved no checkpoint.
     """
     from verl_memopt.distributed.sharded_state import StoredTensors
+    from verl_memopt.model.families import whole_name
     from verl_memopt.run.checkpoints import CheckpointStore
     from verl_memopt.trainer.loop import REFERENCE
 
@@ -81,6 +82,8 @@ def take_moved(model: Any, run: Path) -> None:
         raise ArgumentError(f"ref_model: the reference has moved, and {run} has no checkpoint of it. Set save_strategy=steps.")
     stored = StoredTensors(newest.folder / REFERENCE)
     weights = {name.removeprefix("lm."): stored.read(name) for name in stored.names}
+    if model.config.get_text_config() is not model.config:
+        weights = {whole_name(name): weight for name, weight in weights.items()}
     model.load_state_dict(weights, strict=False)  # a head that is tied to the embedding is not stored
 
 

@@ -18,7 +18,7 @@ from verl_memopt.memory.quantized_frozen_torch import quantized_layers
 from verl_memopt.memory.weight_buckets_torch import WeightSlice, full_weights, weight_slices
 from verl_memopt.model.export import ADAPTER, export_folder, saved_dtype, write_generation_config
 from verl_memopt.model.packed_model import PackedModel
-from verl_memopt.model.text_part import has_more
+from verl_memopt.model.text_part import has_more, is_part
 from verl_memopt.model.value_model import ValueModel, classifier_config
 from verl_memopt.model.weights import WeightFolder, base_weights, named_weights
 from verl_memopt.observe.byte_tracker import HOST, scope
@@ -69,6 +69,7 @@ def save_trained(
     section = plan.settings if trained.role is ACTOR else plan.critic
     assert section is not None
     model, exported, adapter = section.model, folder / "huggingface", folder / "lora_adapter"
+    in_whole = trained.role is ACTOR and is_part(trained.model.lm.config)
     with readable(trained.home):
         # Writing copies tensors to the host. On a CPU run the byte tracker would count these copies as device bytes.
         with scope("checkpoint", HOST):
@@ -78,9 +79,9 @@ def save_trained(
         try:
             _export(trained, plan, rank, exported, trained.model.masters, weights="hf_model" in contents)
             if model.lora_rank > 0:
-                save_adapter(adapter, trained.model, str(model.path), model, rank == 0)
+                save_adapter(adapter, trained.model, str(model.path), model, rank == 0, in_whole=in_whole)
             if start is not None:
-                save_adapter(folder / START, trained.model, str(model.path), model, rank == 0, start)
+                save_adapter(folder / START, trained.model, str(model.path), model, rank == 0, start, in_whole)
             if rank == 0:
                 # Hash these files only after they are complete: the header of a safetensors file is written last.
                 for written in (exported, adapter, folder / START):
@@ -103,7 +104,8 @@ def save_model(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path)
         try:
             _export(trained, plan, rank, folder, saved_dtype(Path(plan.folder), trained.fsdp), weights=True)
             if model.lora_rank > 0:
-                save_adapter(folder / ADAPTER, trained.model, str(model.path), model, rank == 0)
+                in_whole = is_part(trained.model.lm.config)
+                save_adapter(folder / ADAPTER, trained.model, str(model.path), model, rank == 0, in_whole=in_whole)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: the model could not be written: {error}.") from error
 
