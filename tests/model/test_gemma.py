@@ -114,7 +114,7 @@ def test_blocks_over_tiles_are_refused_and_blocks_are_not_captured(folder, one_r
 
 
 def test_attention_to_later_tokens_is_refused(folder):
-    with pytest.raises(ConfigError, match="see later tokens .use_bidirectional_attention=true"):
+    with pytest.raises(ConfigError, match=r"see later tokens .use_bidirectional_attention=true"):
         load_model_config(Model(path=str(folder), override_config={"use_bidirectional_attention": True}), folder)
 
 

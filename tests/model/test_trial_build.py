@@ -1,4 +1,5 @@
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.critics import with_value_head
 from tests.model.architectures import text_name, tiny_folder, whole_model
+from tests.model.doubles import in_double
 from verl_memopt.config.schema import Actor, CriticModel, Fsdp, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.assembly import ModelUse, build_policy, materialize
@@ -52,10 +54,14 @@ def theirs(folder):
     # Eager, because transformers' SDPA leaves out what caps Gemma 2's scores.
     model = whole_model(folder, attn_implementation="eager")
     parts = []
-    for prompt, answer in zip(*rows(), strict=True):
-        logits = model(input_ids=torch.cat([prompt, answer])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
-        parts.append(logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0])
-    return torch.cat(parts), model
+    # In fp32 transformers' gradients of layers that carry a state are a hundred times as far from the exact ones as ours.
+    carries = model.config.model_type.startswith("qwen3_5")
+    with in_double() if carries else nullcontext():
+        model = model.double() if carries else model
+        for prompt, answer in zip(*rows(), strict=True):
+            logits = model(input_ids=torch.cat([prompt, answer])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+            parts.append(logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0])
+    return torch.cat(parts).float(), model
 
 
 def trained(folder, mesh, shared, **model):
@@ -82,7 +88,9 @@ def fields_of(model_type):
 
 @pytest.mark.parametrize("model_type", [*TESTED, *OTHERS])
 def test_a_type_that_is_accepted_gives_transformers_log_probs_and_gradients(tmp_path, one_rank, model_type):
-    folder = tiny_folder(tmp_path / "model", model_type, **fields_of(model_type))
+    # Layers that carry a state amplify rounding if their weights are random and large.
+    deviation = 0.03 if model_type.startswith("qwen3_5") else 0.06
+    folder = tiny_folder(tmp_path / "model", model_type, deviation, **fields_of(model_type))
     expected, model = theirs(folder)
     weights = torch.linspace(-1, 1, len(expected))
     (expected * weights).sum().backward()
@@ -91,11 +99,11 @@ def test_a_type_that_is_accepted_gives_transformers_log_probs_and_gradients(tmp_
     for shared in (True, False):
         ours.zero_grad()
         found = packed(ours, shared)
-        torch.testing.assert_close(found, expected, rtol=0, atol=absolute)
+        torch.testing.assert_close(found, expected, rtol=0, atol=3e-6)
         (found * weights).sum().backward()
         for name, parameter in named_weights(ours):
             torch.testing.assert_close(
-                parameter.grad, gradients[name], rtol=relative, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}"
+                parameter.grad, gradients[name].float(), rtol=1e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}"
             )
 
 

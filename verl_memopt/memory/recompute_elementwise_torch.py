@@ -450,6 +450,7 @@ class SwiGLU:
         statement = _gelu_gate_gradient_and_value if self.gelu else _gate_gradient_and_value
         over_rows(statement, (grad, *sources), narrow=True)
 
+
 class Recomputable(Protocol):
     """How a value [T, n] is computed from its sources, and their gradients from its own. See :class:`RMSNorm`."""
 

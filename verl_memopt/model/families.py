@@ -263,8 +263,8 @@ TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-"""Beginning of a text weight's name in a multimodal model -> its beginning in the text model. Transformers has the first form, and
-the others in folders of earlier versions."""
+"""Beginning of a text weight's name in a multimodal model -> its beginning in the text model. Transformers has the first form,
+and folders of earlier versions have the others."""
 
 
 def text_name(name: str) -> str:

@@ -99,7 +99,6 @@ PUBLISHED = {
         262_208,
         True,
         qk_norm=True,
-        slides=True,
         prunes=False,
         positions=2**17,
         counted=(3_880_263_168, 94_382_592),
