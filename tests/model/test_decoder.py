@@ -25,6 +25,8 @@ VARIANTS = {
     "qwen2": {},
     "qwen3": {},
     "qwen3_5_text": {},
+    "qwen3_moe": {},
+    "qwen3_moe with weights as they are": {"norm_topk_prob": False},
     "qwen3 with a window in one layer": {
         "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1,
         "layer_types": ["full_attention", "sliding_attention"],

@@ -415,7 +415,7 @@ class RMSNorm:
             over_rows(norm_weight_gradient, (grad, x), self.eps, wide := zeros_to_sum(total))
             total.copy_(wide)
 
-        is_wide = total.dtype == _wide(total.dtype)
+        is_wide = total.dtype == wide_dtype(total.dtype)
         over_rows(norm_weight_gradient, (grad, x), self.eps, total, otherwise=None if is_wide else in_tiles)
 
 
@@ -499,7 +499,7 @@ def norm_and_weight(norm: Any) -> tuple[RMSNorm, Tensor]:
     # Llama's class calls its epsilon variance_epsilon, Gemma's class eps.
     eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
     weight: Tensor = norm.weight
-    return RMSNorm(eps), weight.to(_wide(weight.dtype)) + 1 if type(norm).__name__ in UNIT_OFFSET else weight
+    return RMSNorm(eps), weight.to(wide_dtype(weight.dtype)) + 1 if type(norm).__name__ in UNIT_OFFSET else weight
 
 
 def product_tiles(tensor: Tensor, least: int = 1) -> list[slice]:
@@ -512,7 +512,7 @@ def product_tiles(tensor: Tensor, least: int = 1) -> list[slice]:
 
 def normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return x [..., n] divided by its root mean square, in fp32 or wider, and the inverse of that root [..., 1]."""
-    wide = x.to(_wide(x.dtype))
+    wide = x.to(wide_dtype(x.dtype))
     inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
     # If x is fp32 already, `wide` is x itself, which belongs to the caller and must not change.
     return (wide * inverse if wide is x else wide.mul_(inverse)), inverse
@@ -551,7 +551,7 @@ def norm_weight_gradient(grad: Tensor, x: Tensor, eps: float, sums: Tensor) -> N
 def sum_rows(values: Tensor, sums: Tensor) -> None:
     """Add the sums of values [..., n] over all other dimensions to ``sums`` [n]. A shorter dtype gets the whole sums."""
     total = values.flatten(0, -2).sum(0)
-    if sums.dtype == _wide(sums.dtype):
+    if sums.dtype == wide_dtype(sums.dtype):
         sums.add_(total)
     else:
         sums.copy_(total)
@@ -676,7 +676,7 @@ class WeightSum:
         if self.total is None:
             product = torch.mm(grad.t(), value)
             # A single tile needs no sum, so it stays in the dtype of the product and is rounded once.
-            self.total = product if alone else product.to(_wide(self.dtype))
+            self.total = product if alone else product.to(wide_dtype(self.dtype))
         elif self.total.dtype == self.dtype:
             torch.addmm(self.total, grad.t(), value, out=self.total)  # counted by torch's FLOP counter
         else:
@@ -694,14 +694,14 @@ def sum_of(parameter: Tensor, cuts: Sequence[slice], source: Tensor) -> Tensor:
     It is zeros in fp32 or wider. If one compiled call computes and rounds the whole sum, it is uninitialised and in the
     parameter's dtype.
     """
-    in_one = parameter.dtype != _wide(parameter.dtype) and len(cuts) == 1 and runs_compiled(source)
+    in_one = parameter.dtype != wide_dtype(parameter.dtype) and len(cuts) == 1 and runs_compiled(source)
     return torch.empty_like(parameter) if in_one else zeros_to_sum(parameter)
 
 
 def zeros_to_sum(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter, dtype=_wide(parameter.dtype))
+    return torch.zeros_like(parameter, dtype=wide_dtype(parameter.dtype))
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     # Not torch.promote_types(), which is an operation of its own for torch's dispatcher.
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

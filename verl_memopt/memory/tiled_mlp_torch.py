@@ -41,6 +41,9 @@ KEY = "actor_rollout_ref.model.tiled_mlp"
 KNOWN = tuple(f"{name}MLP" for name in OWN_DECODER)
 """Classes of MLPs that compute down(act(gate(x)) * up(x))."""
 
+KNOWN_MIXTURES = tuple(f"{name}SparseMoeBlock" for name in OWN_DECODER)
+"""Classes of mixtures of such MLPs, which run over tiles of experts (:mod:`verl_memopt.model.experts`)."""
+
 LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -53,6 +56,8 @@ def check_mlps(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) -> No
         mlp: Any = getattr(block, "mlp", None)
         layers = {name: type(getattr(mlp, name)) for name in LAYERS} if trained and type(mlp).__name__ in KNOWN else {}
         unlike = next((name for name, kind in layers.items() if kind not in (nn.Linear, LoraLinear)), None)
+        if type(mlp).__name__ in KNOWN_MIXTURES:
+            continue
         if type(mlp).__name__ not in KNOWN:
             actual = "has no mlp" if mlp is None else f"computes {type(mlp).__name__}"
             problem = f"{type(block).__name__} {actual}; tiles are known for {', '.join(KNOWN)}"

@@ -23,6 +23,7 @@ from verl_memopt.memory.activation_checkpointing_torch import Forward, checkpoin
 from verl_memopt.memory.prune_last_block import can_prune
 from verl_memopt.memory.recompute_elementwise_torch import (
     Rows,
+    SwiGLU,
     can_recompute,
     gate_of,
     norm_and_weight,
@@ -35,6 +36,7 @@ from verl_memopt.memory.recompute_gates import SigmoidGate
 from verl_memopt.memory.tiled_mlp_torch import check_mlps, recomputed_mlp, tiled_mlp
 from verl_memopt.model.attention import HEAD_MULTIPLE, Attend, AttentionArgs
 from verl_memopt.model.captured_block import CapturedBlocks
+from verl_memopt.model.experts import Experts
 from verl_memopt.model.families import OWN_BLOCKS
 from verl_memopt.model.gated_delta_net import GatedDeltaNet
 from verl_memopt.model.prefix_kv import Prefix, Tables
@@ -236,7 +238,7 @@ class DecoderBlock(nn.Module):
             self.linear_attn = GatedDeltaNet(source.linear_attn, options.recompute)
         else:
             self.self_attn = Attention(source.self_attn, options)
-        self.mlp = MLP(source.mlp, options)
+        self.mlp = Experts(source.mlp, options) if hasattr(source.mlp, "experts") else MLP(source.mlp, options)
         # Keep the names of transformers, because checkpoints have these names.
         self.input_layernorm = source.input_layernorm
         self.post_attention_layernorm = source.post_attention_layernorm
@@ -310,7 +312,6 @@ class DecoderBlock(nn.Module):
     def _tiled(self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: PrefixLayout) -> Tensor:
         mlp = self.mlp
         assert self.tile_tokens is not None
-        assert mlp.gate is not None, "recomputed"
         if self.is_linear:
             return self.linear_attn.tiled(
                 hidden.squeeze(0), layout, self.tile_tokens, self.options.mlp_tiles or 1,
@@ -328,17 +329,12 @@ class DecoderBlock(nn.Module):
             own_norms[:2],
             0.0 if own_norms[2] is None else own_norms[2].eps,
             attention.gated,
-            mlp.gate,
+            SwiGLU() if isinstance(mlp, Experts) or mlp.gate is None else mlp.gate,
         )
-        layers = (
-            attention.q_proj,
-            attention.k_proj,
-            attention.v_proj,
-            attention.o_proj,
-            mlp.gate_proj,
-            mlp.up_proj,
-            mlp.down_proj,
-        )
+        layers = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        if isinstance(mlp, Experts):
+            return tiled_block(hidden.squeeze(0), cos[0], sin[0], layout, shape, weights, layers, mlp.mixture)
+        layers = (*layers, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         return tiled_block(hidden.squeeze(0), cos[0], sin[0], layout, shape, weights, layers)
 
     def compute(

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu, softplus
 
+from verl_memopt.memory.recompute_elementwise_torch import wide_dtype
 from verl_memopt.model.state_chunks import TAIL, Batch, Part, StateChunks
 
 EPS = 1e-6
@@ -106,10 +107,6 @@ class _DeltaRule(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         return None, None, *Rule(ctx.chunks, ctx.shape, saved[:8]).backward(saved[8:], grad, grad_tails, grad_states)
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass

@@ -21,7 +21,7 @@ from verl_memopt.errors import CheckpointError, ConfigError
 from verl_memopt.memory.host_buffers import host_buffer
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.model.text_part import is_part, stated_dtype, whole_config, with_dtype
-from verl_memopt.model.weights import WeightFolder
+from verl_memopt.model.weights import WeightFolder, stored_tensors
 from verl_memopt.observe.files import free_space
 from verl_memopt.observe.own_files import MARK, MODEL_RECORD, mark, others_in_model, remove_left
 from verl_memopt.records import json_of
@@ -96,7 +96,7 @@ def export_stored(folder: Path, stored: Path, weights: Weights, dtype: torch.dty
 
 def _whole(weights: Weights, source: WeightFolder, writes: bool) -> Weights:
     # The weights of the text part under their names in a folder, and a copy of the others, which stay in the folder's files.
-    for name, tensor in weights:
+    for name, tensor in stored_tensors(weights):
         yield source.stored[name], tensor
     if writes:
         yield from source.read_apart()
@@ -214,7 +214,7 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 def _write_weights(folder: Path, weights: Weights, writes: bool) -> None:
     files: list[SafetensorsWriter] = []
     with ExitStack() as stack:
-        for name, tensor in weights:
+        for name, tensor in stored_tensors(weights):
             # The iterator gathers on all ranks, so ranks that do not write must exhaust it too.
             if not writes:
                 continue

@@ -93,7 +93,15 @@ FAMILIES = (
     Family("phi3", "Phi-3, Phi-4", note="Rows beyond a LongRoPE model's trained length are refused."),
     Family("qwen2", "Qwen2, Qwen2.5", "Qwen2"),
     Family("qwen3", "Qwen3, dense", "Qwen3"),
-    Family("qwen3_5_text", "Qwen3.5, dense, and those of its type (3.6, 3.8)", "Qwen3_5", carries=True),
+    Family("qwen3_5", "Qwen3.5, dense, as text", text="qwen3_5_text", apart=("model.visual.", "mtp."), note=BESIDE),
+    Family(
+        "qwen3_5_text",
+        "Qwen3.5, dense, and those of its type (3.6, 3.8)",
+        "Qwen3_5",
+        carries=True,
+        apart=("model.visual.", "mtp."),
+    ),
+    Family("qwen3_moe", "Qwen3, mixture of experts", "Qwen3Moe"),
     Family("qwen3_vl", "Qwen3-VL, dense, as text", text="qwen3", apart=("model.visual.",), note=BESIDE),
     Family("seed_oss", "Seed-OSS", note="Dropout in its config drops nothing."),
     Family("smollm3", "SmolLM3"),
@@ -125,10 +133,7 @@ FAMILIES = (
     Family("olmoe", "OLMoE", refused=EXPERTS, nearest="olmo2"),
     Family("phimoe", "Phi-3.5-MoE", refused=EXPERTS, nearest="phi3"),
     Family("qwen2_moe", "Qwen1.5-MoE, Qwen2-57B-A14B", refused=EXPERTS, nearest="qwen2"),
-    Family("qwen3_5", "Qwen3.5, dense", text="qwen3_5_text", apart=("model.visual.", "mtp."), refused=STATE),
-    Family("qwen3_5_text", "Qwen3.5, dense, text alone", apart=("model.visual.", "mtp."), refused=STATE),
     Family("qwen3_5_moe", "Qwen3.5, mixture of experts", refused=STATE),
-    Family("qwen3_moe", "Qwen3, mixture of experts", refused=EXPERTS),
     Family("qwen3_next", "Qwen3-Next", refused=STATE),
     Family("recurrent_gemma", "RecurrentGemma", refused="have layers of type recurrent", nearest="gemma2"),
     Family("rwkv", "RWKV", refused=FIXED),
@@ -138,7 +143,7 @@ FAMILIES = (
 )
 """All known families: first those that can be trained, then those that are refused."""
 
-NEAREST = {EXPERTS: "jetmoe", MORE: "qwen3_vl"}
+NEAREST = {EXPERTS: "qwen3_moe", MORE: "qwen3_vl", STATE: "qwen3_5_text"}
 """Beginning of a reason -> the type that works and is nearest to a type that is refused for it. Others: qwen3."""
 
 TESTED = tuple(family.model_type for family in FAMILIES if family.refused is None)

@@ -27,10 +27,14 @@ from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU, keep
 from verl_memopt.memory.recompute_gates import SigmoidGate
 from verl_memopt.memory.tiled_mlp_torch import TiledLinear, TiledMlp, Traits, tensors_and_traits, tiled_linears
 from verl_memopt.model.attention_fused import CPU_FLASH, EFFICIENT, FLASH, Kernel, key_heads, merge
+from verl_memopt.model.experts import Mixture, Router, TiledExperts
 from verl_memopt.model.prefix_layout import PrefixLayout, PrefixSpan
 from verl_memopt.model.rotary import apply_rotary, rotary_backward
 
 SIGMOID_GATE = SigmoidGate()
+
+Kinds = tuple[Sequence[Traits], Router | None]
+"""Traits of the linear layers, and the router if the MLP is a mixture of experts."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,7 @@ def tiled_block(
     shape: BlockShape,
     norm_weights: Sequence[Tensor | None],
     layers: Sequence[Any],
+    mixture: Mixture | None = None,
 ) -> Tensor:
     """Compute a block's output [1, Q, h] for the Q queries of a layout. It keeps ``x`` and the parameters for backward.
 
@@ -155,27 +160,37 @@ def tiled_block(
         norm_weights: Weights of the norms of the block's input, the MLP's input, queries and keys. None = no norm.
         layers: Projections of queries, keys, values and output, then gate, up and down, with or without adapters. In a pass
             without gradients they may be layers of any kind.
+        mixture: Experts, which take the place of gate, up and down. None = there are none.
     """
     if not torch.is_grad_enabled():
-        return _Block(shape, layout, (x, cos, sin, *norm_weights), layers).forward()
+        experts = None if mixture is None else TiledExperts(mixture.tensors, mixture.router)
+        return _Block(shape, layout, (x, cos, sin, *norm_weights), layers, experts).forward()
     tensors, traits = tensors_and_traits(layers)
-    node = keep(x, cos, sin, *norm_weights, *tensors)
-    return _TiledBlock.apply(shape, layout, traits, node, x, cos, sin, *norm_weights, *tensors)
+    tensors += () if mixture is None else mixture.tensors
+    node, router = keep(x, cos, sin, *norm_weights, *tensors), None if mixture is None else mixture.router
+    return _TiledBlock.apply(shape, layout, (traits, router), node, x, cos, sin, *norm_weights, *tensors)
 
 
 class _TiledBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shape: BlockShape, layout: PrefixLayout, traits: Sequence[Traits], node: Any, *tensors: Any) -> Tensor:
-        ctx.shape, ctx.layout, ctx.traits, ctx.kept = shape, layout, traits, node
-        layers = tiled_linears(tensors[7:], traits)
-        return _Block(shape, layout, tensors[:7], [layer.output for layer in layers]).forward()
+    def forward(ctx: Any, shape: BlockShape, layout: PrefixLayout, kinds: Kinds, node: Any, *tensors: Any) -> Tensor:
+        ctx.shape, ctx.layout, ctx.kinds, ctx.kept = shape, layout, kinds, node
+        traits, router = kinds
+        layers = tiled_linears(tensors[7 : 7 + 4 * len(traits)], traits)
+        experts = None if router is None else TiledExperts(tensors[23:], router)
+        return _Block(shape, layout, tensors[:7], [layer.output for layer in layers], experts).forward()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors, needed = kept(ctx), ctx.needs_input_grad[4:]
-        layers = tiled_linears(tensors[7:23], ctx.traits[:4], needed[7:23])  # four tensors each
-        mlp = TiledMlp(tensors[23:], ctx.traits[4:], needed[23:], ctx.shape.gate)
+        traits, router = ctx.kinds
+        layers = tiled_linears(tensors[7:23], traits[:4], needed[7:23])  # four tensors each
+        mlp: TiledMlp | TiledExperts = (
+            TiledMlp(tensors[23:], traits[4:], needed[23:], ctx.shape.gate)
+            if router is None
+            else TiledExperts(tensors[23:], router, needed=needed[23:])
+        )
         weights = tensors[3:7]
         sums = [zeros_to_sum(weight) if wanted else None for weight, wanted in zip(weights, needed[3:7], strict=True)]
         block = _Block(ctx.shape, ctx.layout, tensors[:7], [layer.output for layer in layers])
@@ -192,8 +207,10 @@ class _Block:
         layout: PrefixLayout,
         tensors: Sequence[Any],
         layers: Sequence[Callable[[Tensor], Tensor]],
+        experts: TiledExperts | None = None,
     ) -> None:
         """``tensors`` are x, cos and sin, and the weights of the four norms."""
+        self.experts = experts
         self.x, self.cos, self.sin, self.attention_norm, self.mlp_norm, self.query_norm, self.key_norm = tensors
         self.shape, self.layers, self.kernel = shape, layers, kernel_for(self.x.device, self.x.dtype)
         self.index, self.tiles = layout.query_index, tiles(layout, shape.tile_tokens)
@@ -212,6 +229,9 @@ class _Block:
             for rows in self.mlp_rows(tile.queries):
                 tile_hidden = hidden[rows.start - tile.queries.start : rows.stop - tile.queries.start]
                 normal = self.shape.norms[1].compute((tile_hidden,), (self.mlp_norm,))
+                if self.experts is not None:
+                    self.experts.add_output(normal, out[rows].copy_(tile_hidden))
+                    continue
                 sources = self.project(4, normal), self.project(5, normal)
                 value = self.shape.gate.compute(sources, (), sources[0])
                 torch.add(tile_hidden, self.project(6, value), out=out[rows])
@@ -341,7 +361,9 @@ def _view(tensor: Tensor) -> Tensor:
 
 
 class _Backward:
-    def __init__(self, block: _Block, layers: Sequence[TiledLinear], mlp: TiledMlp, sums: Sequence[Tensor | None]) -> None:
+    def __init__(
+        self, block: _Block, layers: Sequence[TiledLinear], mlp: TiledMlp | TiledExperts, sums: Sequence[Tensor | None]
+    ) -> None:
         self.block, self.layers, self.mlp, self.sums = block, layers, mlp, sums
         self.keys, self.values = block.keys_and_values()
         # In fp32, because several tiles add to them.

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU, zeros_to_sum
+from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU, wide_dtype, zeros_to_sum
 from verl_memopt.memory.recompute_gates import GatedNorm
 from verl_memopt.memory.tiled_mlp_torch import TiledLinear, TiledMlp, Traits, tensors_and_traits, tiled_linears
-from verl_memopt.model.delta_rule import DeltaShape, Rule, wide_dtype
+from verl_memopt.model.delta_rule import DeltaShape, Rule
 from verl_memopt.model.state_chunks import TAIL, StateTile
 
 SWIGLU = SwiGLU()

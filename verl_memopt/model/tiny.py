@@ -20,13 +20,19 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class TinyShape:
     model_type: str = "qwen3"
-    """Architecture by its name in transformers: qwen3, qwen3_5_text, qwen2, llama, mistral or gemma3_text."""
+    """Architecture by its name in transformers: qwen3, qwen3_5_text, qwen3_moe, qwen2, llama, mistral or gemma3_text."""
     vocab_size: int = 320
     """Number of rows of the embedding. The tokenizer has at most a few hundred tokens, so larger values only cost bytes."""
     hidden_size: int = 64
     """Hidden size."""
     intermediate_size: int = 128
     """Width of the MLP."""
+    num_experts: int = 8
+    """Number of experts in a block of qwen3_moe."""
+    experts_per_token: int = 2
+    """Number of experts that compute a token."""
+    expert_size: int = 32
+    """Width of the MLP of an expert."""
     num_layers: int = 2
     """Number of decoder blocks."""
     num_heads: int = 2
@@ -84,8 +90,15 @@ def _random_model(shape: TinyShape, tokenizer: Any, seed: int) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    mixture = {
+        "num_experts": shape.num_experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "moe_intermediate_size": shape.expert_size,
+        "norm_topk_prob": True,
+    }
     config = AutoConfig.for_model(
         shape.model_type,
+        **(mixture if shape.model_type.endswith("_moe") else {}),
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,

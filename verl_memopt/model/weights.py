@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -155,10 +156,13 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 class WeightFolder:
     """Reads the safetensors files of a model folder slice by slice. Only the requested slice is in memory.
 
+    Files store the experts of a block one by one, and models hold them as one tensor. Here they have the names and shapes of the
+    model: ``experts.gate_up_proj`` [E, 2 x I, h], gate before up, and ``experts.down_proj`` [E, h, I].
+
     Attributes:
         folder: The folder.
-        names: Name of each weight of the text model -> the file that has it.
-        stored: Name of each weight of the text model -> its name in that file.
+        names: Name of each weight of the text model -> the file that has it, or that has its first part.
+        stored: Name of each weight or part of the text model -> its name in that file.
         apart: Names of the other weights, which are not trained.
     """
 
@@ -177,7 +181,11 @@ class WeightFolder:
         # A safetensors file has keys() but cannot be iterated.
         self._places = {tensor: name for name, file in self._files.items() for tensor in file.keys()}  # noqa: SIM118
         self.stored, self.apart = split_names(folder, self._places)
-        self.names = {name: self._places[stored] for name, stored in self.stored.items()}
+        self._stacks = _stacks(self.stored, f"{key}.path={folder}")
+        inside = {part for parts in self._stacks.values() for expert in parts for part in expert}
+        firsts = {name: name for name in self.stored if name not in inside}
+        firsts |= {name: parts[0][0] for name, parts in self._stacks.items()}
+        self.names = {name: self._places[self.stored[first]] for name, first in firsts.items()}
 
     def _open(self, path: Path) -> Any:
         try:
@@ -186,31 +194,69 @@ class WeightFolder:
             raise ConfigError(f"{path}: not a whole safetensors file ({error}). Fetch or save it again.") from error
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        if name not in self._stacks:
+            return tuple(self._slice(name).get_shape())
+        parts = self._stacks[name]
+        first = self._slice(parts[0][0]).get_shape()
+        for part in (part for expert in parts for part in expert):
+            if self._slice(part).get_shape() != first:
+                raise ConfigError(f"{self.folder}: {part} has another shape than {parts[0][0]}. Fetch or save the model again.")
+        return len(parts), first[0] * len(parts[0]), first[1]
 
     def dtype(self, name: str) -> str:
-        stated: str = self._slice(name).get_dtype()
+        stated: str = self._slice(self._stacks[name][0][0] if name in self._stacks else name).get_dtype()
         return stated
 
-    def _slice(self, name: str) -> Any:
-        return self._files[self.names[name]].get_slice(self.stored[name])
+    def is_stacked(self, name: str) -> bool:
+        """Whether a tensor is put together from several in the files, so that no view of a file is the whole tensor."""
+        return name in self._stacks
 
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
         """Return a region of one tensor in the file's dtype, as a view of the mapped file on the host.
 
-        ``region`` has a slice per dimension. An empty tuple means the whole tensor.
+        ``region`` has a slice per dimension. An empty tuple means the whole tensor. The region of a tensor that is stacked is a
+        copy. :meth:`copy_into` makes none.
 
         Raises:
             ConfigError: By the file's header the tensor has integers, or another dtype that weights cannot have.
         """
+        if name not in self._stacks:
+            return self._read(name, region)
+        region = region or tuple(slice(0, size) for size in self.shape(name))
+        like = self._read(self._stacks[name][0][0], (slice(0, 0), slice(0, 0)))
+        out = torch.empty([part.stop - part.start for part in region], dtype=like.dtype)
+        self.copy_into(out, name, region)
+        return out
+
+    def copy_into(self, out: Tensor, name: str, region: tuple[slice, ...]) -> None:
+        """Copy a region of a tensor into ``out``, on any device and in any dtype. Errors are those of :meth:`read`."""
+        if name not in self._stacks:
+            out.copy_(self._read(name, region))
+            return
+        experts, rows, columns = region
+        height = self.shape(name)[1] // len(self._stacks[name][0])
+        for place, parts in enumerate(self._stacks[name][experts]):
+            for number, part in enumerate(parts):
+                low, high = max(rows.start, number * height), min(rows.stop, (number + 1) * height)
+                if low < high:
+                    inside = slice(low - number * height, high - number * height)
+                    out[place, low - rows.start : high - rows.start].copy_(self._read(part, (inside, columns)))
+
+    def _slice(self, name: str) -> Any:
+        return self._file(name).get_slice(self.stored[name])
+
+    def _file(self, name: str) -> Any:
+        return self._files[self._places[self.stored[name]]]
+
+    def _read(self, name: str, region: tuple[slice, ...]) -> Tensor:
         with mapping():
             part = self._slice(name)
             if part.get_dtype() not in FLOATS:
                 raise ConfigError(
-                    f"{self.folder / self.names[name]}: {name} has the dtype {part.get_dtype()}, and weights have "
+                    f"{self.folder / self._places[self.stored[name]]}: {name} has the dtype {part.get_dtype()}, and weights have "
                     f"{', '.join(FLOATS)}. The file is damaged, or the model is quantized. Fetch or save it again."
                 )
-            return part[region] if region else self._files[self.names[name]].get_tensor(self.stored[name])
+            return part[region] if region else self._file(name).get_tensor(self.stored[name])
 
     def read_apart(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of :attr:`apart` under their names in the folder, as views of the mapped files."""
@@ -222,6 +268,44 @@ class WeightFolder:
     @property
     def apart_bytes(self) -> int:
         return sum(tensor.nbytes for _, tensor in self.read_apart())
+
+
+# Files store the experts of a block one by one, as `experts.7.gate_proj.weight`. A model holds them as one tensor.
+
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Name of a tensor of all experts -> the tensors of one expert of which it consists, one above the other."""
+
+
+def _stacks(stored: Iterable[str], where: str) -> dict[str, list[list[str]]]:
+    # Name in the model -> for each expert the names of its parts in the files.
+    counts: dict[str, int] = {}
+    for found in filter(None, map(EXPERT.fullmatch, stored)):
+        counts[found[1]] = max(counts.get(found[1], 0), int(found[2]) + 1)
+    stacks = {
+        f"{experts}.{name}": [[f"{experts}.{number}.{part}.weight" for part in parts] for number in range(count)]
+        for experts, count in counts.items()
+        for name, parts in STACKS.items()
+    }
+    present = set(stored)
+    missing = [part for parts in stacks.values() for expert in parts for part in expert if part not in present]
+    if missing:
+        raise ConfigError(f"{where}: {len(missing)} tensors of experts are missing, such as {missing[0]}. Fetch the model again.")
+    return stacks
+
+
+def stored_tensors(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) pairs as files store them: experts one by one. The tensors are views of those of the model."""
+    for name, tensor in weights:
+        experts, _, kind = name.rpartition(".")
+        if kind not in STACKS or not experts.endswith(".experts"):
+            yield name, tensor
+            continue
+        for number, expert in enumerate(tensor):
+            yield from (
+                (f"{experts}.{number}.{part}.weight", rows)
+                for part, rows in zip(STACKS[kind], expert.chunk(len(STACKS[kind])), strict=True)
+            )
 
 
 SWAPPED = {"bfloat16": "F16", "float16": "BF16"}
@@ -310,7 +394,7 @@ def fill_from_folder(
         if name in layers:
             _quantize_into(local, weights, _stored(name), region[0].start, layers[name].packing)
         else:
-            local.copy_(weights.read(name, region))
+            weights.copy_into(local, name, region)
 
 
 def _quantize_into(local: Tensor, weights: WeightFolder, name: str, first: int, packing: Packing) -> None:
@@ -368,6 +452,12 @@ def mapped_weights(model: nn.Module, folder: Path, dtype_key: str = REFERENCE_DT
     """
     weights, parameters = WeightFolder(folder), dict(named_weights(model))
     _check_names(weights, {name: tuple(parameter.shape) for name, parameter in parameters.items()}, folder, POLICY_KEY, TIED)
+    stacked = next(filter(weights.is_stacked, parameters), None)
+    if stacked is not None:
+        raise ConfigError(
+            f"actor_rollout_ref.model.load_mode=mmap: the files in {folder} store experts one by one, and {stacked} holds all of "
+            "a block, so it is no part of a file. Set load_mode=stream."
+        )
     shards = []
     for name, parameter in parameters.items():
         part = mapped(weights.read(name, local_region(parameter)))

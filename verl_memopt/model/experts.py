@@ -1,0 +1,450 @@
+"""Mixtures of experts: a router sends each token to k of E small MLPs, and their outputs are summed with the router's weights.
+
+Of a block's experts only the input is kept for backward (of its norm, if ``recompute_elementwise`` is on) and which experts
+each token went to. With ``tiled_mlp`` off the outputs of gate and up are kept too. Rows are computed expert by expert, some
+experts at a time. So the gradient of an expert's weights is one product and needs no sum, however many tiles there are.
+
+Bytes kept by a block for T tokens, with b bytes per element of compute, hidden size h, width I of an expert, and i = 1 byte
+for the number of an expert (2 if there are more than 256): T x h x b + T x k x i, and T x k x 2 x I x b more with ``tiled_mlp``
+off. The residual is kept for attention too. Without ``recompute_elementwise`` autograd keeps the norm beside this.
+
+Sums of k outputs are in fp32, in the order of the experts. In fp32 results differ from those of transformers only by the order
+of sums. The router computes as transformers does: a softmax in fp32 over all experts, then the k largest, divided by their sum if
+the config says so (``norm_topk_prob``). Its weights stay in fp32, as in vLLM; transformers rounds them to the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch.autograd.function import once_differentiable
+
+from verl_memopt.memory.activation_checkpointing_torch import Forward
+from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS
+from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU, keep, kept, sum_of, wide_dtype
+
+SWIGLU = SwiGLU()
+
+
+@dataclass(frozen=True)
+class Router:
+    top_k: int
+    """Number of experts that compute a token."""
+    renormalizes: bool
+    """Whether the weights of a token's experts are divided by their sum."""
+
+    def probabilities(self, normal: Tensor, weight: Tensor) -> Tensor:
+        """Return the probabilities of all experts, fp32 or wider [T, E], for normed rows [T, h] and the weight [E, h]."""
+        logits = torch.mm(normal, weight.t(), out=normal.new_empty(normal.shape[0], weight.shape[0]))
+        return logits.softmax(-1, dtype=wide_dtype(logits.dtype))
+
+    def choose(self, probabilities: Tensor) -> Tensor:
+        """Return the numbers of the likeliest experts, uint8 or int16 [T, k], the likeliest first."""
+        # The largest probabilities, not logits: ties are then broken as in transformers.
+        chosen = probabilities.topk(self.top_k, dim=-1).indices
+        return chosen.to(torch.uint8 if probabilities.shape[1] <= 256 else torch.int16)
+
+    def weights(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
+        found = probabilities.gather(1, chosen.long())
+        return found / found.sum(-1, keepdim=True) if self.renormalizes else found
+
+    def differentiate(self, grad: Tensor, probabilities: Tensor, chosen: Tensor) -> Tensor:
+        """Return the gradient of the logits [T, E] from that of the weights [T, k]. It overwrites the probabilities."""
+        index = chosen.long()
+        found = probabilities.gather(1, index)
+        if self.renormalizes:
+            total = found.sum(-1, keepdim=True)
+            grad = (grad - (grad * found).sum(-1, keepdim=True) / total) / total
+        through = grad * found
+        return probabilities.mul_(through.sum(-1, keepdim=True).neg_()).scatter_add_(1, index, through)
+
+
+class Experts(nn.Module):
+    """The experts of a block and their router."""
+
+    def __init__(self, source: Any, options: Any) -> None:
+        """``source`` is the block's mixture in transformers, and ``options`` are the block's ``BlockOptions``."""
+        super().__init__()
+        self.source_class, self.options = type(source).__name__, options
+        # Modules that only hold parameters under their names: `experts.gate_up_proj` [E, 2 x I, h], `experts.down_proj` [E, h, I]
+        # and `gate.weight` [E, h].
+        self.experts, self.gate = source.experts, source.gate
+        self.router = Router(source.gate.top_k, source.gate.norm_topk_prob)
+
+    @property
+    def sums(self) -> bool:
+        # Whether to call forward_sum(), which also adds attention's output to the residual.
+        return bool(self.options.recompute)
+
+    @property
+    def mixture(self) -> Mixture:
+        # Read at each pass: FSDP2 replaces parameters while a block computes.
+        return Mixture(self.router, (self.gate.weight, self.experts.gate_up_proj, self.experts.down_proj))
+
+    def forward_sum(
+        self, residual: Tensor, attended: Tensor, norm: Any, least_tiles: int, checkpoint: Forward | None = None
+    ) -> Tensor:
+        """Return z + experts(norm(z)) [1, T, h], where z = residual + attended [T, h]. See :meth:`MLP.forward_sum`.
+
+        ``least_tiles`` is not read: the number of rows in a tile of experts is bounded without it.
+        """
+        del least_tiles
+        normed = RMSNorm(norm.variance_epsilon), norm.weight
+        return mixed(residual, attended, normed, self.mixture, self.options.mlp_tiles, checkpoint)
+
+    def forward(self, hidden: Tensor, norm: Any) -> Tensor:
+        """Return ``hidden`` plus the experts' output for it. ``hidden`` [1, T, h] is the input of ``norm``."""
+        return hidden + mixed(None, norm(hidden.squeeze(0)), None, self.mixture, self.options.mlp_tiles)
+
+
+class Mixture(NamedTuple):
+    router: Router
+    tensors: tuple[Tensor, Tensor, Tensor]
+    """The weights of the router [E, h], of gate and up [E, 2 x I, h], and of down [E, h, I]."""
+
+
+def mixed(
+    residual: Tensor | None,
+    x: Tensor,
+    norm: tuple[RMSNorm, Tensor] | None,
+    mixture: Mixture,
+    tiles: int | None,
+    checkpoint: Forward | None = None,
+) -> Tensor:
+    """Return z + experts(norm(z)) [1, T, h], where z = residual + x [T, h]. Without a norm return experts(x) [1, T, h].
+
+    If anything needs a gradient, residual, x and the parameters are kept for backward. With a norm, backward overwrites x, so
+    nothing else may use it.
+
+    Args:
+        residual: [T, h]. None = there is no norm.
+        x: [T, h].
+        norm: The norm and its weight [h].
+        mixture: The experts.
+        tiles: Compute in at least this many tiles of experts. None = also keep the outputs of gate and up.
+        checkpoint: As in :func:`verl_memopt.memory.tiled_mlp_torch.recomputed_mlp`.
+    """
+    router, tensors = mixture
+    keeps = tiles is None and torch.is_grad_enabled() and checkpoint is None
+    shape = MixShape(router, 1 if tiles is None else tiles, keeps)
+    norm_weight = None if norm is None else norm[1]
+    if checkpoint == "again":
+        node = keep(x, residual, norm_weight, *tensors, None)
+        return _Mixed.apply(shape, norm and norm[0], node, None, residual, x, norm_weight, *tensors)
+    with torch.no_grad():
+        prepared = _prepare(residual, x, norm, router, tensors[0])
+    if checkpoint == "first" or not torch.is_grad_enabled():
+        return _computed(prepared, shape, tensors, None)
+    # Before the products, so that the second forward of a checkpointed block stops here.
+    node = keep(x, residual, norm_weight, *tensors, prepared.chosen)
+    return _Mixed.apply(shape, norm and norm[0], node, [prepared], residual, x, norm_weight, *tensors)
+
+
+class MixShape(NamedTuple):
+    router: Router
+    tiles: int
+    keeps: bool
+    """Whether the outputs of gate and up are kept."""
+
+
+class _Prepared(NamedTuple):
+    normal: Tensor  # [T, h], the input of the experts
+    out: Tensor  # [1, T, h], to which their output is added
+    chosen: Tensor  # [T, k]
+    weights: Tensor  # fp32 [T, k]
+
+
+def _prepare(residual: Tensor | None, x: Tensor, norm: tuple[RMSNorm, Tensor] | None, router: Router, gate: Tensor) -> _Prepared:
+    if norm is None or residual is None:
+        normal, out = x, torch.zeros_like(x[None])
+    else:
+        out = torch.empty_like(x[None])
+        normal = norm[0].compute_sum(residual, x, out[0], norm[1])
+    probabilities = router.probabilities(normal, gate)
+    chosen = router.choose(probabilities)
+    return _Prepared(normal, out, chosen, router.weights(probabilities, chosen))
+
+
+def _computed(prepared: _Prepared, shape: MixShape, tensors: Sequence[Tensor], gates: Tensor | None) -> Tensor:
+    experts, routes = TiledExperts(tensors, shape.router, shape.tiles), (prepared.chosen, prepared.weights)
+    experts.add_output(prepared.normal, prepared.out[0], routes, gates)
+    return prepared.out
+
+
+class _Mixed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        shape: MixShape,
+        norm: RMSNorm | None,
+        node: Any,
+        prepared: list[_Prepared] | None,
+        residual: Tensor | None,
+        x: Tensor,
+        norm_weight: Tensor | None,
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.shape, ctx.norm, ctx.kept, ctx.gates = shape, norm, node, None
+        if prepared is None:  # nobody reads the values
+            return x.new_empty(1).expand(x[None].shape)
+        gates = None
+        if shape.keeps:
+            gates = x.new_empty(prepared[0].chosen.numel(), tensors[1].shape[1])
+            ctx.save_for_backward(gates)
+        # Popped, so that the caller's list does not keep the normed input.
+        return _computed(prepared.pop(), shape, tensors, gates)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, residual, norm_weight, *tensors, chosen = kept(ctx)
+        gates = ctx.saved_tensors[0] if ctx.shape.keeps else None
+        grad, needed, norm = grad[0].contiguous(), ctx.needs_input_grad[4:], ctx.norm
+        through = any(needed[:3])
+        # Without a norm x belongs to another function, and the gradient must not overwrite it.
+        normal = x.clone() if norm is None else norm.compute_sum(residual, x, x, norm_weight)
+        experts = TiledExperts(tensors, ctx.shape.router, ctx.shape.tiles, needed[3:])
+        experts.backward(grad, normal, True, through, chosen, gates)
+        grad_x, norm_sum = normal if through else None, None
+        if norm is not None and through:
+            grad_x = torch.empty_like(x)
+            norm_sum = sum_of(norm_weight, [slice(0, len(x))], x) if needed[2] else None
+            norm.differentiate(normal, (x,), (norm_weight,), (grad_x,), (norm_sum,), grad)
+        norm_grad = None if norm_sum is None else norm_sum.to(norm_weight.dtype)
+        return *(None,) * 4, None if norm is None else grad_x, grad_x, norm_grad, *experts.gradients()
+
+
+class TiledExperts:
+    """Computes a mixture inside an autograd function, for rows y [t, h] that are normed.
+
+    ``tensors`` are the weights of the router [E, h], of gate and up [E, 2 x I, h], and of down [E, h, I]. Those that are
+    ``needed`` get a gradient. ``tiles`` is the least number of tiles of experts.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], router: Router, tiles: int = 1, needed: Sequence[bool] = (False,) * 3) -> None:
+        (self._gate, self._gate_up, self._down), self._router, self._tiles = tensors, router, tiles
+        self._sums = [_ExpertSum(tensor) if wanted else None for tensor, wanted in zip(tensors, needed, strict=True)]
+
+    def add_output(
+        self, normal: Tensor, out: Tensor, routes: tuple[Tensor, Tensor] | None = None, gates: Tensor | None = None
+    ) -> None:
+        """Add the experts' output for ``normal`` to ``out``, [t, h] each.
+
+        Args:
+            normal: The input.
+            out: Gets the sum.
+            routes: The experts of each token and their weights, [t, k] each. None = the router chooses.
+            gates: [t x k, 2 x I], gets the outputs of gate and up, in the order of the experts. None = they are not needed.
+        """
+        if routes is None:
+            probabilities = self._router.probabilities(normal, self._gate)
+            chosen = self._router.choose(probabilities)
+            routes = chosen, self._router.weights(probabilities, chosen)
+            del probabilities
+        chosen, weights = routes
+        total = out if out.dtype == wide_dtype(out.dtype) else torch.zeros_like(out, dtype=wide_dtype(out.dtype))
+        by_row, rows = weights.flatten(), _Rows(chosen, len(self._gate_up))
+        for tile in rows.tiles(self._tiles):
+            tokens = rows.tokens[tile.rows]
+            both = _products(normal[tokens], self._gate_up, tile, None if gates is None else gates[tile.rows])
+            gate, up = both.chunk(2, 1)
+            # The value overwrites the output of gate, unless backward needs it.
+            value = SWIGLU.compute((gate, up), (), gate if gates is None else None)
+            del gate, up, both
+            parts = _products(value, self._down, tile)
+            del value
+            total.index_add_(0, tokens, parts * by_row[rows.order[tile.rows], None])
+            del parts
+        if total is not out:
+            out.add_(total)
+
+    def backward(
+        self,
+        grad: Tensor,
+        normal: Tensor,
+        alone: bool,
+        through: bool = True,
+        chosen: Tensor | None = None,
+        gates: Tensor | None = None,
+    ) -> None:
+        """Add the gradients of the parameters, and overwrite ``normal`` with its gradient.
+
+        Args:
+            grad: The gradient of the output, [t, h].
+            normal: The input, [t, h].
+            alone: Whether these are all rows. Then the gradients of weights need no fp32 sums.
+            through: Whether the input needs a gradient.
+            chosen: The experts of each token, [t, k]. None = the router chooses again.
+            gates: What :meth:`add_output` wrote into its ``gates``. It is overwritten. None = computed again.
+        """
+        probabilities = self._router.probabilities(normal, self._gate)
+        chosen = self._router.choose(probabilities) if chosen is None else chosen
+        weights = self._router.weights(probabilities, chosen)
+        rows, by_row, grad_weights = _Rows(chosen, len(self._gate_up)), weights.flatten(), torch.empty_like(weights)
+        total = torch.zeros_like(normal, dtype=weights.dtype) if through else None
+        gate_up_sum, down_sum = self._sums[1:]
+        for tile in rows.tiles(self._tiles):
+            tokens, places = rows.tokens[tile.rows], rows.order[tile.rows]
+            row_weights, above = by_row[places, None], grad[tokens]
+            x = normal[tokens]
+            both = _products(x, self._gate_up, tile) if gates is None else gates[tile.rows]
+            sources = both[:, : both.shape[1] // 2], both[:, both.shape[1] // 2 :]
+            value, grad_value = SWIGLU.compute(sources, ()), _products_back(above, self._down, tile)
+            # The gradient of a weight is the product of an output with the gradient, which is the same for the value before down.
+            grad_weights.view(-1)[places] = (value * grad_value.to(weights.dtype)).sum(-1)
+            if down_sum is not None:
+                down_sum.add(above, value.mul_(row_weights), tile, alone)
+            del above, value
+            SWIGLU.differentiate(grad_value.mul_(row_weights), sources, (), sources, ())
+            del grad_value, sources
+            if gate_up_sum is not None:
+                gate_up_sum.add(both, x, tile, alone)
+            if total is not None:
+                total.index_add_(0, tokens, _products_back(both, self._gate_up, tile).to(total.dtype))
+            del both, x
+        if total is not None or self._sums[0] is not None:
+            grad_logits = self._router.differentiate(grad_weights, probabilities, chosen).to(normal.dtype)
+            if self._sums[0] is not None:
+                self._sums[0].add_matrix(grad_logits, normal, alone)
+            if total is not None:
+                total.addmm_(grad_logits.to(total.dtype), self._gate.to(total.dtype))
+                normal.copy_(total)
+
+    def gradients(self) -> list[Tensor | None]:
+        # Return the gradients of the three tensors, in their order.
+        return [None if total is None else total.gradient() for total in self._sums]
+
+
+class _Tile(NamedTuple):
+    experts: range
+    rows: slice
+    """Rows of these experts, among all rows in the order of the experts."""
+    counts: list[int]
+    """Number of rows of each of these experts."""
+
+
+class _Rows:
+    """The rows that experts compute: each token once for each of its k experts, in the order of the experts.
+
+    Attributes:
+        order: int64 [t x k], the place of each row in the flat [t, k] of the router.
+        tokens: int64 [t x k], the token of each row.
+        counts: Number of rows of each expert.
+    """
+
+    def __init__(self, chosen: Tensor, num_experts: int) -> None:
+        flat = chosen.flatten()
+        self.order = flat.argsort(stable=True)
+        self.tokens = self.order // chosen.shape[1]
+        if detect_fake_mode() is None:
+            # One wait for the device. The sizes of the products must be known on the host.
+            self.counts: list[int] = torch.bincount(flat, minlength=num_experts).tolist()
+        else:
+            # Fake tensors have no values, so tokens are spread evenly.
+            part, more = divmod(flat.numel(), num_experts)
+            self.counts = [part + (place < more) for place in range(num_experts)]
+
+    def tiles(self, least: int) -> Iterator[_Tile]:
+        """Yield the experts in groups with about equally many rows, of which an expert is never cut."""
+        limit = min(-(-sum(self.counts) // least), PRODUCT_ROWS.get(self.order.device.type, 8192))
+        first, start, held = 0, 0, 0
+        for expert, count in enumerate(self.counts):
+            if held and held + count > limit:
+                yield _Tile(range(first, expert), slice(start, start + held), self.counts[first:expert])
+                first, start, held = expert, start + held, 0
+            held += count
+        yield _Tile(range(first, len(self.counts)), slice(start, start + held), self.counts[first:])
+
+
+# Products of rows with the weights of their experts. A GPU has one kernel for all experts of a tile. On a CPU one product per
+# expert is as fast.
+
+ALIGNED_BYTES = 16
+"""The kernel needs rows of a multiple of this many bytes."""
+
+
+def _has_kernel(*tensors: Tensor) -> bool:
+    return all(
+        tensor.device.type != "cpu" and tensor.dtype == torch.bfloat16 and tensor.shape[-1] * 2 % ALIGNED_BYTES == 0
+        for tensor in tensors
+    )
+
+
+def _ends(tile: _Tile, device: torch.device) -> Tensor:
+    return torch.tensor(tile.counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
+
+
+def _of_experts(tile: _Tile) -> Iterator[tuple[int, slice]]:
+    # Yield each expert that has rows, and which rows of the tile these are.
+    start = 0
+    for expert, count in zip(tile.experts, tile.counts, strict=True):
+        if count:
+            yield expert, slice(start, start + count)
+        start += count
+
+
+def _products(x: Tensor, weights: Tensor, tile: _Tile, out: Tensor | None = None) -> Tensor:
+    """Return ``x @ weights[e].t()`` [r, m] for the rows of each expert e in a tile. x [r, n], weights [E, m, n]."""
+    if _has_kernel(x, weights) and weights.shape[1] * 2 % ALIGNED_BYTES == 0:
+        part = weights[tile.experts.start : tile.experts.stop]
+        found = torch._grouped_mm(x, part.transpose(1, 2), offs=_ends(tile, x.device))
+        return found if out is None else out.copy_(found)
+    # Written into ``out``, because selective checkpointing would keep the output of a plain product.
+    out = x.new_empty(x.shape[0], weights.shape[1]) if out is None else out
+    for expert, rows in _of_experts(tile):
+        torch.mm(x[rows], weights[expert].t(), out=out[rows])
+    return out
+
+
+def _products_back(grad: Tensor, weights: Tensor, tile: _Tile) -> Tensor:
+    """Return ``grad @ weights[e]`` [r, n] for the rows of each expert e in a tile. grad [r, m], weights [E, m, n]."""
+    if _has_kernel(grad, weights):
+        return torch._grouped_mm(grad, weights[tile.experts.start : tile.experts.stop], offs=_ends(tile, grad.device))
+    out = grad.new_empty(grad.shape[0], weights.shape[2])
+    for expert, rows in _of_experts(tile):
+        torch.mm(grad[rows], weights[expert], out=out[rows])
+    return out
+
+
+class _ExpertSum:
+    """The gradient of the weights of all experts [E, m, n], or of one matrix."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self._total: Tensor | None = None
+
+    def _made(self, alone: bool) -> Tensor:
+        if self._total is None:
+            dtype = self._weight.dtype if alone else wide_dtype(self._weight.dtype)
+            self._total = torch.zeros_like(self._weight, dtype=dtype, memory_format=torch.contiguous_format)
+        return self._total
+
+    def add(self, grad: Tensor, x: Tensor, tile: _Tile, alone: bool) -> None:
+        # grad [r, m], x [r, n]
+        total = self._made(alone)
+        if _has_kernel(grad, x):
+            found = torch._grouped_mm(grad.t(), x, offs=_ends(tile, x.device))
+            total[tile.experts.start : tile.experts.stop].add_(found)
+            return
+        for expert, rows in _of_experts(tile):
+            self._add(total[expert], grad[rows], x[rows])
+
+    def add_matrix(self, grad: Tensor, x: Tensor, alone: bool) -> None:
+        self._add(self._made(alone), grad, x)
+
+    @staticmethod
+    def _add(total: Tensor, grad: Tensor, x: Tensor) -> None:
+        if total.dtype == grad.dtype:
+            torch.addmm(total, grad.t(), x, out=total)  # counted by torch's FLOP counter
+        else:
+            # addmm cannot add a product in half precision to an fp32 sum.
+            total.add_(torch.mm(grad.t(), x))
+
+    def gradient(self) -> Tensor:
+        # No row at all is possible if a rank has no tokens.
+        return self._made(alone=True).to(self._weight.dtype)
