@@ -37,7 +37,7 @@ def test_a_tested_type_is_supported(model_type):
         ("granitemoe", r"are mixtures of experts"),
         ("gpt_oss", r"are mixtures of experts \(4 of them\)"),
         ("mixtral", r"are mixtures of experts \(4 of them\)"),
-        ("qwen3_moe", r"are mixtures of experts \(4 of them\)"),
+        ("glm4_moe", r"are mixtures of experts \(4 of them\)"),
         ("deepseek_v3", r"are mixtures of experts \(4 of them\)"),
         ("t5", "have an encoder;"),
     ],

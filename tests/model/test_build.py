@@ -47,7 +47,7 @@ def test_an_empty_model_holds_no_bytes(tiny_folder):
     assert {parameter.device.type for parameter in built(tiny_folder).parameters()} == {"meta"}
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "mistral"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "mistral", "qwen3_moe"])
 def test_a_filled_model_equals_the_one_transformers_loads(kind, tmp_path):
     folder = make_tiny_model(tmp_path / kind, TinyShape(model_type=kind, tie_embeddings=kind != "llama"), seed=3)
     theirs = AutoModelForCausalLM.from_pretrained(folder)

@@ -27,6 +27,7 @@ VARIANTS = {
     "qwen3_5_text": {},
     "qwen3_moe": {},
     "qwen3_moe with weights as they are": {"norm_topk_prob": False},
+    "qwen3_moe with a dense layer": {"mlp_only_layers": [1]},
     "qwen3 with a window in one layer": {
         "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1,
         "layer_types": ["full_attention", "sliding_attention"],
@@ -61,7 +62,7 @@ def folders(tmp_path_factory):
 
 
 def theirs(folder, config):
-    """Gives the model as transformers computes it, its config changed; norms and biases are drawn."""
+    """Gives the model as transformers computes it, its config changed; norms, biases and layers that no file holds are drawn."""
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **config).eval()
     for parameter in model.parameters():
@@ -138,7 +139,7 @@ def test_a_window_of_any_width_goes_on_from_a_shared_prompt(folders, kind, width
     assert_same(model, policy, policy(pack, 1.0, False)[0], log_probs_row_by_row(model), 22 if width == 1 else 24)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "gemma3_text", "qwen3_moe"])
 def test_it_takes_over_every_parameter_under_its_name_and_in_its_order(folders, kind):
     model, policy = AutoModelForCausalLM.from_pretrained(folders[kind]), built(folders[kind])
     names = [name.removeprefix("lm.") for name, _ in policy.named_parameters()]

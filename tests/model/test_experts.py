@@ -1,0 +1,205 @@
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import silu
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from tests.memory import activation_cases as act
+from tests.memory.batching.test_shared_prompt import grouped, sharing
+from tests.memory.recomputed import EPS, drawn, gradients, plain_norm, relative
+from tests.model.test_prefix_kv import PARTS, results
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.recompute_elementwise_torch import RMSNorm
+from verl_memopt.memory.tiled_mlp import TiledMlp
+from verl_memopt.model import experts
+from verl_memopt.model.experts import Mixture, Router, TiledExperts, mixed
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+
+ROUNDING = 1e-13
+"""Relative to a norm, in float64: sums in another order."""
+TOKENS, HIDDEN, WIDTH, EXPERTS, CHOSEN = 23, 16, 12, 6, 3
+SHAPE = TinyShape(model_type="qwen3_moe", tie_embeddings=False, num_layers=3)
+
+
+def weights(seed=0, dtype=torch.float64, width=WIDTH):
+    gate = drawn(EXPERTS, HIDDEN, seed=seed, dtype=dtype)
+    gate_up = drawn(EXPERTS, 2 * width, HIDDEN, seed=seed + 1, dtype=dtype, scale=0.3)
+    return gate, gate_up, drawn(EXPERTS, HIDDEN, width, seed=seed + 2, dtype=dtype, scale=0.3)
+
+
+def by_token(x, router, tensors):
+    """Gives the output of each token, expert by expert, in plain autograd."""
+    gate, gate_up, down = tensors
+    outs = []
+    for row in x:
+        probabilities = (gate @ row).softmax(0)
+        found = probabilities.topk(router.top_k)
+        total = found.values.sum() if router.renormalizes else 1.0
+        parts = []
+        for weight, expert in zip(found.values / total, found.indices.tolist(), strict=True):
+            first, second = (gate_up[expert] @ row).chunk(2)
+            parts.append(weight * (down[expert] @ (silu(first) * second)))
+        outs.append(sum(parts))
+    return torch.stack(outs)
+
+
+def block(compute):
+    """Gives the output of norm and experts, and all gradients."""
+    residual, x, norm, tensors = drawn(TOKENS, HIDDEN, seed=5), drawn(TOKENS, HIDDEN, seed=6), drawn(HIDDEN, seed=7), weights()
+    # Backward overwrites x.
+    out = compute(residual * 1.0, x * 1.0, norm, tensors)
+    return [out.detach().clone(), *gradients((out,), (residual, x, norm, *tensors))]
+
+
+def naive(router, residual, x, norm, tensors):
+    z = residual + x
+    return z + by_token(plain_norm(z, norm), router, tensors)
+
+
+def ours(router, tiles, residual, x, norm, tensors):
+    return mixed(residual, x, (RMSNorm(EPS), norm), Mixture(router, tensors), tiles).squeeze(0)
+
+
+def ours_without_norm(router, tiles, residual, x, norm, tensors):
+    z = residual + x
+    return z + mixed(None, plain_norm(z, norm), None, Mixture(router, tensors), tiles).squeeze(0)
+
+
+@pytest.mark.parametrize("renormalizes", [True, False])
+@pytest.mark.parametrize("tiles", [None, 1, 2, 4, 100])
+@pytest.mark.parametrize("compute", [ours, ours_without_norm])
+def test_outputs_and_gradients_are_those_of_a_loop_over_tokens(compute, tiles, renormalizes):
+    router = Router(CHOSEN, renormalizes)
+    expected, found = block(partial(naive, router)), block(partial(compute, router, tiles))
+    assert all(relative(one, other) <= ROUNDING for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("checkpoint", [None, "first"])
+def test_a_pass_without_gradients_gives_the_same_values(checkpoint):
+    def quiet(residual, x, norm, tensors):
+        with torch.no_grad():
+            return mixed(residual, x, (RMSNorm(EPS), norm), Mixture(Router(CHOSEN, True), tensors), 3, checkpoint).squeeze(0)
+
+    residual, x, norm, tensors = drawn(TOKENS, HIDDEN), drawn(TOKENS, HIDDEN, seed=1), drawn(HIDDEN, seed=2), weights()
+    expected = naive(Router(CHOSEN, True), residual, x, norm, tensors)
+    assert relative(quiet(residual, x.clone(), norm, tensors), expected) <= ROUNDING
+
+
+def test_the_forward_of_a_checkpointed_block_that_runs_again_gives_the_gradients_without_values():
+    def again(residual, x, norm, tensors):
+        mixture = Mixture(Router(CHOSEN, True), tensors)
+        return mixed(residual, x, (RMSNorm(EPS), norm), mixture, 2, "again").squeeze(0)
+
+    expected, found = block(partial(naive, Router(CHOSEN, True)))[1:], block(again)[1:]
+    assert all(relative(one, other) <= ROUNDING for one, other in zip(found, expected, strict=True))
+
+
+def test_experts_without_a_token_get_a_gradient_of_zero_and_one_may_have_all_tokens():
+    def one_wins(compute, residual, x, norm, tensors):
+        # Normed rows are positive, so the first expert is the likeliest for each.
+        gate = torch.stack([torch.full((HIDDEN,), float(-place)) for place in range(EXPERTS)]).double()
+        return compute(residual.abs(), x.abs(), norm.abs(), (tensors[0] * 0 + gate, *tensors[1:]))
+
+    router = Router(1, False)
+    expected = block(partial(one_wins, partial(naive, router)))
+    found = block(partial(one_wins, partial(ours, router, 2)))
+    assert all(relative(one, other) <= ROUNDING for one, other in zip(found, expected, strict=True))
+    assert all(not gradient[1:].any() and gradient[0].any() for gradient in found[5:])
+
+
+def test_ties_are_broken_as_in_transformers():
+    config = Qwen3MoeConfig(
+        hidden_size=HIDDEN, moe_intermediate_size=WIDTH, num_experts=EXPERTS, num_experts_per_tok=CHOSEN, norm_topk_prob=True
+    )
+    theirs, tensors = Qwen3MoeSparseMoeBlock(config), weights(dtype=torch.float32)
+    same = tensors[0][:1].detach().repeat(EXPERTS, 1)
+    with torch.no_grad():
+        for own, value in zip(theirs.parameters(), (*tensors[1:], same), strict=True):
+            own.copy_(value)
+    x = drawn(TOKENS, HIDDEN, dtype=torch.float32)
+    expected = theirs(x[None])[0]
+    found = mixed(None, x, None, Mixture(Router(CHOSEN, True), (same, *tensors[1:])), None)[0]
+    assert relative(found, expected) <= 1e-6
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1, 2), (0, 1, 2)], ids=str)
+def test_frozen_tensors_get_no_gradient_and_change_no_other(frozen):
+    def learned(compute):
+        x, tensors = drawn(TOKENS, HIDDEN), weights()
+        chosen = [tensor.detach() if place in frozen else tensor for place, tensor in enumerate(tensors)]
+        out = compute(x, chosen)
+        kinds = (x, *(tensor for place, tensor in enumerate(tensors) if place not in frozen))
+        return gradients((out,), kinds)
+
+    router = Router(CHOSEN, True)
+    expected = learned(lambda x, tensors: by_token(x, router, tensors))
+    found = learned(lambda x, tensors: mixed(None, x, None, Mixture(router, tensors), None).squeeze(0))
+    assert all(relative(one, other) <= ROUNDING for one, other in zip(found, expected, strict=True))
+
+
+def test_gradients_of_weights_are_summed_over_tiles_of_tokens():
+    x, above, tensors, router = drawn(TOKENS, HIDDEN), drawn(TOKENS, HIDDEN, seed=4), weights(), Router(CHOSEN, True)
+    expected = torch.autograd.grad(by_token(x, router, tensors), (x, *tensors), above)
+    tiled = TiledExperts([tensor.detach() for tensor in tensors], router, needed=(True,) * 3)
+    parts = [part.detach().clone() for part in x.split(10)]
+    for part, grad in zip(parts, above.detach().split(10), strict=True):
+        tiled.backward(grad, part, alone=False)
+    found = torch.cat(parts), *tiled.gradients()
+    assert all(relative(one, other) <= ROUNDING for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernel_for_all_experts_of_a_tile_gives_what_one_product_per_expert_gives(monkeypatch, dtype):
+    def run():
+        x, tensors = drawn(TOKENS, HIDDEN, dtype=dtype), weights(dtype=dtype, width=8)  # rows of 16 bytes or more
+        out = mixed(None, x, None, Mixture(Router(CHOSEN, True), tensors), 2).squeeze(0)
+        return [out.detach(), *gradients((out,), (x, *tensors))]
+
+    one_by_one = run()
+    monkeypatch.setattr(experts, "_has_kernel", lambda *_: True)
+    assert all(relative(one, other) <= 1e-6 for one, other in zip(run(), one_by_one, strict=True))
+
+
+# Whole models.
+
+
+@pytest.fixture(scope="module")
+def mixture_folder(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("mixture") / "model", SHAPE, seed=3)
+
+
+BATCH = sharing(grouped(40, [9, 5, 1, 12, 3, 7]))
+PLAIN = {"recompute_elementwise": False, "prune_last_block": False}
+OWN = {"recompute_elementwise": True}
+TILES = {"tiled_mlp": TiledMlp(True, 3)}
+
+
+@pytest.fixture
+def plain(mixture_folder, one_rank):
+    return results(act.build(mixture_folder, one_rank, **PLAIN), BATCH, PARTS, False)
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        OWN,
+        {**OWN, **TILES},
+        {**OWN, "recompute": True},
+        {**OWN, "recompute": True, "gradient_checkpointing_mode": "selective"},
+        {**OWN, "recompute": True, "offload": (1, 2)},
+        {**OWN, "offload": (1, 2)},
+        {**PLAIN, **TILES},
+        {**OWN, "block_tile_tokens": 7},
+        {**OWN, **TILES, "block_tile_tokens": 16},
+    ],
+    ids=str,
+)
+def test_no_knob_of_a_block_changes_log_probs_or_gradients(mixture_folder, one_rank, plain, options, reuse):
+    policy = act.build(mixture_folder, one_rank, **options)
+    if reuse and not policy.model.supports_prefix_kv:
+        pytest.skip("blocks over tiles and blocks without recomputed norms keep no prefix")
+    assert act.largest_difference(results(policy, BATCH, PARTS, reuse), plain) <= 4e-6
