@@ -187,3 +187,46 @@ def test_a_head_that_differs_from_the_tied_embedding_is_refused(tiny_folder, tmp
 
 def test_a_folder_without_a_head_is_let_through(tiny_folder):
     check_tied_head(WeightFolder(tiny_folder), EMBEDDING, tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def mixture_folder(tmp_path_factory):
+    shape = TinyShape(model_type="qwen3_moe", num_experts=3, num_layers=1)
+    return make_tiny_model(tmp_path_factory.mktemp("mixture") / "model", shape, seed=4)
+
+
+UP_OF_LAST = "model.layers.0.mlp.experts.2.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "region", [(), (slice(1, 3), slice(0, 64), slice(0, 64)), (slice(0, 1), slice(20, 50), slice(3, 9))], ids=str
+)
+def test_experts_of_a_folder_are_read_as_one_tensor(mixture_folder, region):
+    weights, stored = WeightFolder(mixture_folder), load_file(mixture_folder / "model.safetensors")
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    pairs = [[stored[f"model.layers.0.mlp.experts.{e}.{part}_proj.weight"] for part in ("gate", "up")] for e in range(3)]
+    whole = torch.stack([torch.cat(pair) for pair in pairs])
+    assert weights.shape(name) == (3, 64, 64)
+    assert UP_OF_LAST not in weights.names
+    assert torch.equal(weights.read(name, region), whole[region])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (rewrite(lambda weights: weights.pop(UP_OF_LAST)), f"1 tensors of experts are missing, such as {UP_OF_LAST}"),
+        (rewrite(lambda weights: weights.update({UP_OF_LAST: torch.zeros(3, 64)})), f"{UP_OF_LAST} has another shape"),
+        (
+            rewrite(lambda weights: [weights.pop(name) for name in list(weights) if "experts.2." in name]),
+            r"experts.gate_up_proj has shape \(2, 64, 64\), the config says \(3, 64, 64\)",
+        ),
+    ],
+)
+def test_a_folder_with_other_experts_than_its_config_says_is_refused(mixture_folder, tmp_path, change, message):
+    with pytest.raises(ConfigError, match=message):
+        filled(damaged(mixture_folder, tmp_path, change))
+
+
+def test_experts_cannot_stay_in_a_mapped_file(mixture_folder):
+    with pytest.raises(ConfigError, match=r"load_mode=mmap: .*mlp.experts.gate_up_proj holds all.*Set load_mode=stream"):
+        weights.mapped_weights(built(mixture_folder), mixture_folder)

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.model.test_build import filled
 from verl_memopt.model import export
 from verl_memopt.model.export import SafetensorsWriter
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.byte_tracker import HOST, ByteTracker
 
@@ -29,6 +30,16 @@ def test_an_exported_folder_loads_in_transformers_with_the_same_weights(untied_f
     assert_same_weights(untied_folder, out)
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer("2+3=")["input_ids"] == AutoTokenizer.from_pretrained(untied_folder)("2+3=")["input_ids"]
+
+
+def test_experts_are_written_one_by_one_as_published_models_have_them(tmp_path):
+    folder = make_tiny_model(tmp_path / "in", TinyShape(model_type="qwen3_moe", num_experts=3), seed=4)
+    out = exported(folder, tmp_path)
+    one, two = (load_file(path / "model.safetensors") for path in (folder, out))
+    assert "model.layers.1.mlp.experts.2.up_proj.weight" in one
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert_same_weights(folder, out)
 
 
 def test_weights_beyond_one_file_are_indexed(untied_folder, tmp_path, monkeypatch):
