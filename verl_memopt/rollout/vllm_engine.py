@@ -63,6 +63,7 @@ from verl_memopt.rollout.vllm_process import (
     free_cached_memory,
     host_bytes_to_sleep,
     own_quantization,
+    pack_experts_again,
     process_state_kept,
     quiet_start,
     restrict_sampler,
@@ -224,6 +225,7 @@ class VllmEngine:
                 # vLLM has used the first.
                 copies = ((name, tensor.clone()) for name, tensor in joined(checked, self._dtype))
                 with _without_adapters(self._model):
+                    pack_experts_again(self._model)
                     self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
             # Exhaust the iterator: only at its end it raises an error if weights are missing.
             assert next(checked, None) is None, "vLLM left some weights out"

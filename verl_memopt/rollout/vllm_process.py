@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from verl_memopt.config import schema
 from verl_memopt.distributed.device import empty_cache, is_gpu, memory_info
@@ -291,6 +292,19 @@ def copies_in_place(model_config: Any, quantization: str) -> bool:
     """
     plain = model_config.quantization in (None, own_quantization(quantization))
     return plain and not model_config.is_moe and not model_config.use_mla
+
+
+def pack_experts_again(model: nn.Module) -> None:
+    """Let vLLM pack the experts of a model on a CPU at its next load of weights, as at its first one.
+
+    The kernel of a CPU reads experts in another order than checkpoints have. vLLM (0.32) brings them into this order only when it
+    makes the kernel. Later loads would leave them as they come, and the model would compute with shuffled weights.
+    """
+    for layer in model.modules():
+        experts = getattr(layer, "w13_weight", None)
+        if experts is not None and experts.device.type == "cpu":
+            method: Any = layer.quant_method
+            method.moe_kernel = None
 
 
 def advice_for(error: BaseException) -> str:
