@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,15 +9,19 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from tests.memory import activation_cases as act
-from tests.memory.batching.test_shared_prompt import grouped, sharing
+from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
 from tests.memory.recomputed import EPS, drawn, gradients, plain_norm, relative
 from tests.model.test_prefix_kv import PARTS, results
+from tests.ranks import run_ranks
+from tests.tensors import whole_of
+from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.recompute_elementwise_torch import RMSNorm
 from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model import experts
 from verl_memopt.model.experts import Mixture, Router, TiledExperts, mixed
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.worker.trained_model import micro_batches_of
 
 ROUNDING = 1e-13
 """Relative to a norm, in float64: sums in another order."""
@@ -203,3 +208,24 @@ def test_no_knob_of_a_block_changes_log_probs_or_gradients(mixture_folder, one_r
     if reuse and not policy.model.supports_prefix_kv:
         pytest.skip("blocks over tiles and blocks without recomputed norms keep no prefix")
     assert act.largest_difference(results(policy, BATCH, PARTS, reuse), plain) <= 4e-6
+
+
+def on_ranks(rank, folder, options):
+    """Gives the whole gradients of both ranks' rows, and the gradients' own shards."""
+    rows = [[0, 1, 2], [3, 4, 5]][rank]
+    own, counts = BATCH.select(rows), counts_of(BATCH)
+    policy = act.build(folder, training_mesh("cpu", 2, -1), 2, **OWN, **options)
+    policy.accumulate(list(micro_batches_of(own, [[0, 1], [2]], False)), counts, 0.9)
+    return {name: whole_of(parameter.grad).numpy() for name, parameter in policy.model.named_parameters()}
+
+
+@pytest.mark.parametrize("num_experts", [8, 3, 1])
+def test_ranks_shard_experts_and_sum_the_gradients_of_one(tmp_path, one_rank, num_experts):
+    """Also a number of experts that the ranks do not divide, and fewer experts than ranks."""
+    shape = replace(SHAPE, num_experts=num_experts, experts_per_token=min(2, num_experts))
+    folder = make_tiny_model(tmp_path / "model", shape, seed=3)
+    alone = act.build(folder, one_rank, **OWN)
+    alone.accumulate(list(micro_batches_of(BATCH, [[*range(6)]], False)), counts_of(BATCH), 0.9)
+    expected = [parameter.grad for parameter in alone.model.parameters()]
+    for answer in run_ranks(on_ranks, 2, folder, {"recompute": True}):
+        assert act.largest_difference(map(torch.from_numpy, answer.values()), expected) <= 4e-6

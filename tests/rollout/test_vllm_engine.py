@@ -37,6 +37,7 @@ from verl_memopt.errors import ConfigError, RolloutError, Stopped
 from verl_memopt.memory.host_buffers import host_allocator, host_limits
 from verl_memopt.memory.out_of_memory import PartDoesNotFitError
 from verl_memopt.memory.rollout_memory import kv_bytes_per_token
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.observe.device_ledger import Asleep, ledger_of
 from verl_memopt.rollout import vllm_engine
@@ -126,6 +127,22 @@ def test_rebuilding_each_module_loads_the_same_weights_as_copying_in_place(vllm_
         vllm_engine.load_weights(weights_of(model_of(other_folder)))
         answers.append(vllm_engine.generate(prompts(4), [0] * 4, sampling()))
     assert answers[0] == answers[1]
+
+
+def test_experts_are_synced_again_and_again_and_stay_in_the_order_of_the_kernel(tmp_path, no_shared_engine):
+    shape = TinyShape(model_type="qwen3_moe", initializer_range=0.2, max_positions=256)
+    folders = [make_tiny_model(tmp_path / str(seed), shape, seed=seed) for seed in range(2)]
+    engine = engine_at("vllm", folders[0])
+    try:
+        for place in (0, 1, 0):
+            model = model_of(folders[place])
+            engine.load_weights(weights_of(model))
+            answer = engine.generate(prompts(6), list(range(6)), sampling())
+            assert difference_from_naive(model, prompts(6), answer) <= 1e-5
+        with pytest.raises(RolloutError, match="tensors that it derives from experts"):
+            engine.share_weights()
+    finally:
+        engine.shutdown()
 
 
 def test_the_kv_cache_has_the_size_asked_for(vllm_engine):
