@@ -37,8 +37,8 @@ REFUSED = """
 
 A model is refused where its log-probs would be wrong or could not be computed. The error names the type and the reason,
 which the table repeats as a sentence that begins with "models of this type". Layers that carry a state from token to token
-would carry it from one packed row into the next. Mixtures of experts are not supported, except for the one in the first
-table.
+would carry it from one packed row into the next. Mixtures of experts differ in their routers and in the names of their weights,
+so only those in the first table are supported.
 
 | `model_type` | models | models of this type |
 |---|---|---|

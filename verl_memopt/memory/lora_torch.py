@@ -147,7 +147,11 @@ def chosen_layers(
         if wanted != "all-linear" and not any(_matches(name, wanted) for name in modules)
     ]
     if wrong:
-        raise ConfigError(f"{'; '.join(wrong)}. The linear layers end in {', '.join(endings)}; all-linear takes all of them.")
+        stacked = any(".experts." in name and parameter.ndim == 3 for name, parameter in model.named_parameters())
+        note = " The experts of a mixture have no adapters: their weights are no linear layers." if stacked else ""
+        raise ConfigError(
+            f"{'; '.join(wrong)}. The linear layers end in {', '.join(endings)}; all-linear takes all of them.{note}"
+        )
     chosen = [name for name in linears if _matches(name, target_modules) and not _matches(name, exclude_modules)]
     if not chosen:
         raise ConfigError(

@@ -32,6 +32,7 @@ from verl_memopt.memory.streamed_params_torch import StreamedParams, allocate_on
 from verl_memopt.model.attention import choose_attention
 from verl_memopt.model.captured_block import CapturedBlocks, why_not_captured
 from verl_memopt.model.decoder import Decoder, DecoderBlock, block_options, class_name
+from verl_memopt.model.experts import Experts
 from verl_memopt.model.families import POLICY_KEY, SCORE_CAP
 from verl_memopt.model.packed_model import PackedModel, PolicyModel, dtype_of
 from verl_memopt.model.packing_check import REWARD_KEY, frozen_value_model
@@ -96,6 +97,10 @@ def parallelize(
         ConfigError: No module of the model matches the settings of adapters or FSDP2 units, or torch cannot shard its quantised
             blocks.
     """
+    if use.quantization != "none" and any(isinstance(getattr(block, "mlp", None), Experts) for block in packed.blocks()):
+        section = use.model_key if use.trained else use.fsdp_key.rpartition(".")[0]
+        key = f"{section}.quantization={use.quantization}"
+        raise ConfigError(f"{key}: only linear layers are quantised, and the model's experts are none. Set it to none.")
     # The order is fixed: quantise, add adapters, checkpoint, shard. Each operation wraps the result of the ones before it.
     precision, offload = mixed_precision(*dtypes), native_offload(fsdp.offload_policy)
     if use.quantization != "none":
@@ -173,6 +178,14 @@ def wrapped_modules(root: nn.Module, blocks: Sequence[nn.Module], fsdp: Fsdp) ->
 def _refuse_units_inside_blocks(packed: PackedModel, fsdp: Fsdp, use: ModelUse) -> None:
     wanted = fsdp.wrap_policy.transformer_layer_cls_to_wrap or ()
     decoder: Any = packed.decoder
+    mixtures = [block for block in packed.blocks() if isinstance(getattr(block, "mlp", None), Experts)]
+    for block in mixtures:
+        inside = sorted({class_name(module) for module in block.mlp.children()} & set(wanted))
+        if inside:
+            raise ConfigError(
+                f"{use.fsdp_key}.wrap_policy.transformer_layer_cls_to_wrap={list(wanted)}: {', '.join(inside)} is a part of "
+                f"{class_name(block.mlp)}, which computes all of its parts itself. Leave the key out, or name {class_name(block)}."
+            )
     ours = isinstance(decoder, Decoder) and (decoder.recompute or decoder.prunes)
     for block in packed.blocks() if ours else ():
         inside = sorted({class_name(module) for module in block.modules() if module is not block} & set(wanted))

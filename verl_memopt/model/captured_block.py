@@ -34,6 +34,7 @@ from verl_memopt.memory.precision_torch import GRAPHS, CastUnit
 from verl_memopt.memory.recompute_elementwise_torch import Products, in_runs, norm_and_weight, product_tiles, products_of
 from verl_memopt.memory.token_packing import bucket_of
 from verl_memopt.model.attention import Attend
+from verl_memopt.model.experts import Experts
 from verl_memopt.model.prefix_layout import PrefixLayout
 from verl_memopt.observe.byte_tracker import scope
 
@@ -59,6 +60,8 @@ def why_not_captured(block: Any) -> str | None:
         return "its attention is linear or has gates"
     if block.norms_outputs:
         return "the outputs of its attention and MLP have norms"
+    if isinstance(block.mlp, Experts):
+        return "it has experts, and the host must know how many rows each of them computes"
     layers = [module for module in block.modules() if hasattr(module, "in_features")]
     if any(type(layer) is not nn.Linear for layer in layers):
         return "it has layers with adapters, or quantised ones"

@@ -79,7 +79,7 @@ FAMILIES = (
     Family("hunyuan_v1_dense", "Hunyuan, dense"),
     Family("hyperclovax", "HyperCLOVA X", multiplied_by="logits_scaling"),
     Family("jais2", "Jais 2"),
-    Family("jetmoe", "JetMoE", note="It is the only mixture of experts that is tested."),
+    Family("jetmoe", "JetMoE", note="A mixture of experts that transformers computes."),
     Family("llama", "Llama 2 and 3, SmolLM2, Yi, DeepSeek LLM", "Llama"),
     Family("ministral", "Ministral"),
     Family("ministral3", "Ministral 3"),
@@ -101,7 +101,12 @@ FAMILIES = (
         carries=True,
         apart=("model.visual.", "mtp."),
     ),
-    Family("qwen3_moe", "Qwen3, mixture of experts", "Qwen3Moe"),
+    Family(
+        "qwen3_moe",
+        "Qwen3, mixture of experts",
+        "Qwen3Moe",
+        note="LoRA adapts its attention only. With its experts `quantization`, `load_mode=mmap` and an auxiliary loss are refused.",
+    ),
     Family("qwen3_vl", "Qwen3-VL, dense, as text", text="qwen3", apart=("model.visual.",), note=BESIDE),
     Family("seed_oss", "Seed-OSS", note="Dropout in its config drops nothing."),
     Family("smollm3", "SmolLM3"),
@@ -111,22 +116,22 @@ FAMILIES = (
     Family("bart", "BART", refused="have an encoder"),
     Family("bert", "BERT", refused=NO_LIST),
     Family("bloom", "BLOOM", refused=FIXED),
-    Family("deepseek_v3", "DeepSeek-V3, DeepSeek-R1", refused=EXPERTS),
+    Family("deepseek_v3", "DeepSeek-V3, DeepSeek-R1", refused=f"{EXPERTS} with latent attention, groups of experts and a shared one"),
     Family("falcon_h1", "Falcon-H1", refused="have layers of type hybrid"),
     Family("falcon_mamba", "Falcon Mamba", refused=STATE),
     Family("gemma4_text", "Gemma 4", refused=UNEVEN, nearest="gemma3_text"),
-    Family("glm4_moe", "GLM-4.5", refused=EXPERTS, nearest="glm4"),
+    Family("glm4_moe", "GLM-4.5", refused=f"{EXPERTS} with a router of sigmoids and a bias, and with a shared expert"),
     Family("gpt2", "GPT-2", refused=NO_LIST),
     Family("gpt_bigcode", "StarCoder", refused=NO_LIST, nearest="starcoder2"),
     Family("gpt_neox", "Pythia, GPT-NeoX", refused=RENAMED),
-    Family("gpt_oss", "gpt-oss", refused=EXPERTS),
-    Family("granitemoe", "Granite, mixture of experts", refused=EXPERTS, nearest="granite"),
+    Family("gpt_oss", "gpt-oss", refused=f"{EXPERTS} with biases, an activation of their own and attention sinks"),
+    Family("granitemoe", "Granite, mixture of experts", refused=f"{EXPERTS} with factors of the residual and the logits"),
     Family("jamba", "Jamba", refused=STATE),
     Family("kimi_linear", "Kimi Linear", refused=STATE),
     Family("llama4_text", "Llama 4", refused="have layers of type chunked_attention", nearest="llama"),
     Family("mamba", "Mamba", refused=STATE),
     Family("minimax", "MiniMax", refused=STATE),
-    Family("mixtral", "Mixtral", refused=EXPERTS),
+    Family("mixtral", "Mixtral", refused=f"{EXPERTS} with other names for their weights in a checkpoint"),
     Family("mpt", "MPT", refused=FIXED),
     Family("nemotron", "Nemotron-4, Minitron", refused=OWN_WAY),
     Family("olmo_hybrid", "OLMo Hybrid", refused=STATE, nearest="olmo3"),
@@ -240,13 +245,18 @@ def unsupported(config: PretrainedConfig) -> str | None:
         return "see later tokens (use_bidirectional_attention=true), so no token can be learned from those before it"
     if scales:
         return f"change the logits after the head ({scales[0]}) in an unknown way"
-    counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
-    tested, experts = config.model_type in TESTED, max((count for count in counts if isinstance(count, int)), default=0)
+    tested, experts = config.model_type in TESTED, num_experts(config)
     if not tested and experts > 1:
-        return f"are mixtures of experts ({experts} of them), which are not supported"
+        reason = family.refused or EXPERTS
+        return f"{reason} ({experts} in a layer), which are not computed here"
     if not tested and window(config) is not None:
         return f"slide attention over a window (sliding_window={window(config)}) in a way that is not tested here"
     return None
+
+
+def num_experts(config: PretrainedConfig) -> int:
+    counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
+    return max((count for count in counts if isinstance(count, int)), default=0)
 
 
 def logit_shape(config: PretrainedConfig) -> tuple[float, float | None]:

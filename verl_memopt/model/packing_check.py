@@ -196,6 +196,15 @@ def _not_finite(packed_model: PackedModel, device: torch.device) -> str | None:
     return next((name for name, is_finite in zip(weights, finite.tolist(), strict=True) if not is_finite), None)
 
 
+def _refuse_auxiliary_loss(config: PretrainedConfig, key: str) -> None:
+    # It depends on all tokens of a micro-batch together. So a loss that is the same for any packing cannot have it.
+    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0.0):
+        raise ConfigError(
+            f"{key}.path: its config asks for an auxiliary loss that balances experts (output_router_logits=true), and updates here "
+            f"have none. Set {key}.override_config.output_router_logits=false to train without it."
+        )
+
+
 def _random_rows(packed_model: PackedModel, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
     vocabulary = packed_model.embedding_weight.shape[0]
 
@@ -266,6 +275,8 @@ def check_architecture(model: Model | CriticModel, folder: Path, longest: int, k
     if model.lora_rank > 0:
         chosen_layers(lm, model.target_modules, model.exclude_modules, key)
     check_lengths(config, longest)
+    if key in (POLICY_KEY, CRITIC_KEY):
+        _refuse_auxiliary_loss(config, key)
     shapes = {name: tuple(parameter.shape) for name, parameter in named_weights(packed_model)}
     weights = WeightFolder(folder, key)
     check_dtypes(folder, f"{key}.path={folder}")

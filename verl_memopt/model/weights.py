@@ -294,6 +294,20 @@ def _stacks(stored: Iterable[str], where: str) -> dict[str, list[list[str]]]:
     return stacks
 
 
+def refuse_stacked(weights: WeightFolder) -> None:
+    """Refuse weights that are no part of a file, for a model that computes from its mapped files.
+
+    Raises:
+        ConfigError: The files store experts one by one.
+    """
+    stacked = next(filter(weights.is_stacked, weights.names), None)
+    if stacked is not None:
+        raise ConfigError(
+            f"actor_rollout_ref.model.load_mode=mmap: the files in {weights.folder} store experts one by one, and {stacked} "
+            "holds all of a block, so it is no part of a file. Set load_mode=stream."
+        )
+
+
 def stored_tensors(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) pairs as files store them: experts one by one. The tensors are views of those of the model."""
     for name, tensor in weights:
@@ -452,12 +466,7 @@ def mapped_weights(model: nn.Module, folder: Path, dtype_key: str = REFERENCE_DT
     """
     weights, parameters = WeightFolder(folder), dict(named_weights(model))
     _check_names(weights, {name: tuple(parameter.shape) for name, parameter in parameters.items()}, folder, POLICY_KEY, TIED)
-    stacked = next(filter(weights.is_stacked, parameters), None)
-    if stacked is not None:
-        raise ConfigError(
-            f"actor_rollout_ref.model.load_mode=mmap: the files in {folder} store experts one by one, and {stacked} holds all of "
-            "a block, so it is no part of a file. Set load_mode=stream."
-        )
+    refuse_stacked(weights)
     shards = []
     for name, parameter in parameters.items():
         part = mapped(weights.read(name, local_region(parameter)))

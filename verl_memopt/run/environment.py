@@ -27,6 +27,7 @@ from verl_memopt.model.folder import (
     resolve_folder,
 )
 from verl_memopt.model.packing_check import TEACHER_KEY, adapter_shape, check_architecture, frozen_causal_model
+from verl_memopt.model.weights import WeightFolder, refuse_stacked
 from verl_memopt.run.builds import vllm_build
 
 CRITIC_PATH = "critic.model.path"
@@ -140,6 +141,8 @@ def resolve_environment(
         if reference != folder:
             checked_reference = check_architecture(model, reference, longest)
             check_vocabulary(tokenizer, checked_reference.embedding_rows, f"{REFERENCE_PATH}={reference}")
+    if model.load_mode == "mmap":
+        refuse_stacked(WeightFolder(reference or folder))
     critic_folder, critic_weights = None, {}
     if critic is not None:
         assert critic.model.path is not None, "follows the policy's"

@@ -34,11 +34,12 @@ from verl_memopt.memory.rollout_memory import CACHE
 from verl_memopt.memory.shared_weights import KEY as SHARE_WEIGHTS
 from verl_memopt.memory.shared_weights import bytes_a_parameter, why_not
 from verl_memopt.memory.token_budget_torch import oom_retry
+from verl_memopt.model.families import num_experts
 from verl_memopt.model.folder import load_tokenizer
 from verl_memopt.model.packed_model import PolicyModel, dtype_of
 from verl_memopt.model.packing_check import TEACHER_KEY, adapter_shape
 from verl_memopt.model.value_model import ValueModel
-from verl_memopt.model.weights import named_weights
+from verl_memopt.model.weights import load_model_config, named_weights
 from verl_memopt.observe.log_setup import is_set_up, setup_logging
 from verl_memopt.observe.own_files import OWNER_ALONE
 from verl_memopt.observe.phase import GIB, MIB, MemoryProbe, PhaseMemory
@@ -477,6 +478,8 @@ class Worker:
     def _engine_place(self, folder: str) -> EnginePlace:
         place, plan, model, beside = self.placement, self.plan, self.settings.model, self.plan.beside_cache_bytes
         shares = why_not(self.settings, place.world_size, plan.free_engine) is None
+        if self.settings.rollout.name == "vllm" and num_experts(load_model_config(model, Path(folder))) > 1:
+            shares = False  # vLLM brings experts into another order, and the policy cannot compute with that
         return EnginePlace(
             rank=place.rank,
             world_size=place.world_size,
