@@ -3,7 +3,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import silu
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -15,7 +14,6 @@ from tests.model.test_prefix_kv import PARTS, results
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
 from verl_memopt.distributed.device import training_mesh
-from verl_memopt.errors import ConfigError
 from verl_memopt.memory.recompute_elementwise_torch import RMSNorm
 from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model import experts
@@ -229,3 +227,19 @@ def test_ranks_shard_experts_and_sum_the_gradients_of_one(tmp_path, one_rank, nu
     expected = [parameter.grad for parameter in alone.model.parameters()]
     for answer in run_ranks(on_ranks, 2, folder, {"recompute": True}):
         assert act.largest_difference(map(torch.from_numpy, answer.values()), expected) <= 4e-6
+
+
+def test_a_block_keeps_its_input_and_a_byte_for_each_expert_of_a_token_and_without_tiles_gate_and_up(tmp_path, one_rank):
+    shape = replace(act.SHAPE, model_type="qwen3_moe", num_experts=8, experts_per_token=3, expert_size=40)
+    folder, dense = make_tiny_model(tmp_path / "model", shape), make_tiny_model(tmp_path / "dense", act.SHAPE)
+    whole = {"prune_last_block": False}
+    tiled, without = ({**OWN, **whole, **more} for more in (TILES, {}))
+    kept = act.kept(act.build(folder, one_rank, **tiled))[0]
+    chosen = act.LAYERS * act.TOKENS * 3
+    assert kept - act.kept(act.build(dense, one_rank, **tiled))[0] == chosen * 1
+    assert act.kept(act.build(folder, one_rank, **without))[0] - kept == chosen * 2 * 40 * act.FP32
+
+
+@pytest.mark.parametrize("options", [OWN, {**OWN, "recompute": True, "block_tile_tokens": 16}], ids=str)
+def test_fake_tensors_compute_experts_with_evenly_spread_tokens(mixture_folder, options):
+    act.assert_fake_tensors_give_the_bytes_of_real_ones(mixture_folder, **options)

@@ -116,7 +116,9 @@ FAMILIES = (
     Family("bart", "BART", refused="have an encoder"),
     Family("bert", "BERT", refused=NO_LIST),
     Family("bloom", "BLOOM", refused=FIXED),
-    Family("deepseek_v3", "DeepSeek-V3, DeepSeek-R1", refused=f"{EXPERTS} with latent attention, groups of experts and a shared one"),
+    Family(
+        "deepseek_v3", "DeepSeek-V3, DeepSeek-R1", refused=f"{EXPERTS} with latent attention, groups of experts and a shared one"
+    ),
     Family("falcon_h1", "Falcon-H1", refused="have layers of type hybrid"),
     Family("falcon_mamba", "Falcon Mamba", refused=STATE),
     Family("gemma4_text", "Gemma 4", refused=UNEVEN, nearest="gemma3_text"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from verl_memopt.config.schema import CriticModel, Model
 from verl_memopt.errors import ConfigError
@@ -21,7 +22,7 @@ from verl_memopt.model.weights import empty_model, load_model_config
 class ModelSize:
     hidden: int
     mlp: int
-    """Width of the MLP. For a mixture of experts, the width of all experts that a token passes."""
+    """Width of the MLP; in a mixture of experts, of all experts together that compute a token."""
     layers: int
     heads: int
     kv_heads: int
@@ -48,8 +49,11 @@ class ModelSize:
 
     @cached_property
     def block_params(self) -> int:
-        if self.counted is not None:
-            return self.counted[1]
+        return self.token_params if self.counted is None else self.counted[1]
+
+    @property
+    def token_params(self) -> int:
+        """Parameters of a block that compute a token: without the experts that it does not go to."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = 2 * self.hidden * (query + key) + self.qkv_bias * (query + 2 * key) + self.qk_norm * 2 * self.head_dim
         return attention + 3 * self.hidden * self.mlp + 2 * self.hidden
@@ -142,12 +146,16 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
     layers: Any = getattr(empty.get_decoder(), "layers", None)
     if layers is None:
         raise refused(config, str(folder), NO_LIST, key)
-    # The layers of a model need not be equal, and some have no attention.
-    numbers, heads = [sum(weight.numel() for weight in block.parameters()) for block in layers], config.num_attention_heads
+    # The layers of a model need not be equal: some have no attention, and some of a mixture of experts have an MLP. The largest
+    # decides.
+    block, heads = max(layers, key=_parameters), config.num_attention_heads
     attention = next(block.self_attn for block in layers if hasattr(block, "self_attn"))
+    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    if hasattr(getattr(block, "mlp", None), "experts"):
+        width = config.num_experts_per_tok * config.moe_intermediate_size
     return ModelSize(
         hidden=config.hidden_size,
-        mlp=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        mlp=width,
         layers=config.num_hidden_layers,
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
@@ -157,5 +165,9 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
         qk_norm=hasattr(attention, "q_norm"),
         prunes=type(layers[-1]).__name__ in OWN_BLOCKS and not hasattr(layers[-1], "linear_attn"),
         positions=getattr(config, "max_position_embeddings", None),
-        counted=(sum(weight.numel() for weight in empty.parameters()), max(numbers)),
+        counted=(_parameters(empty), _parameters(block)),
     )
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())

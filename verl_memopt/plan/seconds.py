@@ -252,11 +252,12 @@ class _Step:
         token_bytes = kv_bytes_per_token(size.layers, size.kv_heads, size.head_dim, width(rollout.dtype), parts)
         cache = at_once * token_bytes * (data.max_prompt_length + data.max_response_length / 2)
         read = weights + (1 if vllm else COPIED_CACHE) * cache
-        compute = 2 * size.params * at_once / (products * self.rates.narrow)
+        own = size.params - size.layers * (size.block_params - size.token_params)
+        compute = 2 * own * at_once / (products * self.rates.narrow)
         drawn = at_once * size.vocab / self.rates.sampled
         a_token = max(compute, read / self.rates.memory_bytes) + drawn + self._decode_calls * self.rates.call_seconds
         prompts = rows / rollout.n if vllm and rollout.enable_prefix_caching else rows
-        prefill = 2 * size.layers * size.block_params * prompts * data.max_prompt_length / products
+        prefill = 2 * size.layers * size.token_params * prompts * data.max_prompt_length / products
         return prefill + -(-rows // at_once) * data.max_response_length * a_token
 
     @property
