@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from verl_memopt.memory.activation_checkpointing_torch import Forward
 from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS
-from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU, keep, kept, sum_of, wide_dtype
+from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU, keep, kept, norm_and_weight, sum_of, wide_dtype
 
 SWIGLU = SwiGLU()
 
@@ -87,18 +87,25 @@ class Experts(nn.Module):
         return Mixture(self.router, (self.gate.weight, self.experts.gate_up_proj, self.experts.down_proj))
 
     def forward_sum(
-        self, residual: Tensor, attended: Tensor, norm: Any, least_tiles: int, checkpoint: Forward | None = None
+        self,
+        residual: Tensor,
+        attended: Tensor,
+        norm: Any,
+        least_tiles: int,
+        checkpoint: Forward | None = None,
+        post: Any = None,
     ) -> Tensor:
         """Return z + experts(norm(z)) [1, T, h], where z = residual + attended [T, h]. See :meth:`MLP.forward_sum`.
 
         ``least_tiles`` is not read: the number of rows in a tile of experts is bounded without it.
         """
         del least_tiles
-        normed = RMSNorm(norm.variance_epsilon), norm.weight
-        return mixed(residual, attended, normed, self.mixture, self.options.mlp_tiles, checkpoint)
+        assert post is None, "no family has a norm of the outputs of experts"
+        return mixed(residual, attended, norm_and_weight(norm), self.mixture, self.options.mlp_tiles, checkpoint)
 
-    def forward(self, hidden: Tensor, norm: Any) -> Tensor:
+    def forward(self, hidden: Tensor, norm: Any, post: Any = None) -> Tensor:
         """Return ``hidden`` plus the experts' output for it. ``hidden`` [1, T, h] is the input of ``norm``."""
+        assert post is None, "no family has a norm of the outputs of experts"
         return hidden + mixed(None, norm(hidden.squeeze(0)), None, self.mixture, self.options.mlp_tiles)
 
 

@@ -105,7 +105,7 @@ FAMILIES = (
         "qwen3_moe",
         "Qwen3, mixture of experts",
         "Qwen3Moe",
-        note="LoRA adapts its attention only. With its experts `quantization`, `load_mode=mmap` and an auxiliary loss are refused.",
+        note="LoRA adapts its attention only. `quantization`, `load_mode=mmap` and an auxiliary loss are refused.",
     ),
     Family("qwen3_vl", "Qwen3-VL, dense, as text", text="qwen3", apart=("model.visual.",), note=BESIDE),
     Family("seed_oss", "Seed-OSS", note="Dropout in its config drops nothing."),
@@ -116,9 +116,7 @@ FAMILIES = (
     Family("bart", "BART", refused="have an encoder"),
     Family("bert", "BERT", refused=NO_LIST),
     Family("bloom", "BLOOM", refused=FIXED),
-    Family(
-        "deepseek_v3", "DeepSeek-V3, DeepSeek-R1", refused=f"{EXPERTS} with latent attention, groups of experts and a shared one"
-    ),
+    Family("deepseek_v3", "DeepSeek-V3, DeepSeek-R1", refused=f"{EXPERTS} with latent attention and groups of experts"),
     Family("falcon_h1", "Falcon-H1", refused="have layers of type hybrid"),
     Family("falcon_mamba", "Falcon Mamba", refused=STATE),
     Family("gemma4_text", "Gemma 4", refused=UNEVEN, nearest="gemma3_text"),
