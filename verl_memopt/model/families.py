@@ -228,7 +228,7 @@ def unsupported(config: PretrainedConfig) -> str | None:
     """
     text = config.get_text_config()
     family = family_of(text.model_type)
-    others = sorted(set(layer_types(text)) - {*PACKED_LAYERS, *(("linear_attention",) if family.carries else ())})
+    others = sorted(set(layer_types(text)) - {*PACKED_LAYERS, *((STATE_LAYER,) if family.carries else ())})
     handled = (family.multiplied_by, family.divided_by, LOGIT_CAP if family.capped else None)
     scales = [name for name in LOGIT_SCALES if getattr(text, name, None) not in (None, 1, 1.0) and name not in handled]
     # The order matters, because the user reads only the first reason.
