@@ -390,8 +390,9 @@ class Decoder(nn.Module):
         # The tables of all types of layers, such as local and global ones, are side by side in one.
         self.kinds: Sequence[str] = getattr(source.rotary_emb, "layer_types", ())
         for block, own in zip(source.layers, self.layers, strict=True) if self.kinds else ():
-            first = self.kinds.index(block.self_attn.layer_type) * own.self_attn.head_dim
-            own.self_attn.columns = slice(first, first + own.self_attn.head_dim)
+            attention: Any = own.self_attn
+            first = self.kinds.index(block.self_attn.layer_type) * attention.head_dim
+            attention.columns = slice(first, first + attention.head_dim)
 
     def forward(
         self,

@@ -57,7 +57,7 @@ def test_an_unknown_block_is_left_alone_and_a_warning_says_so(caplog):
         assert not can_prune(Experts())
         assert not can_recompute([Experts()], trained=True)
     for knob in ("prune_last_block", "recompute_elementwise"):
-        assert f"{knob}=true: Experts is not one of LlamaDecoderLayer" in caplog.text
+        assert f"{knob}=true: Experts is not one of " in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"offload": (4096, 2), **SELECTIVE}, PRUNED, {**FULL, **TILED}], ids=str)
