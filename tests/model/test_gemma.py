@@ -1,5 +1,7 @@
 """Gemma 3 in our own decoder: each memory knob against a model that uses none, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -8,14 +10,17 @@ from tests.memory import activation_cases as act
 from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
-from verl_memopt.config.schema import Fsdp, Model
+from verl_memopt.config.keys import replaced
+from verl_memopt.config.schema import ActorRolloutRef, Fsdp, Model
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.assembly import ModelUse, build_policy
 from verl_memopt.model.captured_block import why_not_captured
 from verl_memopt.model.decoder import Decoder
+from verl_memopt.model.sizes import size_of
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.model.weights import load_model_config
+from verl_memopt.plan.formulas import Pass, Shapes
 from verl_memopt.worker.trained_model import micro_batches_of
 
 BOUND = 2e-6
@@ -100,6 +105,34 @@ def test_ranks_that_shard_it_have_one_gradient(folder):
         assert act.largest_difference(*(map(torch.from_numpy, side) for side in (own, plain))) <= BOUND
 
 
+WHOLE = {"prune_last_block": False}
+BYTES = {
+    "plain": {**WHOLE, "recompute_elementwise": False},
+    "checkpoints alone": {**WHOLE, "recompute_elementwise": False, **act.FULL},
+    "recomputed values": {**WHOLE, **act.ELEMENTWISE},
+    "tiled MLP": {**WHOLE, **act.ELEMENTWISE, **act.TILED},
+    "tiled MLP and checkpoints": {**WHOLE, **act.ELEMENTWISE, **act.TILED, **act.FULL},
+}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("deep") / "model", replace(act.SHAPE, model_type="gemma3_text"), seed=5)
+
+
+@pytest.mark.parametrize("knobs", BYTES)
+def test_activations_are_those_of_the_formula(deep, knobs):
+    with act.fake_ranks(2) as mesh:
+        policy, mini = act.build(deep, mesh, **BYTES[knobs]), act.mini_batch()
+        found = act.tracked_step(policy, act.micros(mini), mini.counts).peaks[act.DEVICE].kinds["activations"]
+    model = {name: value for name, value in BYTES[knobs].items() if name != "recompute"}
+    model["enable_gradient_checkpointing"] = "recompute" in BYTES[knobs]
+    keys = {f"model.{name}": value for name, value in model.items()} | {"actor.fsdp_config.dtype": "fp32"}
+    work = Pass(act.TOKENS, act.RESPONSES, 2 * act.ROWS, act.TOKENS)
+    shapes = Shapes.of(size_of(Model(path=str(deep)), "model"), replaced(ActorRolloutRef(), keys), work, "cpu")
+    assert act.close(found, shapes.activation_bytes)
+
+
 def built(folder, mesh, **model):
     settings = Model(path=str(folder), attn_implementation="sdpa", **model)
     return build_policy(settings, Fsdp(dtype="fp32"), folder, mesh, torch.device("cpu"), ModelUse(recompute=True, trained=True))
@@ -114,7 +147,7 @@ def test_blocks_over_tiles_are_refused_and_blocks_are_not_captured(folder, one_r
 
 
 def test_attention_to_later_tokens_is_refused(folder):
-    with pytest.raises(ConfigError, match=r"see later tokens .use_bidirectional_attention=true"):
+    with pytest.raises(ConfigError, match=r"see later tokens \(use_bidirectional_attention=true\)"):
         load_model_config(Model(path=str(folder), override_config={"use_bidirectional_attention": True}), folder)
 
 

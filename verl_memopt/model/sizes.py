@@ -34,6 +34,8 @@ class ModelSize:
     """Whether the projections of queries, keys and values have a bias (Qwen2)."""
     qk_norm: bool = False
     """Whether queries and keys have a norm (Qwen3)."""
+    post_norms: bool = False
+    """Whether the outputs of attention and MLP have norms (Gemma 3), which multiply by 1 + w in fp32."""
     prunes: bool = True
     """Whether its last block can skip outputs that nothing reads (``prune_last_block``)."""
     positions: int | None = None
@@ -163,6 +165,7 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
         vocab=config.vocab_size,
         tied=bool(config.tie_word_embeddings),
         qk_norm=hasattr(attention, "q_norm"),
+        post_norms=hasattr(block, "post_feedforward_layernorm"),
         prunes=type(layers[-1]).__name__ in OWN_BLOCKS and not hasattr(layers[-1], "linear_attn"),
         positions=getattr(config, "max_position_embeddings", None),
         counted=(_parameters(empty), _parameters(block)),

@@ -94,6 +94,8 @@ class Shapes:
     """The tokens among T that belong to answers which share a prompt."""
     skipped: int = 0
     """U, the tokens among T that ``prune_last_block`` leaves out of the last block."""
+    post_norms: bool = False
+    """The outputs of attention and MLP have norms too, and all norms multiply by 1 + w in fp32."""
     segments: int = 1
     """n, the prompts and answers that attention treats as separate sequences."""
     device: str = "cpu"
@@ -110,7 +112,7 @@ class Shapes:
         return cls(
             settings=roles, layers=size.layers, hidden=size.hidden, mlp=size.mlp, heads=size.heads, kv_heads=size.kv_heads,
             head_dim=size.head_dim, vocab=size.vocab, params=size.params, block_params=size.block_params, tied=size.tied,
-            tokens=work.tokens, responses=work.responses, segments=work.rows, device=device,
+            post_norms=size.post_norms, tokens=work.tokens, responses=work.responses, segments=work.rows, device=device,
             **known,
         )  # fmt: skip
 
@@ -269,7 +271,7 @@ class Shapes:
         queries = replace(self, tokens=left, skipped=0, suffix_tokens=min(self.suffix_tokens, left), forest=None)
         if not model.recompute_elementwise:
             # The block's norm has all tokens, and the rows that queries read are copied. Norms of queries and keys keep nothing.
-            norm = (4 + 2 * b) * self.skipped * self.hidden + b * queries.tokens * self.hidden
+            norm = self._norm_width * self.skipped * self.hidden + b * queries.tokens * self.hidden
             return queries.backward_bytes + norm + 2 * b * self.skipped * key - (4 + b) * queries.tokens * (query + key)
         extra = b * self.skipped * (self.hidden + 2 * key)  # inputs, keys and values of the U tokens
         normal = self.final_norm_bytes if model.checkpointing is not None else extra + queries.final_norm_bytes
@@ -333,7 +335,9 @@ class Shapes:
         whole = self.hidden * self.mlp * (b if tiles == 1 else max(b, 4))
         if self.recomputes_mlp:
             at_gate, at_norm = 3 * wide + normal + whole * (1 if tiles == 1 else 3), 2 * wide + normal + 3 * whole
-            return self.attention_bytes + 2 * inputs + max(at_gate + gate, at_norm + norm)
+            # With norms of outputs also attention's output before its norm, and the output of a tile of the MLP.
+            beside, at_gate = (inputs, at_gate + normal) if self.post_norms else (0, at_gate)
+            return self.attention_bytes + beside + 2 * inputs + max(at_gate + gate, at_norm + norm)
         # The gradients of gate and up overwrite gate and up.
         return self.block_bytes + inputs + max(wide + whole + gate, inputs + normal + 2 * whole + norm)
 
@@ -349,7 +353,8 @@ class Shapes:
         rows = -(-tokens // max(-(-tokens // PRODUCT_ROWS[self.device]), self.settings.model.mlp_tiles or 1))
         wide = (4 if self.settings.model.lora_rank else 2) * self.mlp
         tile = 4 * min(rows * self.mlp, TILE_ELEMENTS["cpu"]) if self.device == "cpu" else self._at_gate(rows)
-        at_mlp = b * (tokens * (3 * self.hidden + tables) + rows * (self.hidden + wide)) + tile
+        narrow = (2 if self.post_norms else 1) * self.hidden
+        at_mlp = b * (tokens * (3 * self.hidden + tables) + rows * (narrow + wide)) + tile
         at_once = query + key if self.flash else query_elements + self.head_dim
         own = tokens * (self.hidden + query + 2 * key + tables)
         read = self.read_bytes(self.keys) if self.forest.read else 0
@@ -520,7 +525,7 @@ class Shapes:
     @property
     def plain_flash_backward_bytes(self) -> int:
         b, mlp = self.compute_bytes, 4 * self.mlp if self.settings.model.mlp_tiles is None else 0
-        freed = b * mlp + (4 + 2 * b) * self.hidden  # what the MLP and its norm kept
+        freed = b * mlp + self._norm_width * self.hidden  # what the MLP and its norm kept
         gradients = b * (self.hidden + self.heads * self.head_dim)  # of the state between attention and MLP, and of the output
         # What the block keeps without its MLP, these gradients, and the kernel's buffers.
         return self.block_bytes + self.tokens * (gradients - freed) + self._flash_calls(self.tokens)
@@ -544,11 +549,23 @@ class Shapes:
         return max(kernel(self.tokens, self.tokens), shared)
 
     @property
+    def _norm_width(self) -> int:
+        # Bytes that a norm keeps of an element without recompute_elementwise: its input in fp32, the input divided by its root
+        # mean square, which norms by 1 + w keep in fp32, and its output, which the next product keeps.
+        return 4 + max(self.compute_bytes, 4) * self.post_norms + self.compute_bytes * (1 if self.post_norms else 2)
+
+    @property
+    def _post_norm_width(self) -> int:
+        # Of a norm of an output, which is added to the residual: nothing keeps what it returns.
+        return (4 + max(self.compute_bytes, 4)) * self.post_norms
+
+    @property
     def norm_backward_bytes(self) -> int:
         """Bytes of checkpointed blocks at the moment when the last block's backward reaches the norm of its queries."""
         b, query, key = self.compute_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim
         others = self.kept_on_device(self.layers - 1, 1)
-        kept = (4 + 2 * b) * (self.hidden + query + key) + b * (query + key)
+        kept = self._norm_width * (self.hidden + query + key) + b * (query + key)
+        kept += self._post_norm_width * self.hidden
         passing = b * (self.hidden + 4 * query + 2 * key + 2 * self.head_dim)
         return others + self.tokens * (kept + passing) + b * (self.suffix_tokens * query + 2 * self.responses * self.hidden)
 
@@ -572,7 +589,9 @@ class Shapes:
         """A, the bytes that a Qwen3 block keeps for its backward."""
         b, query, key, model = self.compute_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.settings.model
         if model.recompute_elementwise:
-            return self.attention_bytes + (2 * self.tokens * self.mlp * b if model.mlp_tiles is None else 0)
-        norms = (4 + 2 * b) * (2 * self.hidden + query + key)  # each norm keeps three tensors, its input in fp32
+            # A norm of an output keeps this output, unless a tile computes it again.
+            outputs = self.post_norms * self.input_bytes * (2 if model.mlp_tiles is None else 1)
+            return self.attention_bytes + outputs + (2 * self.tokens * self.mlp * b if model.mlp_tiles is None else 0)
+        norms = self._norm_width * (2 * self.hidden + query + key) + 2 * self._post_norm_width * self.hidden
         kept = norms + b * (query + key + (4 * self.mlp if model.mlp_tiles is None else 0))
         return self.tokens * kept + self.exchanged_bytes

@@ -169,7 +169,8 @@ class Held:
         model, plain = self.roles.model, not self.adapters and not self.is_quantized
         alone = self._alone and not self.whole and not self.fsdp.offload_policy
         keeps_inputs = model.checkpointing in ("full", "every_n") and model.recompute_elementwise
-        return self.trained and self.fsdp.cuda_graphs and alone and plain and keeps_inputs and model.block_tile_tokens is None
+        plain = plain and not self.size.post_norms and model.block_tile_tokens is None
+        return self.trained and self.fsdp.cuda_graphs and alone and plain and keeps_inputs
 
     def graphs(self, tokens: int) -> dict[str, float]:
         """Bytes that blocks hold between passes if they run as CUDA graphs over micro-batches of up to ``tokens`` tokens."""
@@ -219,6 +220,8 @@ class Held:
         attention = max(attention + (norm if self.size.qk_norm else 0), 2 * b * work.tokens * h + norm)
         # The MLP's peak also has the state before the block, and rotary tables.
         mlp = b * work.tokens * (4 * h + wide * s.mlp + 2 * s.head_dim)
+        if self.size.post_norms:  # the output of attention or MLP beside its norm
+            attention, mlp = attention + b * work.tokens * h, mlp + b * work.tokens * h
         block, prefixes = max(mlp, attention), self._prefixes(work, b)
         return self._without_gradients(work, s, block + prefixes, b * (work.tokens + 3 * work.responses) * h + prefixes)
 
