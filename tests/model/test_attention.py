@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -116,6 +118,25 @@ def test_a_sliding_window_goes_on_from_a_prefix_to_what_follows(name, layout, he
             return  # the package
         found = with_gradients(lambda *x: attend(name, *x, layout, window), inputs)
     assert agree(found, with_gradients(lambda *x: attend("eager", *x, layout, window), inputs), 5e-7)
+
+
+@given(LAYOUTS, st.integers(1, 30))
+def test_calls_in_a_window_take_each_segment_once_and_copy_few_keys(layout, window):
+    calls, segments = layout.behind(window), []
+    for call in calls:
+        ends = call.cu_seqlens_k.tolist()
+        keys = [call.index[first:end].tolist() for first, end in pairwise(ends)]
+        assert (ends[-1], call.cu_seqlens_q[-1]) == (len(call.index), call.queries.stop - call.queries.start)
+        assert len(call.index) <= 2 * len(layout.stops)
+        sizes = call.cu_seqlens_q.diff().tolist()
+        assert call.longest == (max(sizes), max(map(len, keys)))
+        segments += zip(sizes, keys, strict=True)
+    assert [length for length, _ in segments] == list(layout.segments)
+    seen, query = visible(layout.stops, window, CPU, layout.query_places), 0
+    for length, keys in segments:
+        assert keys == seen[query : query + length].any(0).nonzero()[:, 0].tolist()
+        query += length
+    assert [call.queries.start for call in calls[1:]] == [call.queries.stop for call in calls[:-1]]
 
 
 @given(LAYOUTS)

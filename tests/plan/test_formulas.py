@@ -7,7 +7,8 @@ from verl_memopt.config.schema import ActorRolloutRef
 from verl_memopt.memory.chunked_logprob import logit_bytes
 from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model.attention_dense import ATTENTION_ELEMENTS, MASKED_PRODUCTS, key_heads_at_once
-from verl_memopt.plan.formulas import Shapes
+from verl_memopt.model.sizes import ModelSize
+from verl_memopt.plan.formulas import Pass, Shapes
 
 SHAPES = Shapes(
     settings=ActorRolloutRef(), layers=4, hidden=8, mlp=16, heads=4, kv_heads=2, head_dim=2, vocab=100, params=5000,
@@ -197,6 +198,14 @@ def test_under_full_determinism_nothing_is_compiled_and_tiles_are_held():
     assert logit_bytes(exact, update=True) == logit_bytes(plain, update=True) != logit_bytes(compiled, update=True)
 
 
+def test_a_window_cuts_rows_that_are_longer_and_may_share_a_prompt():
+    size = ModelSize(8, 16, 4, 4, 2, 2, 100, True, window=50)
+    for longest, shares, slides in ((50, "auto", False), (51, "auto", True), (None, True, True), (51, False, False)):
+        roles = replaced(ActorRolloutRef(), {"actor.use_prefix_grouper": shares})
+        assert Shapes.of(size, roles, Pass(100, 10, 3, 100, longest=longest), "cuda").slides is slides
+    assert not Shapes.of(dataclasses.replace(size, window=None), ActorRolloutRef(), Pass(100, 10, 3, 100), "cuda").slides
+
+
 def test_flash_attention_holds_a_wide_gradient_of_queries_and_keys_repeated_for_their_heads():
     few = dataclasses.replace(QWEN, heads=4, kv_heads=2, head_dim=40, tokens=100, suffix_tokens=0, skipped=0, segments=3)
     shapes = on_gpu(True, "bf16", few)
@@ -213,6 +222,11 @@ def test_flash_attention_holds_a_wide_gradient_of_queries_and_keys_repeated_for_
     first = 2 * 100 * (query + 2 * 40 + query + key + query + 2 * key)
     second = 2 * (60 * 4 * query + 40 * 4 * key + 2 * 40 * query) + 4 * (60 + 128 * 3) * 4 * 65
     assert shared.attention_backward_bytes == kept + first + second
+    # A window that cuts rows makes copies of keys and values, at most 200, and their gradients are summed in fp32.
+    slid = dataclasses.replace(shapes, slides=True)
+    copies = 2 * (100 * query + 4 * 200 * key + 2 * 200 * query) + 2 * 4 * 100 * key
+    seen = 2 * 100 * (query + 2 * 40 + query + key)
+    assert slid.attention_backward_bytes == kept + seen + copies + wide
     # Qwen3-0.6B in 8,192 tokens of one sequence: 135 MB of the kernel's own.
     long = [on_gpu(True, dtype, dataclasses.replace(QWEN, tokens=8192, suffix_tokens=0, skipped=0)) for dtype in ("bf16", "fp32")]
     assert [shapes.flash for shapes in long] == [True, False]

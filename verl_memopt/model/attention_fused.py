@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from verl_memopt.memory import kernels
 from verl_memopt.memory.fused import over_rows, runs_compiled
 from verl_memopt.memory.kernels import has_kernel
-from verl_memopt.model.prefix_layout import PrefixLayout, Round
+from verl_memopt.model.prefix_layout import PrefixLayout, Round, WindowCall
 from verl_memopt.model.rotary import (
     Rotary,
     apply_rotary_to_both,
@@ -123,7 +123,7 @@ def flash_attention(
 
     It saves the arguments, the output and one log-sum-exp per token and head for backward. Arguments are as in
     :func:`dense_attention`. ``window`` is the number of positions that a token sees, with its own position. None = all positions
-    before it. With a window there is one call: each segment sees the last keys of its path before it, which are gathered.
+    before it. With a window each segment sees the last keys of its path before it, which are gathered, and nothing is merged.
     """
     return _FlashAttention.apply(query, key, value, *rotary_arguments(rotary), layout, scale, window)
 
@@ -145,13 +145,16 @@ class _FlashAttention(torch.autograd.Function):
         window: int | None,
     ) -> Tensor:
         q, k = apply_rotary_to_both(query, key, (query_norm, key_norm), eps, layout.at_queries(cos, sin), (cos, sin))
-        v, rounds = value, layout.rounds if window is None else ()
-        segment_k, segment_v = _segment_keys(layout, window, k, v)
-        out, lse = _forward(q, segment_k, segment_v, _segment_pass(layout, window), scale)  # lse: fp32 [heads, Q]
-        del segment_k, segment_v  # freed before the next pass
-        if rounds and layout.sums_many:
+        v, cut = value, window is not None and bool(layout.rounds)
+        if cut:
+            out, lse = _window_forward(q, k, v, layout, window, scale)
+        else:
+            segment_k, segment_v = layout.at_queries(k, v)
+            out, lse = _forward(q, segment_k, segment_v, _segment_pass(layout, window), scale)  # lse: fp32 [heads, Q]
+            del segment_k, segment_v  # freed before the next pass
+        if layout.sums_many and not cut:
             out = out.float()
-        for spans in rounds:
+        for spans in () if cut else layout.rounds:
             at_q, at_k = spans.places
             other, other_lse = _forward(q[at_q], k[at_k], v[at_k], _round_pass(spans), scale)
             # Each visible key was in exactly one of the passes, so the merge is exact.
@@ -169,18 +172,17 @@ class _FlashAttention(torch.autograd.Function):
         layout, scale, grad = ctx.layout, ctx.scale, grad.contiguous()
         norms, tables = (query_norm, key_norm), (layout.at_queries(cos, sin), (cos, sin))
         q, k = apply_rotary_to_both(query, key, norms, ctx.eps, *tables)
-        rounds = layout.rounds if ctx.window is None else ()
-        segment_k, segment_v = _segment_keys(layout, ctx.window, k, v)
-        dq, dk, dv = _backward(grad, q, segment_k, segment_v, out, lse, _segment_pass(layout, ctx.window), scale)
-        del segment_k, segment_v  # freed before the next pass, like the gradients of selected keys and values
-        if layout.sums_many:
-            dq, dk, dv = dq.float(), dk.float(), dv.float()
-        if ctx.window is None or not layout.rounds:
-            dk, dv = layout.at_keys(dk, k), layout.at_keys(dv, v)
+        cut = ctx.window is not None and bool(layout.rounds)
+        if cut:
+            dq, dk, dv = _window_backward(grad, q, k, v, out, lse, layout, ctx.window, scale)
         else:
-            index, *_ = layout.behind(ctx.window)
-            dk, dv = (torch.zeros_like(k, dtype=torch.float32).index_add_(0, index, part.float()) for part in (dk, dv))
-        for spans in rounds:
+            segment_k, segment_v = layout.at_queries(k, v)
+            dq, dk, dv = _backward(grad, q, segment_k, segment_v, out, lse, _segment_pass(layout, ctx.window), scale)
+            del segment_k, segment_v  # freed before the next pass, like the gradients of selected keys and values
+            if layout.sums_many:
+                dq, dk, dv = dq.float(), dk.float(), dv.float()
+            dk, dv = layout.at_keys(dk, k), layout.at_keys(dv, v)
+        for spans in () if cut else layout.rounds:
             at_q, at_k = spans.places
             # Contiguous, because selected columns may have strides that the kernel does not accept.
             inputs = (grad[at_q], q[at_q], k[at_k], v[at_k], out[at_q], lse[:, at_q].contiguous())
@@ -255,21 +257,40 @@ class _Varlen:
     right: int = -1
 
 
-def _segment_keys(layout: PrefixLayout, window: int | None, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    if window is None or not layout.rounds:
-        return layout.at_queries(k, v)
-    index, *_ = layout.behind(window)
-    return k[index], v[index]
-
-
 def _segment_pass(layout: PrefixLayout, window: int | None) -> _Varlen:
     longest = max(layout.segments)
-    if window is None or not layout.rounds:
-        # The kernel does not count the token's own position.
-        return _Varlen(layout.cu_seqlens, layout.cu_seqlens, longest, longest, True, -1 if window is None else window - 1, 0)
+    # The kernel does not count the token's own position.
+    return _Varlen(layout.cu_seqlens, layout.cu_seqlens, longest, longest, True, -1 if window is None else window - 1, 0)
+
+
+def _window_pass(call: WindowCall, window: int) -> _Varlen:
     # If there are more keys than queries, the last query of the kernel has the position of the last key.
-    _, ends, most = layout.behind(window)
-    return _Varlen(layout.cu_seqlens, ends, longest, most, True, window - 1, 0)
+    return _Varlen(call.cu_seqlens_q, call.cu_seqlens_k, *call.longest, True, window - 1, 0)
+
+
+def _window_forward(q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, window: int, scale: float) -> tuple[Tensor, Tensor]:
+    parts = [
+        _forward(q[call.queries], k[call.index], v[call.index], _window_pass(call, window), scale)
+        for call in layout.behind(window)
+    ]
+    outs, lses = zip(*parts, strict=True)
+    return parts[0] if len(parts) == 1 else (torch.cat(outs), torch.cat(lses, 1))
+
+
+def _window_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: PrefixLayout, window: int, scale: float
+) -> Parts:
+    # Several segments see the keys at the end of a prefix, so the gradients of keys and values are sums, in fp32.
+    totals, query_grads = [torch.zeros_like(x, dtype=torch.float32) for x in (k, v)], []
+    for call in layout.behind(window):
+        at, index = call.queries, call.index
+        inputs = grad[at], q[at], k[index], v[index], out[at], lse[:, at].contiguous()
+        query_grad, *parts = _backward(*inputs, _window_pass(call, window), scale)
+        del inputs
+        query_grads.append(query_grad)
+        for total in totals:
+            total.index_add_(0, index, parts.pop(0).float())
+    return query_grads[0] if len(query_grads) == 1 else torch.cat(query_grads), *totals
 
 
 def _round_pass(some: Round) -> _Varlen:

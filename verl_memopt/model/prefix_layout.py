@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -85,6 +85,25 @@ class Round:
             return self.index_q, self.index_k
         (span,) = self.spans
         return span.queries.places, span.keys.places
+
+
+@dataclass(frozen=True, eq=False)
+class WindowCall:
+    """Neighbouring segments, and the keys that each sees in a sliding window: those before it on its path, then its own.
+
+    Attributes:
+        queries: The queries of the segments.
+        index: int64, the keys of all segments, one segment after another.
+        cu_seqlens_q: int32 [segments + 1], where the queries of each segment begin in ``queries``.
+        cu_seqlens_k: int32 [segments + 1], where the keys of each segment begin in ``index``.
+        longest: Number of queries of the longest segment, and number of keys of the segment with most of them.
+    """
+
+    queries: slice
+    index: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    longest: tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,18 +231,28 @@ class PrefixLayout:
             found.append(seen[max(len(seen) - window + 1, 0) :])
         return found
 
-    def behind(self, window: int) -> tuple[Tensor, Tensor, int]:
-        """Return the keys of each segment in a sliding window, behind those before it, cached in the layout.
+    def behind(self, window: int) -> tuple[WindowCall, ...]:
+        """Return the attention calls of all segments in a sliding window, cached in the layout.
 
-        The result is int64, the keys of all segments, one segment after another; int32 [segments + 1], where the keys of each
-        segment begin; and the number of keys of the longest.
+        A call copies the keys of its segments, so a call has at most twice as many keys as the pack.
         """
         if ("window", window) not in self.plans:
             own = np.split(self.query_places, np.cumsum(self.segments)[:-1])
             keys = [np.concatenate(pair) for pair in zip(self.above(window), own, strict=True)]
-            tensors = on_host(np.concatenate(keys)), _cumulative(map(len, keys))
-            index, ends = sent_together(tensors, self.cu_seqlens.device)
-            self.plans["window", window] = index, ends, max(map(len, keys))
+            part = np.maximum(np.cumsum([len(some) for some in keys]) - 1, 0) // max(len(self.stops), 1)
+            cuts = [list(same) for _, same in groupby(range(len(keys)), key=part.__getitem__)]
+            tensors, queries, longest = list[Tensor](), [0], []
+            for some in cuts:
+                sizes = [self.segments[place] for place in some], [len(keys[place]) for place in some]
+                tensors += on_host(np.concatenate([keys[place] for place in some])), *map(_cumulative, sizes)
+                queries.append(queries[-1] + sum(sizes[0]))
+                longest.append((max(sizes[0]), max(sizes[1])))
+            sent = iter(sent_together(tensors, self.cu_seqlens.device))
+            triples = zip(sent, sent, sent, strict=True)
+            self.plans["window", window] = tuple(
+                WindowCall(slice(first, end), *triple, most)
+                for (first, end), triple, most in zip(pairwise(queries), triples, longest, strict=True)
+            )
         return self.plans["window", window]
 
     @property

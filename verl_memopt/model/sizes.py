@@ -13,7 +13,7 @@ from torch import nn
 from verl_memopt.config.schema import CriticModel, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.attention import REGISTERED
-from verl_memopt.model.families import NO_LIST, OWN_BLOCKS, refused
+from verl_memopt.model.families import NO_LIST, OWN_BLOCKS, refused, window
 from verl_memopt.model.folder import HUB_ID, fetch, refuse_odd_files
 from verl_memopt.model.weights import empty_model, load_model_config
 
@@ -34,6 +34,8 @@ class ModelSize:
     """Whether the projections of queries, keys and values have a bias (Qwen2)."""
     qk_norm: bool = False
     """Whether queries and keys have a norm (Qwen3)."""
+    window: int | None = None
+    """Number of positions that a token sees in layers with sliding-window attention. None = no layer has a window."""
     post_norms: bool = False
     """Whether the outputs of attention and MLP have norms (Gemma 3), which multiply by 1 + w in fp32."""
     prunes: bool = True
@@ -165,6 +167,7 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
         vocab=config.vocab_size,
         tied=bool(config.tie_word_embeddings),
         qk_norm=hasattr(attention, "q_norm"),
+        window=window(config),
         post_norms=hasattr(block, "post_feedforward_layernorm"),
         prunes=type(layers[-1]).__name__ in OWN_BLOCKS and not hasattr(layers[-1], "linear_attn"),
         positions=getattr(config, "max_position_embeddings", None),

@@ -66,6 +66,8 @@ class Pass:
     """It is the only micro-batch of its optimizer step, so no gradients exist when it begins."""
     forest: ForestWork | None = None
     """The shape of the pass, if it is known. None = rows of any lengths, so the worst case counts."""
+    longest: int | None = None
+    """Tokens of the longest row. None = unknown."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class Shapes:
     """The tokens among T that belong to answers which share a prompt."""
     skipped: int = 0
     """U, the tokens among T that ``prune_last_block`` leaves out of the last block."""
+    slides: bool = False
+    """A sliding window cuts rows that may share a prompt, so a layer copies keys: at most twice as many as the pack has."""
     post_norms: bool = False
     """The outputs of attention and MLP have norms too, and all norms multiply by 1 + w in fp32."""
     segments: int = 1
@@ -109,11 +113,13 @@ class Shapes:
         if forest is not None:
             queries, _ = forest.span if device == "cpu" else forest.round
             known = {"forest": forest, "skipped": forest.skipped, "suffix_tokens": queries}
+        shares = roles.actor.use_prefix_grouper or forest is not None
+        fits = size.window is None or (work.longest is not None and work.longest <= size.window)
         return cls(
             settings=roles, layers=size.layers, hidden=size.hidden, mlp=size.mlp, heads=size.heads, kv_heads=size.kv_heads,
             head_dim=size.head_dim, vocab=size.vocab, params=size.params, block_params=size.block_params, tied=size.tied,
-            post_norms=size.post_norms, tokens=work.tokens, responses=work.responses, segments=work.rows, device=device,
-            **known,
+            tokens=work.tokens, responses=work.responses, segments=work.rows, device=device, post_norms=size.post_norms,
+            slides=bool(shares) and not fits, **known,
         )  # fmt: skip
 
     @property
@@ -362,7 +368,7 @@ class Shapes:
         if self.device == "cuda":
             # Both sides of a round are gathered.
             queries, keys = self.forest.round
-            call = 2 * queries * query + 2 * keys * key
+            call = max(2 * queries * query + 2 * keys * key, 4 * self.keys * key * self.slides)
         sums = max(b, 4) if self.forest.sums_many else b
         at_attention = b * (own + tokens * at_once + self.forest.read * self.head_dim) + sums * (tokens * query + call) + read
         return max(at_mlp, at_attention, b * own + self.read_bytes(self.forest.copied))
@@ -546,7 +552,12 @@ class Shapes:
             (answers, prompts), wide = self.forest.round, max(b, 4) if self.forest.sums_many else b
         gradients = wide * (self.tokens * query + 2 * self.keys * key)
         shared = gradients + b * (3 * answers * query + 2 * prompts * key) + kernel(answers, prompts) if answers else 0
-        return max(kernel(self.tokens, self.tokens), shared)
+        slid = 0
+        if self.slides:
+            copied = 2 * self.keys
+            made = b * (self.tokens * query + 2 * copied * key) + 4 * copied * key  # gradients, and those of keys again in fp32
+            slid = 8 * self.keys * key + max(b * 2 * copied * key + kernel(self.tokens, copied), made)
+        return max(kernel(self.tokens, self.tokens), shared, slid)
 
     @property
     def _norm_width(self) -> int:

@@ -212,6 +212,7 @@ class Held:
             # queries or a second output, and two outputs are merged.
             answers = min(work.responses, work.tokens) if self.roles.actor.use_prefix_grouper else 0
             attention = b * work.tokens * (2 * h + (3 + wide) * query // 2 + 3 * key + 2 * s.head_dim) + 2 * b * answers * query
+            attention += 4 * b * work.tokens * key * s.slides  # copies of keys and values
         elif self.device == "cuda":
             # For the key heads of one call: rotated queries and keys, keys and values repeated for query heads, and the output.
             query_elements = query // (s.kv_heads * s.key_copies)

@@ -652,7 +652,8 @@ class _Prediction:
         # Among its share of the tokens, a rank may have more than its share of the response tokens.
         share = -(-tokens // sharing)
         # In a pass without gradients, the inputs of all micro-batches of a rank are on the device at once.
-        return Pass(share, min(responses, share), min(in_micro * 2, tokens), max(all_tokens, tokens), prefix, alone)
+        segments, longest = min(in_micro * 2, tokens), None if turns is None else prompt + answer
+        return Pass(share, min(responses, share), segments, max(all_tokens, tokens), prefix, alone, longest=longest)
 
     def _passes(self, role: Role | Literal["critic"]) -> list[Pass]:
         work = self._pass(role)
@@ -672,7 +673,7 @@ class _Prediction:
         else:
             tokens = (rewards.micro_batch_size_per_gpu or rows) * longest
         tokens = -(-min(tokens, rows * longest) // sharing)
-        return Pass(tokens, tokens, rows, rows * longest)
+        return Pass(tokens, tokens, rows, rows * longest, longest=longest)
 
 
 def _critic_roles(roles: ActorRolloutRef, critic: Critic) -> ActorRolloutRef:
