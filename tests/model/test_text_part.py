@@ -17,6 +17,7 @@ from verl_memopt.model.decoder import Decoder
 from verl_memopt.model.export import export_folder, stored_dtype
 from verl_memopt.model.given import write_model
 from verl_memopt.model.packing_check import check_architecture
+from verl_memopt.model.sizes import size_of
 from verl_memopt.model.text_part import split_names, with_dtype
 from verl_memopt.model.tiny import build_tokenizer
 from verl_memopt.model.weights import WeightFolder, load_model_config, named_weights
@@ -199,6 +200,13 @@ def test_a_model_as_an_object_keeps_its_parts_and_its_processor_and_the_log_name
     out = exported(written, tmp_path / "out")
     assert torch.equal(logits(whole_model(out)), logits(model))
     assert bytes_of(out).keys() == bytes_of(written).keys() >= {name for name in bytes_of(folder) if "mtp" not in name}
+
+
+def test_the_sizes_of_a_folder_are_those_of_its_text_part(folder):
+    size = size_of(Model(path=str(folder)), "actor_rollout_ref.model")
+    assert size.params == sum(parameter.numel() for parameter in filled(folder).parameters())
+    assert size.block_params == max(sum(weight.numel() for weight in block.parameters()) for block in filled(folder).blocks())
+    assert (size.qk_norm, size.vocab) == (True, 320)
 
 
 def test_names_of_any_version_of_transformers_become_those_of_the_text_model(tmp_path):

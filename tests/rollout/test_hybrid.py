@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.model.architectures import tiny_folder
+from tests.model.test_text_part import exported
 from tests.rollout.tools import difference_from_naive, engine_at, model_of, place_at, rollout_settings, sampling
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.tiny import build_tokenizer
@@ -19,6 +20,16 @@ from verl_memopt.rollout.engine import build_engine
 HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None
 SIZES = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "max_position_embeddings": 256}
 """vLLM's kernels for a CPU take heads of this size."""
+
+
+def last_line_of(module, *arguments):
+    """Run a module in a process of its own, which sees a stand-in for torchvision if there is none. Return its last line."""
+    stand_in = [] if HAS_TORCHVISION else [str(Path(__file__).parent / "stand_in")]
+    path = os.pathsep.join([*stand_in, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return ran.stdout.splitlines()[-1]
 
 
 def hybrid(at, deviation=0.06, **sizes):
@@ -43,15 +54,9 @@ def test_left_padding_does_not_reach_the_state_of_a_row(folder):
 
 
 def test_vllm_answers_with_the_weights_of_the_last_load_and_shares_them(folder, tmp_path):
-    """The engine runs in a process of its own, which alone sees the stand-in for torchvision."""
     pytest.importorskip("vllm")
     other = hybrid(tmp_path / "other", 0.07, **SIZES)
-    stand_in = [] if HAS_TORCHVISION else [str(Path(__file__).parent / "stand_in")]
-    path = os.pathsep.join([*stand_in, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "tests.rollout.hybrid_engine", str(folder), str(other)]
-    ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    found = json.loads(ran.stdout.splitlines()[-1])
+    found = json.loads(last_line_of("tests.rollout.hybrid_engine", folder, other))
     assert max(found["differences"]) <= 0.1
     assert found["again"] == [True] * 6
     assert found["compared"] == [found["weights"], [], []]
@@ -76,3 +81,16 @@ def test_vllm_without_torchvision_is_told_what_to_install(folder, no_shared_engi
     pytest.importorskip("vllm")
     with pytest.raises(ConfigError, match=r"Here: install torchvision.*rollout\.name=hf"):
         engine_at("vllm", folder, dtype="bfloat16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "dtype", "bound"), [("qwen3_vl", "float32", 1e-5), ("gemma3", "float32", 1e-5), ("qwen3_5", "bfloat16", 0.1)]
+)
+def test_vllm_loads_a_saved_multimodal_folder_and_scores_its_text_as_transformers_does(tmp_path, kind, dtype, bound):
+    pytest.importorskip("vllm")
+    sizes = SIZES if kind == "qwen3_5" else {"max_position_embeddings": 256}
+    source = tiny_folder(tmp_path / "source", kind, head_dim=32, **sizes)
+    saved = exported(source, tmp_path / "saved")
+    build_tokenizer(320).save_pretrained(saved)
+    assert float(last_line_of("tests.rollout.whole_engine", saved, dtype)) <= bound
