@@ -82,7 +82,6 @@ def built(folder, mesh, dtype="fp32", trained=True, quantization="none", **setti
 @pytest.mark.parametrize(
     ("model_type", "layers", "more"),
     [
-        ("qwen3_5_text", "layers of type linear_attention", {}),
         ("lfm2", "layers of type conv", LFM2),
         ("bamba", "layers of type linear_attention", {}),
     ],
@@ -114,7 +113,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path, value):
 
 
 def test_mixing_is_seen_in_half_precision_at_the_smallest_usual_weights(tmp_path):
-    policy = unchecked(tmp_path / "model", "qwen3_5_text", 0.02, torch.bfloat16)
+    policy = unchecked(tmp_path / "model", "lfm2", 0.02, torch.bfloat16, **LFM2)
     with pytest.raises(ConfigError, match="mix the tokens of different rows"):
         check_packing(policy, CPU, torch.bfloat16, SHARED, "folder")
 

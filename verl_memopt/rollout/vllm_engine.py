@@ -533,13 +533,14 @@ def _plain_convolutions(model: nn.Module) -> Iterator[None]:
 
     vLLM does this when it starts, but not when weights are loaded again. Their plain order would then be taken for the other.
     """
-    packed = {module: module.weight.data for module in model.modules() if hasattr(module, PLAIN)}
-    for module in packed:
+    convolutions: list[Any] = [module for module in model.modules() if hasattr(module, PLAIN)]
+    packed = [module.weight.data for module in convolutions]
+    for module in convolutions:
         module.weight.data = getattr(module, PLAIN).unsqueeze(1)
     try:
         yield
     finally:
-        for module, weight in packed.items():
+        for module, weight in zip(convolutions, packed, strict=True):
             from vllm._custom_ops import causal_conv1d_weight_pack
 
             module.weight.data = weight.copy_(causal_conv1d_weight_pack(getattr(module, PLAIN)))
