@@ -1,3 +1,5 @@
+import json
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -13,11 +15,17 @@ from tests.memory.recomputed import EPS, drawn, gradients, plain_norm, relative
 from tests.model.test_prefix_kv import PARTS, results
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
+from verl_memopt.config.role_settings import WrapPolicy
+from verl_memopt.config.schema import Model
 from verl_memopt.distributed.device import training_mesh
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.lora_torch import adapters
 from verl_memopt.memory.recompute_elementwise_torch import RMSNorm
 from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model import experts
+from verl_memopt.model.captured_block import why_not_captured
 from verl_memopt.model.experts import Mixture, Router, TiledExperts, mixed
+from verl_memopt.model.packing_check import check_architecture
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.worker.trained_model import micro_batches_of
 
@@ -243,3 +251,58 @@ def test_a_block_keeps_its_input_and_a_byte_for_each_expert_of_a_token_and_witho
 @pytest.mark.parametrize("options", [OWN, {**OWN, "recompute": True, "block_tile_tokens": 16}], ids=str)
 def test_fake_tensors_compute_experts_with_evenly_spread_tokens(mixture_folder, options):
     act.assert_fake_tensors_give_the_bytes_of_real_ones(mixture_folder, **options)
+
+
+# What cannot be done with experts.
+
+
+def changed_config(folder, at, **fields):
+    shutil.copytree(folder, at)
+    config = json.loads((at / "config.json").read_text())
+    (at / "config.json").write_text(json.dumps(config | fields))
+    return at
+
+
+def test_an_auxiliary_loss_is_refused_with_the_way_to_train_without_it(mixture_folder, tmp_path):
+    asking = changed_config(mixture_folder, tmp_path / "asking", output_router_logits=True)
+    checked = partial(check_architecture, folder=asking, longest=64, actor=act.ACTOR)
+    with pytest.raises(ConfigError, match=r"output_router_logits=true.*override_config\.output_router_logits=false"):
+        checked(Model(path=str(asking)))
+    checked(Model(path=str(asking), override_config={"output_router_logits": False}))
+    checked(Model(path=str(asking), override_config={"router_aux_loss_coef": 0.0}))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantization": "int8", "lora_rank": 4}, r"model\.quantization=int8: only linear layers are quantised.*Set it to none"),
+        ({"lora_rank": 4, "target_modules": ["q_proj", "up_proj"]}, r"no layer is named up_proj.*experts of a mixture have no"),
+        ({"lora_rank": 4, "target_modules": ["experts"]}, "experts is no linear layer, but Qwen3MoeExperts"),
+        (
+            {"fsdp": {"wrap_policy": WrapPolicy(("Qwen3MoeExperts",))}},
+            r"transformer_layer_cls_to_wrap.*Qwen3MoeExperts is a part of Qwen3MoeSparseMoeBlock.*name Qwen3MoeDecoderLayer",
+        ),
+    ],
+    ids=str,
+)
+def test_what_experts_cannot_do_is_refused_by_its_key(mixture_folder, one_rank, options, message):
+    with pytest.raises(ConfigError, match=message):
+        act.build(mixture_folder, one_rank, **PLAIN, **options)
+
+
+def test_a_reference_with_experts_is_not_quantised(mixture_folder, one_rank):
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.actor\.quantization=int8: only linear layers"):
+        act.quantised(mixture_folder, one_rank, "int8")
+
+
+def test_adapters_are_on_attention_and_leave_experts_frozen(mixture_folder, one_rank):
+    policy = act.build(mixture_folder, one_rank, **OWN, **act.LORA)
+    assert {name.rsplit(".", 2)[-2] for name in adapters(policy.model)} == {"self_attn"}
+    plain = act.build(mixture_folder, one_rank, **PLAIN, **act.LORA)
+    found = [results(each, BATCH, PARTS, False) for each in (policy, plain)]
+    assert act.largest_difference(*found) <= 4e-6
+
+
+def test_blocks_with_experts_are_not_captured(mixture_folder, one_rank):
+    policy = act.build(mixture_folder, one_rank, **OWN, recompute=True)
+    assert "it has experts" in why_not_captured(policy.model.blocks()[0])

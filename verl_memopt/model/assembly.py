@@ -184,7 +184,7 @@ def _refuse_units_inside_blocks(packed: PackedModel, fsdp: Fsdp, use: ModelUse) 
         if inside:
             raise ConfigError(
                 f"{use.fsdp_key}.wrap_policy.transformer_layer_cls_to_wrap={list(wanted)}: {', '.join(inside)} is a part of "
-                f"{class_name(block.mlp)}, which computes all of its parts. Leave the key out, or name {class_name(block)}."
+                f"{class_name(block.mlp)}, which computes its parts itself. Leave the key out, or name {class_name(block)}."
             )
     ours = isinstance(decoder, Decoder) and (decoder.recompute or decoder.prunes)
     for block in packed.blocks() if ours else ():

@@ -368,8 +368,8 @@ class _Rows:
         yield _Tile(range(first, len(self.counts)), slice(start, start + held), self.counts[first:])
 
 
-# Products of rows with the weights of their experts. A GPU has one kernel for all experts of a tile. On a CPU one product per
-# expert is as fast.
+# Products of rows with the weights of their experts. A GPU has one kernel for all experts of a tile. On a CPU the kernel would be
+# a loop over experts too.
 
 ALIGNED_BYTES = 16
 """The kernel needs rows of a multiple of this many bytes."""

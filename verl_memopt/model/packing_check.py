@@ -201,8 +201,8 @@ def _refuse_auxiliary_loss(config: PretrainedConfig, key: str) -> None:
     # It depends on all tokens of a micro-batch together. So a loss that is the same for any packing cannot have it.
     if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0.0):
         raise ConfigError(
-            f"{key}.path: its config asks for an auxiliary loss that balances experts (output_router_logits=true), which "
-            f"updates here do not have. Set {key}.override_config.output_router_logits=false to train without it."
+            f"{key}.path: its config asks for an auxiliary loss that balances experts (output_router_logits=true), and updates "
+            f"here have none. Set {key}.override_config.output_router_logits=false to train without it."
         )
 
 
