@@ -3,6 +3,7 @@
 import pytest
 
 from tests.end_to_end.runs import assert_nine_of_ten_seeds_learn, metrics, steps_here, succeeded, train
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
 AR = "actor_rollout_ref"
 QUIET = ["trainer.test_freq=-1", "trainer.val_before_train=false"]
@@ -72,3 +73,17 @@ def test_the_first_step_is_the_same_however_it_is_computed(toy, tmp_path):
         assert otherwise[name] == pytest.approx(whole[name], rel=1e-4), name
     computed = whole["perf/total_num_tokens"] - 32 * 8  # the last token of a row predicts nothing
     assert 7 * 560 < computed <= 8 * 560
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_a_mixture_of_experts_agrees_with_its_engine_after_each_update(toy, tmp_path, engine):
+    folder = make_tiny_model(tmp_path / "model", TinyShape(model_type="qwen3_moe", initializer_range=0.06))
+    settings = [
+        *(f"{AR}.model.path={folder}", f"{AR}.rollout.name={engine}", f"{AR}.actor.policy_loss.loss_mode=vanilla"),
+        *(f"{AR}.actor.entropy_coeff=0.1", f"{AR}.actor.optim.lr=0.01", "trainer.total_training_steps=3"),
+    ]
+    rows = steps_here(toy, tmp_path / "run", *settings, *QUIET)
+    assert list(rows) == [1, 2, 3]
+    assert min(row["actor/grad_norm"] for row in rows.values()) > 0
+    assert max(row["rollout/logprob_diff_max"] for row in rows.values()) <= 1e-4
+    assert rows[3]["actor/entropy"] > rows[1]["actor/entropy"]
