@@ -54,6 +54,8 @@ CASES = {
     "a forest": (BRANCHES, False, 4, 2, 64, None),
     "a forest, an odd size": (BRANCHES, False, 2, 2, 20, None),
     "predictors of a forest": (BRANCHES, True, 4, 2, 64, None),
+    "a shared prompt under a window": (SHARED, None, 4, 2, 64, 30),
+    "a prefix kv under a window": (((0, (20, 20, 3)),), (37,), 4, 2, 64, 30),
     "a forest under a window": (BRANCHES, False, 4, 2, 64, 9),
     "predictors of a forest under a window": (BRANCHES, True, 4, 4, 64, 30),
 }
