@@ -46,6 +46,7 @@ STATE_LAYER = "linear_attention"
 STATE = f"have layers of type {STATE_LAYER}"
 UNEVEN = "have layers of different sizes"
 EXPERTS = "are mixtures of experts"
+OTHER_EXPERTS = "A mixture of experts that transformers computes. Its experts have no adapters and are not quantised."
 CAPPED = "Its capped scores of attention need `attn_implementation=eager`, which `auto` takes."
 MORE = "take more than text"
 FIXED = "cannot be built with attention over packed rows"
@@ -79,7 +80,7 @@ FAMILIES = (
     Family("hunyuan_v1_dense", "Hunyuan, dense"),
     Family("hyperclovax", "HyperCLOVA X", multiplied_by="logits_scaling"),
     Family("jais2", "Jais 2"),
-    Family("jetmoe", "JetMoE", note="A mixture of experts that transformers computes."),
+    Family("jetmoe", "JetMoE", note=OTHER_EXPERTS),
     Family("llama", "Llama 2 and 3, SmolLM2, Yi, DeepSeek LLM", "Llama"),
     Family("ministral", "Ministral"),
     Family("ministral3", "Ministral 3"),
@@ -88,10 +89,12 @@ FAMILIES = (
     Family("olmo", "OLMo"),
     Family("olmo2", "OLMo 2"),
     Family("olmo3", "OLMo 3"),
+    Family("olmoe", "OLMoE", note=OTHER_EXPERTS),
     Family("persimmon", "Persimmon"),
     Family("phi", "Phi-1, Phi-1.5, Phi-2"),
     Family("phi3", "Phi-3, Phi-4", note="Rows beyond a LongRoPE model's trained length are refused."),
     Family("qwen2", "Qwen2, Qwen2.5", "Qwen2"),
+    Family("qwen2_moe", "Qwen1.5-MoE, Qwen2-57B-A14B", note=OTHER_EXPERTS),
     Family("qwen3", "Qwen3, dense", "Qwen3"),
     Family("qwen3_5", "Qwen3.5, dense, as text", text="qwen3_5_text", apart=("model.visual.", "mtp."), note=BESIDE),
     Family(

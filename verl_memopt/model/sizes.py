@@ -156,7 +156,9 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
     attention = next(block.self_attn for block in layers if hasattr(block, "self_attn"))
     width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     if hasattr(getattr(block, "mlp", None), "experts"):
-        width = config.num_experts_per_tok * config.moe_intermediate_size
+        # Some types call the width of an expert by the name that others give to the width of an MLP.
+        width = config.num_experts_per_tok * (getattr(config, "moe_intermediate_size", None) or width)
+        width += getattr(config, "shared_expert_intermediate_size", 0)
     return ModelSize(
         hidden=config.hidden_size,
         mlp=width,
