@@ -20,7 +20,10 @@ from verl_memopt.model.weights import named_weights
 CPU = torch.device("cpu")
 PROMPTS, ANSWERS, GROUPS = (17, 17, 5), (9, 6, 21), (0, 0, 1)
 
-SLIDING = [model_type for model_type in TESTED if hasattr(CONFIG_MAPPING[model_type](), "sliding_window")]
+NO_WINDOW = "qwen2_moe"
+"""A type whose packed rows are wrong with a window, so that it is refused with one."""
+
+SLIDING = [kind for kind in TESTED if hasattr(CONFIG_MAPPING[kind](), "sliding_window") and kind != NO_WINDOW]
 """Tested types whose attention can slide over a window; a small one cuts every prompt here."""
 
 REFUSED = [family for family in FAMILIES if family.refused is not None]
@@ -105,6 +108,13 @@ def test_a_type_that_is_accepted_gives_transformers_log_probs_and_gradients(tmp_
             torch.testing.assert_close(
                 parameter.grad, gradients[name].float(), rtol=1e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}"
             )
+
+
+def test_a_window_that_a_type_computes_wrongly_is_refused(tmp_path, one_rank):
+    window = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1, "layer_types": None}
+    folder = tiny_folder(tmp_path / "model", NO_WINDOW, **window)
+    with pytest.raises(ConfigError, match=rf"models of type {NO_WINDOW} give a row in a pack log-probs that are"):
+        trained(folder, one_rank, True)
 
 
 def test_eager_attention_of_a_type_that_needs_its_output_in_order(tmp_path, one_rank):

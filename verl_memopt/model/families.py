@@ -94,7 +94,7 @@ FAMILIES = (
     Family("phi", "Phi-1, Phi-1.5, Phi-2"),
     Family("phi3", "Phi-3, Phi-4", note="Rows beyond a LongRoPE model's trained length are refused."),
     Family("qwen2", "Qwen2, Qwen2.5", "Qwen2"),
-    Family("qwen2_moe", "Qwen1.5-MoE, Qwen2-57B-A14B", note=OTHER_EXPERTS),
+    Family("qwen2_moe", "Qwen1.5-MoE, Qwen2-57B-A14B", note=f"{OTHER_EXPERTS} A config with a sliding window is refused."),
     Family("qwen3", "Qwen3, dense", "Qwen3"),
     Family("qwen3_5", "Qwen3.5, dense, as text", text="qwen3_5_text", apart=("model.visual.", "mtp."), note=BESIDE),
     Family(
