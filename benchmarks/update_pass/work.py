@@ -64,12 +64,19 @@ QWEN = TinyShape(
     tie_embeddings=True, max_positions=40_960,
 )  # fmt: skip
 
+HYBRID = TinyShape(
+    model_type="qwen3_5_text", vocab_size=32_000, hidden_size=1024, intermediate_size=3584, num_layers=4, num_heads=8,
+    num_kv_heads=2, head_dim=256, linear_heads=(16, 16), linear_dims=(128, 128), tie_embeddings=True, max_positions=4096,
+)  # fmt: skip
+"""Four blocks of Qwen3.5-0.8B, with a smaller vocabulary."""
+
 WORKLOADS = {
     "a": Workload(
         "tiny model, a real vocabulary, a long prompt",
         TINY, groups=1, k=8, prompt=3015, answer=100, ks=(2, 4, 8), more_ks=(16, 32, 64), token_budget=4096, chunk_tokens=64,
     ),
     "b": Workload("long prompt, short answers", SMALL, groups=1, k=8, prompt=1024, answer=64, chunk_tokens=256),
+    "h": Workload("blocks of Qwen3.5, a long prompt", HYBRID, groups=1, k=8, prompt=1024, answer=64, chunk_tokens=256),
     "c": Workload("short prompt, long answers", SMALL, groups=1, k=8, prompt=64, answer=1024, chunk_tokens=256),
     "d": Workload(
         "eight groups of ragged lengths", SMALL, groups=8, k=8, prompt=512, answer=128, spread=0.7, token_budget=4096,

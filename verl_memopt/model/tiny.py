@@ -47,6 +47,10 @@ class TinyShape:
     """Number of tokens of the longest sequence."""
     initializer_range: float = 0.02
     """Standard deviation of the random weights."""
+    linear_heads: tuple[int, int] | None = None
+    """Key heads and value heads of the layers of Qwen3.5 that carry a state. None = as many as attention has."""
+    linear_dims: tuple[int, int] | None = None
+    """Sizes of these key heads and value heads. None = half of ``head_dim``, and ``head_dim``."""
 
 
 SHAPES = {
@@ -126,8 +130,10 @@ def _linear_layers(shape: TinyShape) -> dict[str, Any]:
         return {}
     every = min(4, shape.num_layers)
     kinds = ["linear_attention" if (place + 1) % every else "full_attention" for place in range(shape.num_layers)]
-    heads = {"linear_num_key_heads": shape.num_kv_heads, "linear_num_value_heads": shape.num_heads}
-    return {"layer_types": kinds, **heads, "linear_key_head_dim": shape.head_dim // 2, "linear_value_head_dim": shape.head_dim}
+    keys, values = shape.linear_heads or (shape.num_kv_heads, shape.num_heads)
+    key_dim, value_dim = shape.linear_dims or (shape.head_dim // 2, shape.head_dim)
+    heads = {"linear_num_key_heads": keys, "linear_num_value_heads": values}
+    return {"layer_types": kinds, **heads, "linear_key_head_dim": key_dim, "linear_value_head_dim": value_dim}
 
 
 # A byte-level BPE tokenizer with ChatML turns, built from the text below without a download.

@@ -1,0 +1,101 @@
+"""Every family that our own decoder computes runs from the first step to a folder that transformers loads."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.end_to_end.runs import LOCAL, assert_equal_runs, metrics, start, succeeded, train, train_here, wait_for_step
+from verl_memopt.data import toy as toy_task
+from verl_memopt.model.families import FAMILIES
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+
+AR = "actor_rollout_ref"
+FP32 = [f"{AR}.rollout.dtype=fp32", f"{AR}.actor.fsdp_config.dtype=fp32"]
+SMALL = ["data.train_batch_size=8", f"{AR}.actor.ppo_mini_batch_size=8", f"{AR}.rollout.n=4", "data.val_max_samples=8"]
+KINDS = ("qwen3_5_text", "qwen3_moe", "gemma3_text")
+"""Types beside that of the toy, whose model every other test trains."""
+
+
+def saved(run_dir):
+    return AutoModelForCausalLM.from_pretrained(run_dir / "model", dtype=torch.float32)
+
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(solution_str.encode()) % 3
+"""
+"""Tells apart the answers of a model that has learned nothing."""
+
+
+@pytest.mark.parametrize("more", [[], [f"{AR}.model.lora_rank=4", f"{AR}.model.lora_alpha=8"]], ids=["whole", "lora"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_family_is_trained_and_saved(toy, tmp_path, kind, more):
+    model = make_tiny_model(tmp_path / "model", TinyShape(kind, initializer_range=0.06), seed=3)
+    (tmp_path / "reward.py").write_text(REWARD)
+    rewarded = f"custom_reward_function.path={tmp_path / 'reward.py'}"
+    given = [f"{AR}.model.path={model}", rewarded, "trainer.total_training_steps=2", *LOCAL, *SMALL, *FP32, *more]
+    assert train_here(toy, tmp_path / "run", *given) == 0
+    rows = metrics(tmp_path / "run")
+    for step in (1, 2):
+        # In fp32 the engine's log-probs are those of the trainer.
+        assert rows[step]["training/rollout_probs_diff_mean"] < 1e-6
+        assert rows[step]["actor/grad_norm"] > 0
+    before, after = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), saved(tmp_path / "run")
+    assert [name for name, _ in after.named_parameters()] == [name for name, _ in before.named_parameters()]
+    assert any(not torch.equal(one, other) for one, other in zip(before.parameters(), after.parameters(), strict=True))
+
+
+def test_every_family_of_our_own_decoder_is_among_them():
+    own = {family.classes for family in FAMILIES if family.classes is not None}
+    tested = {next(family.classes for family in FAMILIES if family.model_type == kind) for kind in KINDS}
+    assert own - tested == {"Llama", "Mistral", "Qwen2", "Qwen3"}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def family(request, tmp_path_factory):
+    """The toy task with a model of a family that was warmed up on it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy_task, "SHAPE", TinyShape(request.param, initializer_range=0.06))
+        return toy_task.make_toy(tmp_path_factory.mktemp("family") / "toy")
+
+
+LIFE = ["trainer.total_training_steps=20", "trainer.test_freq=20", *FP32, "data.seed=7"]
+
+
+@pytest.mark.slow
+def test_a_life_of_twenty_steps_learns(family, tmp_path):
+    run_dir = tmp_path / "run"
+    succeeded(train(family, run_dir, *LOCAL, *LIFE))
+    rows = metrics(run_dir)
+    assert max(rows[step]["training/rollout_probs_diff_max"] for step in range(1, 21)) < 1e-5
+    score = next(name for name in rows[20] if name.startswith("val-core/"))
+    assert rows[20][score] >= rows[0][score] + 0.2
+
+
+@pytest.mark.slow
+def test_after_kill_9_the_rerun_ends_as_an_uninterrupted_run(family, tmp_path):
+    given = [*LOCAL, *SMALL, *FP32, "trainer.total_training_steps=6", "trainer.save_freq=2", "data.seed=7"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    succeeded(train(family, whole, *given))
+    process = start(family, parts, *given)
+    wait_for_step(process, parts, 3)
+    process.kill()
+    process.wait()
+    succeeded(train(family, parts, *given))
+    assert_equal_runs(parts, whole)
+    for one, other in zip(saved(whole).parameters(), saved(parts).parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+def test_two_workers_learn_what_one_learns(family, tmp_path):
+    given = [*SMALL, *FP32, f"{AR}.rollout.name=hf", "trainer.total_training_steps=3", "trainer.save_freq=-1", "data.seed=7"]
+    found = []
+    for workers in (1, 2):
+        run_dir = tmp_path / str(workers)
+        group = ["trainer.worker_group=local"] if workers == 1 else ["trainer.n_gpus_per_node=2"]
+        succeeded(train(family, run_dir, *given, *group))
+        found.append(metrics(run_dir))
+    for step in (1, 2, 3):
+        for name in ("actor/grad_norm", "critic/score/mean", "response_length/mean"):
+            assert found[1][step][name] == pytest.approx(found[0][step][name], rel=1e-3), (step, name)
