@@ -8,7 +8,8 @@ Costs: keys are computed once more in backward, and kernels are slower on short 
     and sequence, so many short answers are slow.
 Works with: activation offload, shared prompts, LoRA, pruned last blocks, tiled MLPs and sharding. Each block keeps only its input
     and recomputes its norms and activations, whatever the keys of checkpointing and ``recompute_elementwise`` say. Blocks with a
-    sliding window are computed whole. The keys and values of a prompt are not kept from one micro-batch to the next.
+    sliding window are computed whole. Blocks of Gemma 3, which norm the outputs of attention and MLP, are refused. The keys and
+    values of a prompt are not kept from one micro-batch to the next.
 """
 
 from __future__ import annotations
