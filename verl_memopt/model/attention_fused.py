@@ -145,16 +145,16 @@ class _FlashAttention(torch.autograd.Function):
         window: int | None,
     ) -> Tensor:
         q, k = apply_rotary_to_both(query, key, (query_norm, key_norm), eps, layout.at_queries(cos, sin), (cos, sin))
-        v, cut = value, window is not None and bool(layout.rounds)
-        if cut:
-            out, lse = _window_forward(q, k, v, layout, window, scale)
+        v, cut = value, window if layout.rounds else None
+        if cut is not None:
+            out, lse = _window_forward(q, k, v, layout, cut, scale)
         else:
             segment_k, segment_v = layout.at_queries(k, v)
             out, lse = _forward(q, segment_k, segment_v, _segment_pass(layout, window), scale)  # lse: fp32 [heads, Q]
             del segment_k, segment_v  # freed before the next pass
-        if layout.sums_many and not cut:
+        if layout.sums_many and cut is None:
             out = out.float()
-        for spans in () if cut else layout.rounds:
+        for spans in layout.rounds if cut is None else ():
             at_q, at_k = spans.places
             other, other_lse = _forward(q[at_q], k[at_k], v[at_k], _round_pass(spans), scale)
             # Each visible key was in exactly one of the passes, so the merge is exact.
@@ -172,9 +172,9 @@ class _FlashAttention(torch.autograd.Function):
         layout, scale, grad = ctx.layout, ctx.scale, grad.contiguous()
         norms, tables = (query_norm, key_norm), (layout.at_queries(cos, sin), (cos, sin))
         q, k = apply_rotary_to_both(query, key, norms, ctx.eps, *tables)
-        cut = ctx.window is not None and bool(layout.rounds)
-        if cut:
-            dq, dk, dv = _window_backward(grad, q, k, v, out, lse, layout, ctx.window, scale)
+        cut = ctx.window if layout.rounds else None
+        if cut is not None:
+            dq, dk, dv = _window_backward(grad, q, k, v, out, lse, layout, cut, scale)
         else:
             segment_k, segment_v = layout.at_queries(k, v)
             dq, dk, dv = _backward(grad, q, segment_k, segment_v, out, lse, _segment_pass(layout, ctx.window), scale)
@@ -182,7 +182,7 @@ class _FlashAttention(torch.autograd.Function):
             if layout.sums_many:
                 dq, dk, dv = dq.float(), dk.float(), dv.float()
             dk, dv = layout.at_keys(dk, k), layout.at_keys(dv, v)
-        for spans in () if cut else layout.rounds:
+        for spans in layout.rounds if cut is None else ():
             at_q, at_k = spans.places
             # Contiguous, because selected columns may have strides that the kernel does not accept.
             inputs = (grad[at_q], q[at_q], k[at_k], v[at_k], out[at_q], lse[:, at_q].contiguous())
@@ -281,16 +281,19 @@ def _window_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: PrefixLayout, window: int, scale: float
 ) -> Parts:
     # Several segments see the keys at the end of a prefix, so the gradients of keys and values are sums, in fp32.
-    totals, query_grads = [torch.zeros_like(x, dtype=torch.float32) for x in (k, v)], []
+    dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
+    query_grads = []
     for call in layout.behind(window):
         at, index = call.queries, call.index
         inputs = grad[at], q[at], k[index], v[index], out[at], lse[:, at].contiguous()
-        query_grad, *parts = _backward(*inputs, _window_pass(call, window), scale)
+        query_grad, key_grad, value_grad = _backward(*inputs, _window_pass(call, window), scale)
         del inputs
         query_grads.append(query_grad)
-        for total in totals:
-            total.index_add_(0, index, parts.pop(0).float())
-    return query_grads[0] if len(query_grads) == 1 else torch.cat(query_grads), *totals
+        dk.index_add_(0, index, key_grad.float())
+        del key_grad
+        dv.index_add_(0, index, value_grad.float())
+        del value_grad
+    return query_grads[0] if len(query_grads) == 1 else torch.cat(query_grads), dk, dv
 
 
 def _round_pass(some: Round) -> _Varlen:
