@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from tests.memory import activation_cases as act
 from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
@@ -14,6 +15,7 @@ from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import ActorRolloutRef, Fsdp, Model
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.embedding_gradient import TrainedEmbedding, is_plain
 from verl_memopt.model.assembly import ModelUse, build_policy
 from verl_memopt.model.captured_block import why_not_captured
 from verl_memopt.model.decoder import Decoder
@@ -46,6 +48,11 @@ KNOBS = {
     "tiled MLP alone": {**PLAIN, **act.TILED},
     "eager": {**OWN, "attn_implementation": "eager"},
     "gradients on the host": {**OWN, "fsdp": {"grad_offload": True}},
+    "gradients on the host, that of the embedding in tiles": {
+        **OWN,
+        "fsdp": {"grad_offload": True},
+        "optim": {"bucket_megabytes": 0.02},
+    },
     "weights on the host": {**OWN, "fsdp": {"offload_policy": True}},
 }
 """Options of :func:`tests.memory.activation_cases.build`."""
@@ -80,6 +87,20 @@ def results(folder, mesh, world_size=1, parts=PARTS, reuse=None, **options):
 def test_no_knob_changes_log_probs_or_gradients(folder, one_rank, knobs):
     expected = results(folder, one_rank, parts=[[*range(6)]], **PLAIN)
     assert act.largest_difference(results(folder, one_rank, **KNOBS[knobs]), expected) <= BOUND
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_scaled_embedding_is_that_of_transformers_to_the_bit(dtype):
+    theirs = Gemma3TextScaledWordEmbedding(50, 24, padding_idx=0, embed_scale=24**0.5).to(dtype)
+    theirs.embed_scale = torch.tensor(theirs.scalar_embed_scale)  # which transformers keeps in fp32
+    assert is_plain(theirs)
+    ids, above = torch.tensor([[3, 0, 7, 3]]), torch.randn(1, 4, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = theirs(ids)
+    (gradient,) = torch.autograd.grad(expected, theirs.weight, above)
+    found = TrainedEmbedding(theirs)(ids)
+    assert torch.equal(found, expected)
+    found.backward(above)
+    assert torch.allclose(theirs.weight.grad, gradient, rtol=0 if dtype == torch.float32 else 2**-7, atol=0)
 
 
 def test_answers_in_several_micro_batches_reuse_the_keys_of_their_prompt(folder, one_rank):

@@ -25,14 +25,22 @@ CAST_UNIT = "cast_unit"
 """Attribute of a module: its :class:`~verl_memopt.memory.precision_torch.CastUnit`, if it is cast to compute."""
 
 
+SCALED = "Gemma3TextScaledWordEmbedding"
+"""Class of transformers whose output is the embedding times a constant."""
+
+
 class TrainedEmbedding(nn.Embedding):
-    """Embedding that adds its weight's gradient in place. It takes over the weight of a plain one, under the same name."""
+    """Embedding that adds its weight's gradient in place. It takes over the weight of a plain one, under the same name.
+
+    It also takes over the factor of a scaled one.
+    """
 
     def __init__(self, base: nn.Embedding) -> None:
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim, self.padding_idx = base.num_embeddings, base.embedding_dim, base.padding_idx
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
         self.weight = base.weight
+        self.factor: float | None = getattr(base, "scalar_embed_scale", None)
 
     def forward(self, input: Tensor) -> Tensor:
         # Backward reads the ids and not the weight, so FSDP2 need not gather it again.
@@ -40,7 +48,11 @@ class TrainedEmbedding(nn.Embedding):
         learns = torch.is_grad_enabled() and self.weight.requires_grad
         tiles = tiles_of(self.weight) if learns else None
         sorted_ids = None if tiles is None else _SortedIds(input, tiles)
-        return _LookUp.apply(input, self.weight, self.padding_idx, sorted_ids)
+        rows = _LookUp.apply(input, self.weight, self.padding_idx, sorted_ids)
+        if self.factor is None:
+            return rows
+        # A number on the host, rounded to the dtype of the weight first, as in transformers.
+        return rows * torch.tensor(self.factor, dtype=torch.float32).to(self.weight.dtype)
 
 
 def gathered_for_forward(unit: nn.Module, again_in_backward: bool) -> None:
@@ -64,7 +76,8 @@ def gathered_for_forward(unit: nn.Module, again_in_backward: bool) -> None:
 
 
 def is_plain(embedding: nn.Module) -> TypeGuard[nn.Embedding]:
-    plain = type(embedding) is nn.Embedding
+    kind = type(embedding)
+    plain = kind is nn.Embedding or (kind.__name__ == SCALED and kind.__module__.startswith("transformers."))
     return plain and embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
 
 
