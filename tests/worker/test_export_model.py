@@ -1,14 +1,16 @@
 """A checkpoint of any number of ranks gives the model that its run would write, in one process and a tensor at a time."""
 
+import dataclasses
 import json
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from tests.critics import call_critic, critic_mini, critic_plan, critic_weights
+from tests.model import architectures
 from tests.ranks import run_ranks
 from tests.worker.test_worker import ALL, AR, call, mini_batch, place, plan_of, weights
 from verl_memopt.cli import main
@@ -95,6 +97,20 @@ def test_checkpoints_of_one_and_of_two_ranks_give_the_same_bytes(made, tiny_fold
     # Two ranks merge their halves of a layer, whose products may be summed in another order.
     for name, tensor in load_file(tmp_path / "written" / "model.safetensors").items():
         torch.testing.assert_close(tensor, load_file(tmp_path / "one_out" / "model.safetensors")[name], rtol=0, atol=1e-6)
+
+
+def save_on_two_ranks(rank, folder, out):
+    Worker(dataclasses.replace(plan_of(folder, {}), engine_folder=None), place(rank, 2)).save_model(str(out))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+def test_two_ranks_save_a_multimodal_model_whole(tiny_folder, tmp_path, kind):
+    folder = architectures.tiny_folder(tmp_path / "model", kind)
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(folder)
+    run_ranks(save_on_two_ranks, 2, folder, tmp_path / "out")
+    before, after = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_merged_weights_and_the_adapter_alone_are_one_model(made, tiny_folder, tmp_path):
