@@ -64,8 +64,10 @@ def _take_rest(folder: Path, source: Path) -> None:
 
     for file in source.glob(PROCESSORS):
         shutil.copyfile(file, folder / file.name)
+    if not has_more(source) or not any(source.glob("*.safetensors")):
+        return
     written = WeightFolder(folder)
-    left_out = [name for name in WeightFolder(source).apart if name not in written.apart] if has_more(source) else []
+    left_out = [name for name in WeightFolder(source).apart if name not in written.apart]
     if left_out:
         logger.warning(
             "model: the object has no %s, and %d more weights of %s: the saved model will not have them. Give the folder to keep "
