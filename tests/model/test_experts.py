@@ -10,6 +10,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from tests.memory import activation_cases as act
+from tests.memory.activations.test_prune_last_block import shapes
 from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
 from tests.memory.recomputed import EPS, drawn, gradients, plain_norm, relative
 from tests.model.test_prefix_kv import PARTS, results
@@ -27,7 +28,7 @@ from verl_memopt.model.captured_block import why_not_captured
 from verl_memopt.model.experts import Mixture, Router, TiledExperts, mixed
 from verl_memopt.model.packing_check import check_architecture
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
-from verl_memopt.worker.trained_model import micro_batches_of
+from verl_memopt.worker.trained_model import micro_batch, micro_batches_of
 
 ROUNDING = 1e-13
 """Relative to a norm, in float64: sums in another order."""
@@ -246,6 +247,21 @@ def test_a_block_keeps_its_input_and_a_byte_for_each_expert_of_a_token_and_witho
     chosen = act.LAYERS * act.TOKENS * 3
     assert kept - act.kept(act.build(dense, one_rank, **tiled))[0] == chosen * 1
     assert act.kept(act.build(folder, one_rank, **without))[0] - kept == chosen * 2 * 40 * act.FP32
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [({}, 0.1), ({"tiled_mlp": TiledMlp(True, 4)}, 0.05), ({"block_tile_tokens": 128}, 0.05), (PLAIN, 0.1)],
+    ids=str,
+)
+def test_the_activations_of_an_update_are_those_of_the_formula(tmp_path, one_rank, options, more):
+    shape = replace(act.SHAPE, model_type="qwen3_moe", num_experts=16, experts_per_token=4, expert_size=256, vocab_size=512)
+    folder, batch = make_tiny_model(tmp_path / "model", shape), sharing(grouped(100, [150] * 4))
+    options = {**OWN, "prune_last_block": False, **options}
+    policy, micro = act.build(folder, one_rank, **options), [micro_batch(batch, range(4))]
+    found = act.tracked_step(policy, micro, counts_of(batch), steps=1).most()["activations"]
+    formula = replace(shapes(batch, enable_gradient_checkpointing=False, **options), mlp=4 * 256, experts=(16, 4), vocab=512)
+    assert act.close(found, formula.activation_bytes, more)
 
 
 @pytest.mark.parametrize("options", [OWN, {**OWN, "recompute": True, "block_tile_tokens": 16}], ids=str)

@@ -7,6 +7,7 @@ experts at a time. So the gradient of an expert's weights is one product and nee
 Bytes kept by a block for T tokens, with b bytes per element of compute, hidden size h, width I of an expert, and i = 1 byte
 for the number of an expert (2 if there are more than 256): T x h x b + T x k x i, and T x k x 2 x I x b more with ``tiled_mlp``
 off. The residual is kept for attention too. Without ``recompute_elementwise`` autograd keeps the norm beside this.
+``plan/formulas.py`` has what its backward holds.
 
 Sums of k outputs are in fp32, in the order of the experts. In fp32 results differ from those of transformers only by the order
 of sums. The router computes as transformers does: a softmax in fp32 over all experts, then the k largest, divided by their sum if

@@ -13,7 +13,7 @@ from torch import nn
 from verl_memopt.config.schema import CriticModel, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.attention import REGISTERED
-from verl_memopt.model.families import NO_LIST, OWN_BLOCKS, refused, window
+from verl_memopt.model.families import NO_LIST, OWN_BLOCKS, num_experts, refused, window
 from verl_memopt.model.folder import HUB_ID, fetch, refuse_odd_files
 from verl_memopt.model.weights import empty_model, load_model_config
 
@@ -42,6 +42,8 @@ class ModelSize:
     """Whether its last block can skip outputs that nothing reads (``prune_last_block``)."""
     positions: int | None = None
     """Number of tokens of the longest sequence, from its config. None = unknown."""
+    experts: tuple[int, int] | None = None
+    """(E, k): a block has E experts, and k of them compute a token. None = its MLP computes all tokens."""
     counted: tuple[int, int] | None = None
     """(parameters of the model, parameters of its largest block), counted in a model without storage. None = they follow from the
     sizes."""
@@ -154,11 +156,12 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
     # decides.
     block, heads = max(layers, key=_parameters), config.num_attention_heads
     attention = next(block.self_attn for block in layers if hasattr(block, "self_attn"))
-    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    width, experts = getattr(config, "intermediate_size", None) or 4 * config.hidden_size, None
     if hasattr(getattr(block, "mlp", None), "experts"):
         # Some types call the width of an expert by the name that others give to the width of an MLP.
         width = config.num_experts_per_tok * (getattr(config, "moe_intermediate_size", None) or width)
         width += getattr(config, "shared_expert_intermediate_size", 0)
+        experts = num_experts(config), config.num_experts_per_tok
     return ModelSize(
         hidden=config.hidden_size,
         mlp=width,
@@ -173,6 +176,7 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
         post_norms=hasattr(block, "post_feedforward_layernorm"),
         prunes=type(layers[-1]).__name__ in OWN_BLOCKS and not hasattr(layers[-1], "linear_attn"),
         positions=getattr(config, "max_position_embeddings", None),
+        experts=experts,
         counted=(_parameters(empty), _parameters(block)),
     )
 

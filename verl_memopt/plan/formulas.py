@@ -106,6 +106,8 @@ class Shapes:
     """``cpu`` or ``cuda``."""
     forest: ForestWork | None = None
     """The shape of a pass over a forest. None = prompts and their answers."""
+    experts: tuple[int, int] | None = None
+    """(E, k): a block has E experts, and k of them compute a token. Then ``mlp`` is their width together."""
 
     @classmethod
     def of(cls, size: ModelSize, roles: ActorRolloutRef, work: Pass, device: str) -> Shapes:
@@ -119,7 +121,7 @@ class Shapes:
             settings=roles, layers=size.layers, hidden=size.hidden, mlp=size.mlp, heads=size.heads, kv_heads=size.kv_heads,
             head_dim=size.head_dim, vocab=size.vocab, params=size.params, block_params=size.block_params, tied=size.tied,
             tokens=work.tokens, responses=work.responses, segments=work.rows, device=device, post_norms=size.post_norms,
-            slides=bool(shares) and not fits, **known,
+            slides=bool(shares) and not fits, experts=size.experts, **known,
         )  # fmt: skip
 
     @property
@@ -265,6 +267,8 @@ class Shapes:
         model, wide, inputs = self.settings.model, self.tokens * self.mlp * self.compute_bytes, self.input_bytes
         if model.recompute_elementwise:
             return max(self.mlp_bytes(self.tokens), self.attention_backward_bytes)
+        if self.experts is not None:
+            return self.block_bytes + self._experts_backward_bytes(*self.experts)
         if model.mlp_tiles is None:
             return self.block_bytes + 2 * wide + 2 * inputs + self._tables_of_others
         return self.block_bytes + self._tables_of_others + 6 * wide + 2 * inputs - self.tiled_bytes(model.mlp_tiles)
@@ -312,7 +316,8 @@ class Shapes:
         whole += b * self.hidden * (queries + (tokens if left_out else 0))
         rows = min(tile, queries)
         part = min(rows, -(-queries // (self.settings.model.mlp_tiles or 1)))
-        weights = self.linear_params // self.layers
+        # Of a mixture all experts have a sum.
+        weights = self.linear_params // self.layers + self._idle_mlp * 3 * self.hidden
         sums = weights * (b if rows == queries else wide)
         product = 0 if b == wide or rows == queries else b * self.hidden * self.mlp
         extra = rows * (2 * self.hidden + 3 * query)
@@ -333,6 +338,9 @@ class Shapes:
 
         ``cut``: the number of tokens from which the number of tiles follows.
         """
+        if self.experts is not None:
+            kept = self.attention_bytes if self.recomputes_mlp else self.block_bytes
+            return kept + self._experts_backward_bytes(*self.experts)
         b, inputs, least = self.compute_bytes, self.input_bytes, self.settings.model.mlp_tiles or 1
         tiles = max(-(-cut // PRODUCT_ROWS[self.device]), least if self.recomputes_mlp else 1)
         rows = round(self.tokens / tiles)
@@ -346,6 +354,23 @@ class Shapes:
             return self.attention_bytes + beside + 2 * inputs + max(at_gate + gate, at_norm + norm)
         # The gradients of gate and up overwrite gate and up.
         return self.block_bytes + inputs + max(wide + whole + gate, inputs + normal + 2 * whole + norm)
+
+    def _experts_backward_bytes(self, experts: int, chosen: int) -> int:
+        """Return the bytes of a mixture's backward beside what its block keeps, for tokens that are spread evenly.
+
+        They include the gradients of the experts' weights, until these become the gradients of their parameters.
+        """
+        b, h, width, wide = self.compute_bytes, self.hidden, self.mlp // chosen, max(self.compute_bytes, 4)
+        rows, least = self.tokens * chosen, self.settings.model.mlp_tiles or 1
+        limit = min(-(-rows // least), PRODUCT_ROWS[self.device])
+        tile = min(max(limit, -(-rows // experts)), rows)
+        # The gradient of the output, the normed input and the sum of its gradient; probabilities; which row is where.
+        tokens = self.tokens * (h * (2 * b + wide) + 4 * experts) + rows * 32
+        both = 0 if self.settings.model.mlp_tiles is None and not self.recomputes_mlp else 2 * width * b
+        # The value before down and its gradient, and their product in fp32.
+        at_weights = tile * (2 * h * b + both + width * (2 * b + (4 if b == wide else 8)))
+        at_input = tile * (h * (2 * b + (0 if b == wide else wide)) + both)
+        return tokens + 3 * experts * width * h * b + max(at_weights, at_input)
 
     @property
     def forward_bytes(self) -> int:
@@ -586,7 +611,13 @@ class Shapes:
         return round(6 * self.tokens * wide * (1 - 1 / n) - 2 * self.hidden * wide - self.input_bytes * (1 + 1 / n))
 
     @property
+    def _idle_mlp(self) -> int:
+        # Width of all experts that do not compute a token.
+        return 0 if self.experts is None else (self.experts[0] - self.experts[1]) * self.mlp // self.experts[1]
+
+    @property
     def linear_params(self) -> int:
+        # Of a mixture those that compute a token.
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
         return self.layers * (attention + 3 * self.hidden * self.mlp)
 
@@ -602,7 +633,10 @@ class Shapes:
         if model.recompute_elementwise:
             # A norm of an output keeps this output, unless a tile computes it again.
             outputs = self.post_norms * self.input_bytes * (2 if model.mlp_tiles is None else 1)
+            outputs += self.tokens * (0 if self.experts is None else self.experts[1])  # a byte for each expert of a token
             return self.attention_bytes + outputs + (2 * self.tokens * self.mlp * b if model.mlp_tiles is None else 0)
         norms = self._norm_width * (2 * self.hidden + query + key) + 2 * self._post_norm_width * self.hidden
-        kept = norms + b * (query + key + (4 * self.mlp if model.mlp_tiles is None else 0))
+        # Experts keep the outputs of gate and up alone. An MLP also keeps the activation and the product.
+        gates = 0 if model.mlp_tiles is not None else 4 * self.mlp if self.experts is None else 2 * self.mlp
+        kept = norms + b * (query + key + gates)
         return self.tokens * kept + self.exchanged_bytes
