@@ -296,7 +296,7 @@ def test_an_auxiliary_loss_is_refused_with_the_way_to_train_without_it(mixture_f
         ({"lora_rank": 4, "target_modules": ["experts"]}, "experts is no linear layer, but Qwen3MoeExperts"),
         (
             {"fsdp": {"wrap_policy": WrapPolicy(("Qwen3MoeExperts",))}},
-            r"transformer_layer_cls_to_wrap.*Qwen3MoeExperts is a part of Qwen3MoeSparseMoeBlock.*name Qwen3MoeDecoderLayer",
+            r"transformer_layer_cls_to_wrap.*Qwen3MoeExperts is a part of the experts of a block.*name Qwen3MoeDecoderLayer",
         ),
     ],
     ids=str,

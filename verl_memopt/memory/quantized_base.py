@@ -8,8 +8,8 @@ Costs: each matrix product decodes its layer again, in rollouts too. The quantis
 Works with: ``rollout.share_weights`` and every knob of blocks. Embedding, norms and head are not quantised. On several devices
     each device has the whole base, which policy and engine share. On one device, an engine that does not share gets whole
     weights, decoded and with the adapters merged in, and ``param_offload`` can move the quantised bytes. A saved model has the
-    adapters merged into the unquantised weights. It refuses ``offload_policy``, training without LoRA, and several devices that
-    do not share the base. Source: arXiv 2305.14314.
+    adapters merged into the unquantised weights. It refuses ``offload_policy``, training without LoRA, mixtures of
+    experts, and several devices that do not share the base. Source: arXiv 2305.14314.
 """
 
 from __future__ import annotations

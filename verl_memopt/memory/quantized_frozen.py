@@ -4,7 +4,7 @@ Use it when: a reference or a reward model shares a device with the policy, and 
 Saves: most bytes of the blocks' linear layers. They take 1.03 bytes per parameter with int8, and 0.56 with nf4.
 Costs: log-probs and scores are not exact. The error of a reference is measured when it is loaded, and logged.
 Works with: ``param_offload``, which then moves the quantised bytes. It refuses LoRA, because the reference is then the policy's
-    own base. Source of the nf4 levels: arXiv 2305.14314.
+    own base, and mixtures of experts that our decoder computes. Source of the nf4 levels: arXiv 2305.14314.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ Saves: all but one tile of the MLP's gate, up and activation tensors, which are 
 Costs: the MLP's forward once more in backward; nothing extra with full activation checkpointing. Small tiles make matrix products
     slow.
 Works with: activation checkpointing, LoRA and sharding. With ``recompute_elementwise`` and checkpointing, the MLP runs over tiles
-    of at most 2,048 tokens (8,192 on a GPU) anyway, and this knob makes them smaller.
+    of at most 2,048 tokens (8,192 on a GPU) anyway, and this knob makes them smaller. A mixture of experts runs over tiles of
+    experts.
 """
 
 from __future__ import annotations

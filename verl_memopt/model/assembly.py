@@ -178,13 +178,14 @@ def wrapped_modules(root: nn.Module, blocks: Sequence[nn.Module], fsdp: Fsdp) ->
 def _refuse_units_inside_blocks(packed: PackedModel, fsdp: Fsdp, use: ModelUse) -> None:
     wanted = fsdp.wrap_policy.transformer_layer_cls_to_wrap or ()
     decoder: Any = packed.decoder
-    mixtures = [block for block in packed.blocks() if isinstance(getattr(block, "mlp", None), Experts)]
-    for block in mixtures:
-        inside = sorted({class_name(module) for module in block.mlp.children()} & set(wanted))
+    for block in packed.blocks():
+        mixture = getattr(block, "mlp", None)
+        parts = mixture.children() if isinstance(mixture, Experts) else ()
+        inside = sorted({class_name(module) for module in parts} & set(wanted))
         if inside:
             raise ConfigError(
                 f"{use.fsdp_key}.wrap_policy.transformer_layer_cls_to_wrap={list(wanted)}: {', '.join(inside)} is a part of "
-                f"{class_name(block.mlp)}, which computes its parts itself. Leave the key out, or name {class_name(block)}."
+                f"the experts of a block, which compute their parts themselves. Leave the key out, or name {class_name(block)}."
             )
     ours = isinstance(decoder, Decoder) and (decoder.recompute or decoder.prunes)
     for block in packed.blocks() if ours else ():

@@ -334,8 +334,8 @@ class DecoderBlock(nn.Module):
         layers = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
         if isinstance(mlp, Experts):
             return tiled_block(hidden.squeeze(0), cos[0], sin[0], layout, shape, weights, layers, mlp.mixture)
-        layers = (*layers, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        return tiled_block(hidden.squeeze(0), cos[0], sin[0], layout, shape, weights, layers)
+        of_mlp = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        return tiled_block(hidden.squeeze(0), cos[0], sin[0], layout, shape, weights, (*layers, *of_mlp))
 
     def compute(
         self,
