@@ -1,0 +1,68 @@
+"""Knobs in random combinations, for each family of our own decoder that has other layers than the toy's model."""
+
+import random
+
+import pytest
+from transformers import AutoConfig
+
+from tests.memory import activation_cases as act
+from tests.memory.batching.test_shared_prompt import grouped, sharing
+from tests.model.test_prefix_kv import assert_near, results
+from verl_memopt.memory.tiled_mlp import TiledMlp
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+
+KINDS = ("qwen3_5_text", "qwen3_moe", "gemma3_text")
+PLAIN = {"recompute_elementwise": False, "prune_last_block": False}
+WINDOW = 7
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("family") / "model", TinyShape(request.param, num_layers=4), seed=3)
+
+
+def drawn(draw, kind):
+    """Gives options of a policy, and whether answers read the prefix KV of their prompt."""
+    checkpoints = draw.choice([{}, act.FULL, act.SELECTIVE, act.EVERY_2])
+    recomputes = draw.random() < 0.8
+    options = {
+        **checkpoints,
+        "recompute_elementwise": recomputes,
+        "prune_last_block": draw.random() < 0.5,
+        "logprob_chunk_tokens": draw.choice([0, 5, 64]),
+        "attn_implementation": draw.choice(["sdpa", "eager"]),
+        "tiled_mlp": TiledMlp(draw.random() < 0.5, 3),
+    }
+    if kind != "gemma3_text" and draw.random() < 0.3:
+        options |= {"block_tile_tokens": draw.choice([5, 16]), "recompute_elementwise": True}
+    if checkpoints and draw.random() < 0.3:
+        options["offload"] = (1, 2)
+    if kind == "gemma3_text":
+        options["override_config"] = {"sliding_window": WINDOW}
+    whole = options["recompute_elementwise"] and "block_tile_tokens" not in options
+    return options, whole and draw.random() < 0.5
+
+
+def compared(folder, mesh, seed):
+    kind = AutoConfig.from_pretrained(folder).model_type
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, 12) for _ in range(6)]
+    batch = sharing(grouped(draw.choice([1, 2, 3, 30, 70]), lengths, 2, seed=seed))
+    size = draw.randint(1, 6)
+    parts = [[row + 6 * group for row in range(6)[at : at + size]] for group in range(2) for at in range(0, 6, size)]
+    options, reuse = drawn(draw, kind)
+    same = {"override_config": options["override_config"]} if "override_config" in options else {}
+    expected = results(act.build(folder, mesh, **PLAIN, **same), sharing(batch, False), [[row] for row in range(12)], False)
+    found = results(act.build(folder, mesh, **options), batch, parts, reuse)
+    assert_near(found, expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_some_knobs_change_nothing(folder, one_rank, seed):
+    compared(folder, one_rank, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3, 43))
+def test_many_combinations_of_knobs_change_nothing(folder, one_rank, seed):
+    compared(folder, one_rank, seed)
