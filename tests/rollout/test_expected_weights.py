@@ -1,12 +1,14 @@
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from tests.ranks import run_ranks
 from tests.rollout.tools import model_of, weights_of
 from verl_memopt.errors import RolloutError
-from verl_memopt.memory.weight_buckets_torch import WeightSlice
-from verl_memopt.rollout.engine_weights import BitComparison, ExpectedWeights, meta_model
+from verl_memopt.memory.weight_buckets_torch import WeightSlice, joined
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.rollout.engine_weights import BitComparison, ExpectedWeights, meta_model, one_by_one
 from verl_memopt.rollout.vllm_process import STEPS_PER_AGREEMENT, agreed
 
 
@@ -55,6 +57,20 @@ def test_weights_are_asked_for_one_by_one(tied_folder):
     for count in range(1, 4):
         assert next(checked).name == asked[-1]
         assert len(asked) == count
+
+
+def test_experts_reach_an_engine_one_by_one_whichever_rows_arrive(tmp_path):
+    folder = make_tiny_model(tmp_path / "model", TinyShape(model_type="qwen3_moe", num_experts=5, num_layers=1))
+    model = model_of(folder)
+    slices = [
+        WeightSlice(name, weight.shape, start, weight[start : start + 2])
+        for name, weight in weights_of(model)
+        for start in range(0, len(weight), 2)
+    ]
+    found = dict(joined(one_by_one(expected_of(folder).checked(reversed(slices))), torch.float32))
+    stored = load_file(folder / "model.safetensors")
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name], stored[name]) for name in stored)
 
 
 def rows(start, stop, of=64):

@@ -311,15 +311,23 @@ def refuse_stacked(weights: WeightFolder) -> None:
 def stored_tensors(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) pairs as files store them: experts one by one. The tensors are views of those of the model."""
     for name, tensor in weights:
-        experts, _, kind = name.rpartition(".")
-        if kind not in STACKS or not experts.endswith(".experts"):
-            yield name, tensor
-            continue
-        for number, expert in enumerate(tensor):
-            yield from (
-                (f"{experts}.{number}.{part}.weight", rows)
-                for part, rows in zip(STACKS[kind], expert.chunk(len(STACKS[kind])), strict=True)
-            )
+        yield from stored_parts(name, tensor)
+
+
+def stored_parts(name: str, tensor: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Do the same for one tensor, of which ``tensor`` may be some rows. ``first`` is the number of the first row."""
+    if not is_stack(name):
+        yield name, tensor
+        return
+    experts, _, kind = name.rpartition(".")
+    for number, expert in enumerate(tensor, first):
+        names = (f"{experts}.{number}.{part}.weight" for part in STACKS[kind])
+        yield from zip(names, expert.chunk(len(STACKS[kind])), strict=True)
+
+
+def is_stack(name: str) -> bool:
+    experts, _, kind = name.rpartition(".")
+    return kind in STACKS and experts.endswith(".experts")
 
 
 SWAPPED = {"bfloat16": "F16", "float16": "BF16"}

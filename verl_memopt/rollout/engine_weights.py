@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_memopt.errors import RolloutError
 from verl_memopt.memory.weight_buckets_torch import Weights, WeightSlice, as_slice, joined, num_rows
+from verl_memopt.model.weights import is_stack, stored_parts
 from verl_memopt.rollout.engine import KEY, RolloutEngine, SamplingSettings, WeightComparison
 
 
@@ -63,6 +64,16 @@ class ExpectedWeights:
         # Slices arrive in any order, so each is compared with the rows that came before it.
         if any(part.start < stop and start < part.stop for start, stop in received[name]):
             raise RolloutError(f"weight sync: {name} was sent twice. Trainer and engine must hold the same model.")
+
+
+def one_by_one(parts: Iterable[WeightSlice]) -> Iterator[WeightSlice]:
+    """Yield slices with the experts of a block apart, as checkpoints have them. So no tensor of all experts is put together."""
+    for part in parts:
+        if not is_stack(part.name):
+            yield part
+            continue
+        for name, tensor in stored_parts(part.name, part.tensor, part.start):
+            yield WeightSlice(name, tensor.shape, 0, tensor)
 
 
 def meta_model(folder: str, trust_remote_code: bool) -> nn.Module:

@@ -45,7 +45,7 @@ from verl_memopt.rollout.engine import (
     random_state_kept,
     sleep_level,
 )
-from verl_memopt.rollout.engine_weights import ExpectedWeights, SharedPlaces, WeightMap, meta_model
+from verl_memopt.rollout.engine_weights import ExpectedWeights, SharedPlaces, WeightMap, meta_model, one_by_one
 from verl_memopt.rollout.vllm_process import (
     KINDS,
     advice_for,
@@ -223,7 +223,7 @@ class VllmEngine:
             else:
                 # vLLM gets copies. A tensor may share the memory of a bucket, and the next tensor overwrites this memory before
                 # vLLM has used the first.
-                copies = ((name, tensor.clone()) for name, tensor in joined(checked, self._dtype))
+                copies = ((name, tensor.clone()) for name, tensor in joined(one_by_one(checked), self._dtype))
                 with _without_adapters(self._model):
                     pack_experts_again(self._model)
                     self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
