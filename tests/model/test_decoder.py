@@ -161,6 +161,15 @@ def test_other_modules_beside_the_known_ones_are_not_taken_over(folders):
     assert not is_llama_like(lm)
 
 
+def test_experts_with_another_activation_stay_those_of_transformers(folders):
+    folder, config = folders["qwen3_moe"], {"hidden_act": "gelu"}
+    assert not is_llama_like(AutoModelForCausalLM.from_pretrained(folder, **config))
+    model = theirs(folder, config)
+    policy = ours(folder, config, None, model)
+    found, _ = policy(packed(PROMPTS, ANSWERS, GROUPS), 1.0, False)
+    torch.testing.assert_close(found, log_probs_row_by_row(model), rtol=0, atol=BOUND)
+
+
 def test_a_row_alone_in_eager_attention_gives_what_the_pack_gives(folders):
     policy = filled(folders["qwen3"], options=BlockOptions(recompute=True))
     row = pack_rows(torch.tensor(PROMPTS[0]), [len(PROMPTS[0])], torch.tensor(ANSWERS[0]), [len(ANSWERS[0])])

@@ -306,6 +306,11 @@ def test_what_experts_cannot_do_is_refused_by_its_key(mixture_folder, one_rank, 
         act.build(mixture_folder, one_rank, **PLAIN, **options)
 
 
+def test_experts_with_another_activation_are_not_tiled(mixture_folder, one_rank):
+    with pytest.raises(ConfigError, match=r"tiled_mlp\.enabled=true: Qwen3MoeDecoderLayer computes Qwen3MoeSparseMoeBlock"):
+        act.build(mixture_folder, one_rank, **PLAIN, **TILES, override_config={"hidden_act": "gelu"})
+
+
 def test_a_reference_with_experts_is_not_quantised(mixture_folder, one_rank):
     with pytest.raises(ConfigError, match=r"actor_rollout_ref\.actor\.quantization=int8: only linear layers"):
         act.quantised(mixture_folder, one_rank, "int8")

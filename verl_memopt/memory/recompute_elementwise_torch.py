@@ -55,13 +55,21 @@ def _unlike(block: Any, trained: bool) -> str | None:
     name = type(block).__name__
     if name not in OWN_BLOCKS:
         return f"{name} is not one of {', '.join(OWN_BLOCKS)}"
-    # Every block has a module that knows the config, but not the same one in all families.
-    config = next(module.config for module in block.modules() if hasattr(module, "config"))
+    config = _config(block)
     if gate_of(config) is None:
         return f"{name} has the activation {_activation(config)}, not {', '.join(GATES)}"
     layers = [module for module in block.modules() if hasattr(module, "in_features")]
     other = next((layer for layer in layers if trained and type(layer) not in (nn.Linear, LoraLinear)), None)
     return None if other is None else f"{name} has a layer of class {type(other).__name__}"
+
+
+def is_silu(block: Any) -> bool:
+    return _activation(_config(block)) in ("silu", "swish")
+
+
+def _config(block: Any) -> Any:
+    # Every block has a module that knows the config, but not the same one in all families.
+    return next(module.config for module in block.modules() if hasattr(module, "config"))
 
 
 def recomputed_outputs(

@@ -28,6 +28,7 @@ from verl_memopt.memory.recompute_elementwise_torch import (
     RMSNorm,
     SwiGLU,
     WeightSum,
+    is_silu,
     keep,
     kept,
     product_tiles,
@@ -56,7 +57,7 @@ def check_mlps(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) -> No
         mlp: Any = getattr(block, "mlp", None)
         layers = {name: type(getattr(mlp, name)) for name in LAYERS} if trained and type(mlp).__name__ in KNOWN else {}
         unlike = next((name for name, kind in layers.items() if kind not in (nn.Linear, LoraLinear)), None)
-        if type(mlp).__name__ in KNOWN_MIXTURES:
+        if type(mlp).__name__ in KNOWN_MIXTURES and is_silu(block):
             continue
         if type(mlp).__name__ not in KNOWN:
             actual = "has no mlp" if mlp is None else f"computes {type(mlp).__name__}"

@@ -26,6 +26,7 @@ from verl_memopt.memory.recompute_elementwise_torch import (
     SwiGLU,
     can_recompute,
     gate_of,
+    is_silu,
     norm_and_weight,
     product_tiles,
     recomputed_norm,
@@ -479,10 +480,15 @@ def _maybe(norm: nn.Module | None, x: Tensor) -> Tensor:
 def is_llama_like(lm: Any) -> bool:
     """Whether :class:`Decoder` can replace the decoder of a causal LM. Those of ``OWN_DECODER`` qualify."""
     decoder = lm.get_decoder()
-    known_blocks = all(type(block).__name__ in OWN_BLOCKS for block in decoder.layers)
+    known_blocks = all(type(block).__name__ in OWN_BLOCKS and _knows_mixture(block) for block in decoder.layers)
     # A model folder may contain its own code with the same class names.
     own_code = not type(lm).__module__.startswith("transformers.")
     return known_blocks and not own_code and {name for name, _ in decoder.named_children()} == set(PARTS)
+
+
+def _knows_mixture(block: Any) -> bool:
+    # Experts compute silu. An MLP calls the activation of transformers.
+    return not hasattr(block.mlp, "experts") or is_silu(block)
 
 
 def class_name(module: nn.Module) -> str:
