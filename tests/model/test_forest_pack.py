@@ -308,3 +308,12 @@ def test_ranks_that_share_a_forest_ask_the_teacher_about_their_own_targets(fores
 def test_a_long_conversation_gives_the_log_probs_and_gradients_of_rows_alone(folder, alone, options):
     forest = agent(turns=12, answers=2)
     assert_near(together(filled(folder, options=options), forest), alone(forest))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_experts_in_a_long_conversation_give_the_log_probs_and_gradients_of_rows_alone(tmp_path, options):
+    shape = TinyShape(model_type="qwen3_moe", num_heads=6, num_kv_heads=3, initializer_range=0.05)
+    folder, forest = make_tiny_model(tmp_path / "model", shape, seed=3), agent(turns=6, answers=2)
+    alone = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    alone.set_experts_implementation("eager")  # the other one refuses fp64
+    assert_near(together(filled(folder, options=options), forest), rows_alone(alone, forest))
