@@ -14,6 +14,7 @@ from tests.model import architectures
 from tests.ranks import run_ranks
 from tests.worker.test_worker import ALL, AR, call, mini_batch, place, plan_of, weights
 from verl_memopt.cli import main
+from verl_memopt.errors import ConfigError
 from verl_memopt.model.weights import WeightFolder
 from verl_memopt.run.checkpoints import CheckpointStore
 from verl_memopt.run.export_model import StoredModel, export_model, find_checkpoint
@@ -100,7 +101,7 @@ def test_checkpoints_of_one_and_of_two_ranks_give_the_same_bytes(made, tiny_fold
 
 
 def save_on_two_ranks(rank, folder, out):
-    Worker(dataclasses.replace(plan_of(folder, {}), engine_folder=None), place(rank, 2)).save_model(str(out))
+    Worker(dataclasses.replace(plan_of(folder, {}), engine_folder=None, has_more=True), place(rank, 2)).save_model(str(out))
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
@@ -111,6 +112,21 @@ def test_two_ranks_save_a_multimodal_model_whole(tiny_folder, tmp_path, kind):
     before, after = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def save_without_the_rest(rank, folder, out):
+    worker = Worker(dataclasses.replace(plan_of(folder, {}), engine_folder=None, has_more=True), place(rank, 1))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError) as refused:
+        worker.save_model(str(out))
+    return str(refused.value)
+
+
+def test_a_multimodal_model_is_not_saved_without_the_rest(tiny_folder, tmp_path):
+    folder = architectures.tiny_folder(tmp_path / "model", "qwen3_vl")
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(folder)
+    (message,) = run_ranks(save_without_the_rest, 1, folder, tmp_path / "out")
+    assert f"path={folder}: model.safetensors is missing" in message
 
 
 def test_merged_weights_and_the_adapter_alone_are_one_model(made, tiny_folder, tmp_path):

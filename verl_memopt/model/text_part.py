@@ -68,7 +68,7 @@ def is_part(config: PretrainedConfig) -> bool:
 
 
 def has_more(folder: Path) -> bool:
-    """Whether a folder may hold more than a text model. It may be a folder that is gone, which has nothing."""
+    """Whether a folder may hold more than a text model, by the type in its config.json."""
     return bool(family_of(_model_type(folder)).apart)
 
 

@@ -282,6 +282,7 @@ def _worker_plan(
         tokenizer_folder=str(environment.tokenizer_folder),
         eos_token_ids=environment.eos_token_ids,
         known_ids=environment.known_ids,
+        has_more=environment.has_more,
         schedule_steps=schedule_steps,
         critic=critic,
         critic_folder=None if environment.critic_folder is None else str(environment.critic_folder),

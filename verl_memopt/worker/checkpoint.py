@@ -18,7 +18,7 @@ from verl_memopt.memory.quantized_frozen_torch import quantized_layers
 from verl_memopt.memory.weight_buckets_torch import WeightSlice, full_weights, weight_slices
 from verl_memopt.model.export import ADAPTER, export_folder, saved_dtype, write_generation_config
 from verl_memopt.model.packed_model import PackedModel
-from verl_memopt.model.text_part import has_more, is_part
+from verl_memopt.model.text_part import is_part
 from verl_memopt.model.value_model import ValueModel, classifier_config
 from verl_memopt.model.weights import WeightFolder, base_weights, named_weights
 from verl_memopt.observe.byte_tracker import HOST, scope
@@ -69,7 +69,7 @@ def save_trained(
     section = plan.settings if trained.role is ACTOR else plan.critic
     assert section is not None
     model, exported, adapter = section.model, folder / "huggingface", folder / "lora_adapter"
-    in_whole = trained.role is ACTOR and is_part(trained.model.lm.config)
+    in_whole = trained.role is ACTOR and plan.has_more and is_part(trained.model.lm.config)
     with readable(trained.home):
         # Writing copies tensors to the host. On a CPU run the byte tracker would count these copies as device bytes.
         with scope("checkpoint", HOST):
@@ -104,7 +104,7 @@ def save_model(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path)
         try:
             _export(trained, plan, rank, folder, saved_dtype(Path(plan.folder), trained.fsdp), weights=True)
             if model.lora_rank > 0:
-                in_whole = is_part(trained.model.lm.config)
+                in_whole = plan.has_more and is_part(trained.model.lm.config)
                 save_adapter(folder / ADAPTER, trained.model, str(model.path), model, rank == 0, in_whole=in_whole)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: the model could not be written: {error}.") from error
@@ -119,7 +119,7 @@ def _export(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, dt
     masters = ((name, trained.master(weight, not isinstance(weight, DTensor))) for name, weight in weights_of)
     stream = full_weights(masters, dtype, bucket) if weights else None
     # A critic is written as a classifier of text, even if its folder has more parts.
-    whole = WeightFolder(Path(plan.folder)) if trained.role is ACTOR and has_more(Path(plan.folder)) else None
+    whole = WeightFolder(Path(plan.folder)) if trained.role is ACTOR and plan.has_more else None
     config = classifier_config(model.lm.config) if isinstance(model, ValueModel) else model.lm.config
     export_folder(folder, config, Path(plan.tokenizer_folder), stream, writes, dtype, whole)
     if writes and trained.role is ACTOR:

@@ -158,6 +158,8 @@ class WorkerPlan:
     """Phases whose micro-batches are cut smaller after an out-of-memory error, if no ranks share a micro-batch."""
     agent: AgentPlan | None = None
     """What conversations of several turns need. None = each prompt is answered in one turn."""
+    has_more: bool = False
+    """``folder`` holds more than the text model that is trained. Each saved model gets a copy of the rest."""
     has_policy: bool = True
     """False = the worker has only one other role, and its own device."""
 
