@@ -19,7 +19,7 @@ class GatedNorm:
 
     eps: float
     sources: int = 2
-    overwrites: bool = False
+    overwrites: bool = True
 
     def compute(self, sources: Tensors, parameters: Tensors, out: Tensor | None = None) -> Tensor:
         (x, z), (weight,) = sources, parameters

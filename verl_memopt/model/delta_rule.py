@@ -54,8 +54,13 @@ class DeltaShape:
 
     def chunk_elements(self, size: int) -> int:
         """Return the elements of the temporary tensors of a chunk of ``size`` tokens in backward."""
-        by_head = 8 * size * size + size * (8 * self.key_dim + 6 * self.value_dim) + 3 * self.key_dim * self.value_dim
-        return self.value_heads * by_head + 4 * size * (2 * self.keys + self.values)
+        channels, square = 2 * self.keys + self.values, size * size
+        small = TAIL * channels + 14 * size * self.value_heads
+        inside = small + size * (3 * channels + 2 * self.keys) + (3 * self.value_heads + self.key_heads) * square
+        heads = 5 * size * self.values + 2 * self.values * self.key_dim
+        at_scores = (5 * self.value_heads + 2 * self.key_heads) * square
+        at_end = 2 * size * (channels + self.keys) + (self.value_heads + 2 * self.key_heads) * square
+        return inside + heads + max(at_scores, at_end)
 
     def most_chunks(self, size: int, device: torch.device) -> int:
         return max(ELEMENTS.get(device.type, 2**26) // self.chunk_elements(size), 1)
@@ -261,6 +266,7 @@ class Rule:
             state, new = _joined(states), _joined(news)
             heads = (some.grown * (some.q @ state)).add_(some.scores @ new)
             self._write(out, batch, self._tokens(heads))
+            del some, states, news, state, new, heads  # freed before the next batch allocates
         return out, self._inputs(chunks.tails), results, kept
 
     def _write(self, into: Tensor, batch: Batch, values: Tensor) -> None:
@@ -323,12 +329,28 @@ class Rule:
     ) -> None:
         # ``before`` are the states in the border before the batch.
         some = self.inside(batch)
+        mixed = self._heads_backward(some, batch, before, grad, results, grads)
+        conv, values = some.conv, some.mixed
+        del some  # the convolution's backward needs no more of it
+        self._convolution_backward(conv, values, batch, mixed, grads)
+
+    def _heads_backward(
+        self,
+        some: _Inside,
+        batch: Batch,
+        before: Tensor,
+        grad: Tensor | None,
+        results: Tensor | None,
+        grads: _Gradients,
+    ) -> Tensor:
+        # Returns the gradient of the activated outputs of the convolution, [n, C, channels].
         state, rest, new = self._again(some, batch, before)
         if grad is None:
             grad_out = torch.zeros_like(new)
         else:
             rows = self._at_tokens(grad, self.chunks.own[batch.chunks]).to(self.wide)
             grad_out = self._value_heads(rows.mul_(some.valid[..., None])).contiguous()
+            del rows
         grad_new = some.scores.transpose(-1, -2) @ grad_out
         # The state before a chunk is read by its queries; the loop adds what its keys and the next state give.
         grad_state = some.q.transpose(-1, -2) @ (some.grown * grad_out)
@@ -349,7 +371,8 @@ class Rule:
             grads.reading.index_add_(0, part.read, grad_state[at])
             if part.first:
                 grads.border = grads.reading
-        self._inside_backward(some, batch, (state, rest, new), (grad_out, grad_after, grad_rest, grad_added), grads)
+        del grad_new, grad_state
+        return self._inside_backward(some, batch, (state, rest, new), (grad_out, grad_after, grad_rest, grad_added), grads)
 
     def _again(self, some: _Inside, batch: Batch, border: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # Returns for all chunks of a batch the states before them, what these do not predict of the values, and the new values.
@@ -370,8 +393,8 @@ class Rule:
         values: tuple[Tensor, Tensor, Tensor],
         above: tuple[Tensor, Tensor, Tensor, Tensor],
         grads: _Gradients,
-    ) -> None:
-        # All gradients of a batch that need no loop.
+    ) -> Tensor:
+        # All gradients of the heads of a batch that need no loop.
         (state, rest, new), (grad_out, grad_after, grad_rest, grad_added) = values, above
         grad_scores = grad_out @ new.transpose(-1, -2)
         decayed = grad_scores * some.scores
@@ -404,8 +427,7 @@ class Rule:
         scale = self.shape.key_dim**-0.5
         grad_q = some.q_size * (scale * grad_q - some.q * ((some.q * grad_q).sum(-1, keepdim=True) / scale))
         grad_k = some.k_size * (grad_k - some.k * (some.k * grad_k).sum(-1, keepdim=True))
-        mixed = torch.cat([self._tokens(heads) for heads in (grad_q, grad_k, grad_rest)], 2)
-        self._convolution_backward(some, batch, mixed, grads)
+        return torch.cat([self._tokens(heads) for heads in (grad_q, grad_k, grad_rest)], 2)
 
     def _gates_backward(self, some: _Inside, batch: Batch, beta: Tensor, decays: Tensor, grads: _Gradients) -> None:
         # From the gradients of beta and g to those of b, a, A_log and dt_bias.
@@ -420,13 +442,15 @@ class Rule:
         grads.dt_bias += decays.sum((0, 1))
         self._write(grads.a, batch, decays)
 
-    def _convolution_backward(self, some: _Inside, batch: Batch, grad: Tensor, grads: _Gradients) -> None:
-        size, gate = self.chunks.size, some.mixed.sigmoid()
-        grad = grad * gate * (1 + some.mixed * (1 - gate))
-        into = torch.zeros_like(some.conv)
+    def _convolution_backward(self, conv: Tensor, mixed: Tensor, batch: Batch, grad: Tensor, grads: _Gradients) -> None:
+        # ``grad`` is the gradient of silu(mixed), and is overwritten.
+        size, gate = self.chunks.size, mixed.sigmoid()
+        grad.mul_(gate).mul_(gate.neg_().add_(1).mul_(mixed).add_(1))
+        del gate
+        into = torch.zeros_like(conv)
         for tap in range(TAIL + 1):
             into[:, tap : tap + size].addcmul_(grad, self.taps[tap])
-            grads.taps[tap] += (grad * some.conv[:, tap : tap + size]).sum((0, 1))
+            grads.taps[tap] += (grad * conv[:, tap : tap + size]).sum((0, 1))
         grads.tails.index_add_(0, self.chunks.tail_places[batch.chunks].flatten(), into[:, :TAIL].flatten(0, 1))
         self._write(grads.qkv, batch, into[:, TAIL:])
 

@@ -13,9 +13,19 @@ from torch import nn
 from verl_memopt.config.schema import CriticModel, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.attention import REGISTERED
+from verl_memopt.model.delta_rule import DeltaShape
 from verl_memopt.model.families import NO_LIST, OWN_BLOCKS, num_experts, refused, window
 from verl_memopt.model.folder import HUB_ID, fetch, refuse_odd_files
 from verl_memopt.model.weights import empty_model, load_model_config
+
+
+@dataclass(frozen=True)
+class MixtureSize:
+    """A mixture of experts: the number of experts of a block, the width of the MLP of one, and how many compute a token."""
+
+    experts: int
+    width: int
+    top_k: int
 
 
 @dataclass(frozen=True)
@@ -42,11 +52,17 @@ class ModelSize:
     """Whether its last block can skip outputs that nothing reads (``prune_last_block``)."""
     positions: int | None = None
     """Number of tokens of the longest sequence, from its config. None = unknown."""
-    experts: tuple[int, int] | None = None
-    """(E, k): a block has E experts, and k of them compute a token. None = its MLP computes all tokens."""
     counted: tuple[int, int] | None = None
     """(parameters of the model, parameters of its largest block), counted in a model without storage. None = they follow from the
     sizes."""
+    gated: bool = False
+    """Whether the outputs of attention's heads have a gate, which the projection of queries computes too (Qwen3.5)."""
+    rule: DeltaShape | None = None
+    """Heads of the blocks that carry a state instead of attention (Qwen3.5). None = there are none."""
+    linear_layers: int = 0
+    """How many of ``layers`` carry a state."""
+    mixture: MixtureSize | None = None
+    """None = it has no experts."""
 
     @property
     def widest(self) -> int:
@@ -59,9 +75,10 @@ class ModelSize:
 
     @property
     def token_params(self) -> int:
-        """Parameters of a block that compute a token: without the experts that it does not go to."""
+        """Parameters of a block with attention that compute a token: without the experts that it does not go to."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = 2 * self.hidden * (query + key) + self.qkv_bias * (query + 2 * key) + self.qk_norm * 2 * self.head_dim
+        attention += self.gated * self.hidden * query
         return attention + 3 * self.hidden * self.mlp + 2 * self.hidden
 
     @cached_property
@@ -85,19 +102,24 @@ PUBLISHED = {
     "Qwen/Qwen3-14B": ModelSize(5120, 17_408, 40, 40, 8, 128, 151_936, False, qk_norm=True, positions=40_960),
     "Qwen/Qwen3-32B": ModelSize(5120, 25_600, 64, 64, 8, 128, 151_936, False, qk_norm=True, positions=40_960),
     "Qwen/Qwen3-30B-A3B": ModelSize(
-        2048, 6144, 48, 32, 4, 128, 151_936, False, qk_norm=True, positions=40_960, counted=(30_532_122_624, 623_120_640)
+        2048, 6144, 48, 32, 4, 128, 151_936, False, qk_norm=True, positions=40_960, counted=(30_532_122_624, 623_120_640),
+        mixture=MixtureSize(128, 768, 8),
     ),
     "Qwen/Qwen3.5-0.8B": ModelSize(
-        1024, 3584, 24, 8, 2, 256, 248_320, True, qk_norm=True, positions=2**18, counted=(752_393_024, 21_555_360)
+        1024, 3584, 24, 8, 2, 256, 248_320, True, qk_norm=True, positions=2**18, counted=(752_393_024, 21_555_360),
+        gated=True, rule=DeltaShape(16, 16, 128, 128), linear_layers=18,
     ),
     "Qwen/Qwen3.5-4B": ModelSize(
-        2560, 9216, 32, 16, 4, 256, 248_320, True, qk_norm=True, positions=2**18, counted=(4_205_751_296, 112_923_840)
+        2560, 9216, 32, 16, 4, 256, 248_320, True, qk_norm=True, positions=2**18, counted=(4_205_751_296, 112_923_840),
+        gated=True, rule=DeltaShape(16, 32, 128, 128), linear_layers=24,
     ),
     "Qwen/Qwen3.5-9B": ModelSize(
-        4096, 12_288, 32, 16, 4, 256, 248_320, False, qk_norm=True, positions=2**18, counted=(8_953_803_264, 218_407_104)
+        4096, 12_288, 32, 16, 4, 256, 248_320, False, qk_norm=True, positions=2**18, counted=(8_953_803_264, 218_407_104),
+        gated=True, rule=DeltaShape(16, 32, 128, 128), linear_layers=24,
     ),
     "Qwen/Qwen3.5-27B": ModelSize(
-        5120, 17_408, 64, 24, 4, 256, 248_320, False, qk_norm=True, positions=2**18, counted=(26_895_998_464, 383_273_184)
+        5120, 17_408, 64, 24, 4, 256, 248_320, False, qk_norm=True, positions=2**18, counted=(26_895_998_464, 383_273_184),
+        gated=True, rule=DeltaShape(16, 48, 128, 128), linear_layers=48,
     ),
     "google/gemma-3-4b-it": ModelSize(
         2560,
@@ -115,7 +137,7 @@ PUBLISHED = {
     ),
     "meta-llama/Llama-3.2-1B-Instruct": ModelSize(2048, 8192, 16, 32, 8, 64, 128_256, True, positions=2**17),
     "meta-llama/Llama-3.2-3B-Instruct": ModelSize(3072, 8192, 28, 24, 8, 128, 128_256, True, positions=2**17),
-}
+}  # fmt: skip
 """Hub id -> sizes, for the models of the presets ``model=``, so that nothing must be fetched for them. Of a model that reads more
 than text, these are the sizes of its text part."""
 
@@ -155,13 +177,17 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
     # The layers of a model need not be equal: some have no attention, and some of a mixture of experts have an MLP. The largest
     # decides.
     block, heads = max(layers, key=_parameters), config.num_attention_heads
-    attention = next(block.self_attn for block in layers if hasattr(block, "self_attn"))
-    width, experts = getattr(config, "intermediate_size", None) or 4 * config.hidden_size, None
+    attention: Any = next((block.self_attn for block in layers if hasattr(block, "self_attn")), None)
+    linear: list[Any] = [block.linear_attn for block in layers if hasattr(block, "linear_attn")]
+    mixture, rule = None, None
+    if linear and hasattr(linear[0], "head_k_dim"):
+        rule = DeltaShape(linear[0].num_k_heads, linear[0].num_v_heads, linear[0].head_k_dim, linear[0].head_v_dim)
+    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     if hasattr(getattr(block, "mlp", None), "experts"):
         # Some types call the width of an expert by the name that others give to the width of an MLP.
-        width = config.num_experts_per_tok * (getattr(config, "moe_intermediate_size", None) or width)
-        width += getattr(config, "shared_expert_intermediate_size", 0)
-        experts = num_experts(config), config.num_experts_per_tok
+        own = getattr(config, "moe_intermediate_size", None) or width
+        mixture = MixtureSize(num_experts(config), own, config.num_experts_per_tok)
+        width = mixture.top_k * own + getattr(config, "shared_expert_intermediate_size", 0)
     return ModelSize(
         hidden=config.hidden_size,
         mlp=width,
@@ -176,9 +202,17 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
         post_norms=hasattr(block, "post_feedforward_layernorm"),
         prunes=type(layers[-1]).__name__ in OWN_BLOCKS and not hasattr(layers[-1], "linear_attn"),
         positions=getattr(config, "max_position_embeddings", None),
-        experts=experts,
         counted=(_parameters(empty), _parameters(block)),
+        gated=_is_gated(attention),
+        rule=rule,
+        linear_layers=0 if rule is None else len(linear),
+        mixture=mixture,
     )
+
+
+def _is_gated(attention: Any) -> bool:
+    layers = getattr(attention, "q_proj", None), getattr(attention, "o_proj", None)
+    return all(isinstance(layer, nn.Linear) for layer in layers) and layers[0].out_features == 2 * layers[1].in_features
 
 
 def _parameters(module: nn.Module) -> int:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from verl_memopt.config.schema import ActorRolloutRef
 from verl_memopt.memory.fused import NARROW_TILE_ELEMENTS, TILE_ELEMENTS
 from verl_memopt.memory.precision import width
@@ -16,7 +18,9 @@ from verl_memopt.memory.quantized_frozen import row_bytes
 from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS
 from verl_memopt.memory.sequence_parallel import key_copies
 from verl_memopt.model.attention_dense import ATTENTION_ELEMENTS, MASKED_PRODUCTS, key_heads_at_once
-from verl_memopt.model.sizes import ModelSize
+from verl_memopt.model.delta_rule import DeltaShape
+from verl_memopt.model.sizes import MixtureSize, ModelSize
+from verl_memopt.model.state_chunks import SIZES, TAIL
 
 
 @dataclass(frozen=True)
@@ -106,8 +110,19 @@ class Shapes:
     """``cpu`` or ``cuda``."""
     forest: ForestWork | None = None
     """The shape of a pass over a forest. None = prompts and their answers."""
-    experts: tuple[int, int] | None = None
-    """(E, k): a block has E experts, and k of them compute a token. Then ``mlp`` is their width together."""
+    gated: bool = False
+    """Attention's heads have gates."""
+    rule: DeltaShape | None = None
+    """Heads of the blocks that carry a state. They have Hk heads of keys of size Dk, Hv heads of values of size Dv, and
+    n = 2 x Hk x Dk + Hv x Dv channels."""
+    linear_layers: int = 0
+    """How many of ``layers`` carry a state."""
+    ends_linear: bool = False
+    """Whether the last block carries a state."""
+    is_linear: bool = False
+    """Figures of one block are those of a block with a state. See :attr:`of_linear`."""
+    mixture: MixtureSize | None = None
+    """The experts of a block. None = it has an MLP."""
 
     @classmethod
     def of(cls, size: ModelSize, roles: ActorRolloutRef, work: Pass, device: str) -> Shapes:
@@ -121,8 +136,14 @@ class Shapes:
             settings=roles, layers=size.layers, hidden=size.hidden, mlp=size.mlp, heads=size.heads, kv_heads=size.kv_heads,
             head_dim=size.head_dim, vocab=size.vocab, params=size.params, block_params=size.block_params, tied=size.tied,
             tokens=work.tokens, responses=work.responses, segments=work.rows, device=device, post_norms=size.post_norms,
-            slides=bool(shares) and not fits, experts=size.experts, **known,
+            slides=bool(shares) and not fits, gated=size.gated, rule=size.rule, linear_layers=size.linear_layers,
+            ends_linear=not size.prunes, mixture=size.mixture, **known,
         )  # fmt: skip
+
+    @property
+    def experts(self) -> tuple[int, int] | None:
+        """(E, k): a block has E experts, and k of them compute a token. Then ``mlp`` is their width together."""
+        return None if self.mixture is None else (self.mixture.experts, self.mixture.top_k)
 
     @property
     def compiles(self) -> bool:
@@ -188,7 +209,19 @@ class Shapes:
         return self.tokens * self.hidden * self.compute_bytes
 
     @property
+    def of_linear(self) -> Shapes:
+        """The same pass, seen from the last block with a state. Blocks behind it have freed what they kept."""
+        behind = int(not self.ends_linear)
+        return replace(self, is_linear=True, layers=self.layers - behind, skipped=0)
+
+    @property
     def activation_bytes(self) -> int:
+        if self.linear_layers and not self.is_linear:
+            return max(replace(self, is_linear=False)._activation_bytes, self.of_linear._activation_bytes)
+        return self._activation_bytes
+
+    @property
+    def _activation_bytes(self) -> int:
         model, others = self.settings.model, self._other_blocks(self.layers - 1)
         if model.block_tile_tokens is not None:
             return others + max(self.final_norm_bytes, self.tiled_block_bytes(model.block_tile_tokens))
@@ -201,13 +234,21 @@ class Shapes:
         return others + max(self.final_norm_bytes, self.backward_bytes)
 
     def _other_blocks(self, blocks: int) -> int:
-        return self.kept_on_device(blocks) if self._inputs_alone else blocks * self.kept_bytes
+        return self.kept_on_device(blocks) if self._inputs_alone else self.kept_of(blocks)
 
     def kept_on_device(self, blocks: int, beside: int = 0) -> int:
-        model, whole = self.settings.model, blocks * self.kept_bytes
+        model, whole = self.settings.model, self.kept_of(blocks)
         if model.in_flight is None:
             return whole
         return min(whole, (model.in_flight + beside) * self.kept_bytes + round(model.activation_offload_device_gb * 2**30))
+
+    def kept_of(self, blocks: int) -> int:
+        """Return the bytes that the last ``blocks`` blocks keep, without the block whose figures these are."""
+        linear = max(min(self.linear_layers - self.is_linear, blocks), 0)
+        if not linear or self._inputs_alone:
+            return blocks * self.kept_bytes
+        kinds = replace(self, is_linear=False), replace(self, is_linear=True)
+        return (blocks - linear) * kinds[0].kept_bytes + linear * kinds[1].kept_bytes
 
     @property
     def kept_bytes(self) -> int:
@@ -215,9 +256,19 @@ class Shapes:
 
     @property
     def _recorded_bytes(self) -> int:
-        # Bytes of a block's keys and values, from which the backward of open nodes starts.
+        # Bytes of a block's keys and values, or its states, from which the backward of open nodes starts.
         closes = self.forest is not None and self.forest.closes
+        if self.is_linear:
+            return self.segments * self.pair_bytes if closes else 0
         return 2 * self.tokens * self.kv_heads * self.head_dim * self.compute_bytes if closes else 0
+
+    @property
+    def pair_bytes(self) -> int:
+        """Bytes of a state and of the last inputs of the convolution, as answers read them in a block with a state."""
+        if self.rule is None:
+            return 0
+        channels = 2 * self.rule.keys + self.rule.values
+        return max(self.compute_bytes, 4) * self.rule.values * self.rule.key_dim + self.compute_bytes * TAIL * channels
 
     @property
     def keys(self) -> int:
@@ -255,7 +306,7 @@ class Shapes:
     @property
     def saved_bytes(self) -> int:
         tables = self.sequence_ranks * 2 * self.head_dim * self.compute_bytes
-        return self.layers * self.kept_bytes + self.states_bytes + self.tokens * (tables + 8)
+        return self.kept_of(self.layers) + self.states_bytes + self.tokens * (tables + 8)
 
     @property
     def final_norm_bytes(self) -> int:
@@ -307,6 +358,8 @@ class Shapes:
         These tensors have all tokens: the block's input, the gradient of its output, rotary tables, keys and values, and their
         gradients in fp32. All weights have a gradient sum. All other tensors have one tile, at the MLP or at the attention.
         """
+        if self.is_linear:
+            return self._tiled_linear_bytes(tile)
         b, wide = self.compute_bytes, max(self.compute_bytes, 4)
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         left_out = self.settings.model.left_out(self.skipped)
@@ -317,13 +370,72 @@ class Shapes:
         rows = min(tile, queries)
         part = min(rows, -(-queries // (self.settings.model.mlp_tiles or 1)))
         # Of a mixture all experts have a sum.
-        weights = self.linear_params // self.layers + self._idle_mlp * 3 * self.hidden
+        weights = self.matrix_params + self._idle_mlp * 3 * self.hidden
         sums = weights * (b if rows == queries else wide)
         product = 0 if b == wide or rows == queries else b * self.hidden * self.mlp
-        extra = rows * (2 * self.hidden + 3 * query)
+        gates = 2 * query if self.gated else 0  # the gates, and the gated output
+        extra = rows * (2 * self.hidden + 3 * query + gates)
         at_mlp = b * (extra + part * (self.hidden + 3 * self.mlp)) + self._at_gate(part) + product
-        at_attention = b * rows * (self.hidden + 5 * query + 6 * query // self.kv_heads)
+        at_attention = b * rows * (self.hidden + 5 * query + 6 * query // self.kv_heads + gates)
         return whole + sums + max(at_mlp, at_attention)
+
+    def _tiled_linear_bytes(self, tile: int) -> int:
+        """As :meth:`tiled_block_bytes`, for a block with a state.
+
+        The block's input, the gradient of its output and rotary tables have all tokens. What a tile hands on is a state in fp32
+        and the last inputs of the convolution, and both have a gradient in fp32.
+        """
+        assert self.rule is not None
+        b, wide, rule, rows = self.compute_bytes, max(self.compute_bytes, 4), self.rule, min(tile, self.tokens)
+        channels, several = 2 * rule.keys + rule.values, rows < self.tokens
+        handed = -(-self.tokens // tile) - 1 + (max(self.segments - 2, 0) if several else 0)
+        pair = 2 * wide * rule.values * rule.key_dim + (b + wide) * TAIL * channels
+        whole = b * self.tokens * 2 * (self.hidden + self.head_dim) + handed * pair
+        part = min(rows, -(-self.tokens // (self.settings.model.mlp_tiles or 1)))
+        sums = self.matrix_params * (wide if several else b)
+        product = b * self.hidden * self.mlp if several and b < wide else 0
+        one = replace(self, tokens=rows)
+        kept = b * rows * (self.hidden + channels + 2 * rule.values + 2 * rule.value_heads) + one.border_bytes
+        at_mlp = b * (rows * (self.hidden + rule.values) + part * (self.hidden + 3 * self.mlp)) + self._at_gate(part) + product
+        at_rule = b * rows * (channels + 2 * rule.value_heads) + one.rule_bytes
+        # At the end the sums are rounded, while all of them exist.
+        return whole + sums + max(kept + max(at_mlp, at_rule), b * self.matrix_params if several and b < wide else 0)
+
+    @property
+    def border_bytes(self) -> int:
+        """Bytes of the states before each batch of chunks, in fp32 or wider."""
+        assert self.rule is not None
+        chunks, rows = self._chunks
+        rounds = max(self._most_chunks // rows, 1)
+        batches = min(-(-chunks // (rounds * rows)), chunks)
+        return max(self.compute_bytes, 4) * self.rule.values * self.rule.key_dim * min(batches * rows + 1, chunks + rows)
+
+    @property
+    def rule_bytes(self) -> int:
+        """Temporary bytes of the backward of the rule: tensors of one batch of chunks, and gradients of the last inputs."""
+        assert self.rule is not None
+        chunks, rows = self._chunks
+        wide, batch = max(self.compute_bytes, 4), min(chunks, self._most_chunks)
+        channels = 2 * self.rule.keys + self.rule.values
+        states = 2 * rows * self.rule.values * self.rule.key_dim
+        return wide * (batch * self.rule.chunk_elements(self._chunk) + states + chunks * TAIL * channels)
+
+    @property
+    def _chunk(self) -> int:
+        # Short segments can have small chunks, which keep more states.
+        longest, shortest = SIZES
+        return longest if self.tokens >= 5 * longest * self.segments else shortest
+
+    @property
+    def _chunks(self) -> tuple[int, int]:
+        # (chunks, rows whose states exist at once). A prompt's answers begin when its own last chunk is done.
+        rows = max(self.segments // 2, 1) if self.forest is None else self.segments
+        return -(-self.tokens // self._chunk) + self.segments - 1, rows
+
+    @property
+    def _most_chunks(self) -> int:
+        assert self.rule is not None
+        return self.rule.most_chunks(self._chunk, torch.device(self.device))
 
     @property
     def recomputes_mlp(self) -> bool:
@@ -424,23 +536,59 @@ class Shapes:
 
     def _at_gate(self, rows: int) -> int:
         # Temporary bytes at the gradients of `rows` rows of gate and up: an activation and a product of one tile.
-        return self._elementwise_bytes(rows * self.mlp, NARROW_TILE_ELEMENTS, 2 * self.compute_bytes)
+        return self._at_gate_of(rows * self.mlp)
+
+    def _at_gate_of(self, elements: int) -> int:
+        return self._elementwise_bytes(elements, NARROW_TILE_ELEMENTS, 2 * self.compute_bytes)
 
     def _at_norm(self, rows: int) -> int:
         # Temporary fp32 bytes at the gradient of a norm over `rows` rows: two tensors of one tile, in half precision three.
         return self._elementwise_bytes(rows * self.hidden, TILE_ELEMENTS, 4 * (2 if self.compute_bytes == 4 else 3))
 
-    def _elementwise_bytes(self, elements: int, tile: dict[str, int], per_element: int) -> int:
+    def _elementwise_bytes(self, elements: int, tile: dict[str, int], per_element: int, on_cpu: int = 3) -> int:
+        # ``on_cpu``: number of fp32 tensors of a tile on a CPU.
         if self.device == "cpu":
-            return 3 * 4 * min(elements, TILE_ELEMENTS["cpu"])
+            return on_cpu * 4 * min(elements, TILE_ELEMENTS["cpu"])
         return 0 if self.compiles else min(elements, tile[self.device]) * per_element
 
     @property
     def attention_bytes(self) -> int:
+        if self.is_linear:
+            return self._linear_bytes
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         # The inputs of attention and MLP, queries, keys, values, and the attention's output. The norms are recomputed.
-        own = self.tokens * self.compute_bytes * (2 * self.hidden + 2 * query + 2 * key) + self.exchanged_bytes
+        gates = query if self.gated else 0
+        own = self.tokens * self.compute_bytes * (2 * self.hidden + 2 * query + 2 * key + gates) + self.exchanged_bytes
         return own + (self.read_bytes(self.keys) if self.keys > self.tokens else 0)
+
+    @property
+    def _linear_bytes(self) -> int:
+        # The inputs of the rule's norm and of the MLP, the rule's inputs and outputs, the gates z, and states.
+        assert self.rule is not None
+        channels = 2 * self.rule.keys + self.rule.values
+        own = 2 * self.hidden + channels + 2 * self.rule.values + 2 * self.rule.value_heads
+        return self.tokens * self.compute_bytes * own + self.border_bytes
+
+    @property
+    def _linear_backward_bytes(self) -> int:
+        """Bytes of a block with a state at the highest moment of the backward before its MLP.
+
+        - At the gated norm, whose gradients overwrite its inputs: a tile of its output, and the gradient of ``out_proj``.
+        - At the rule: gradients of its inputs, and temporary tensors.
+        - At the block's norm: gradients of all four projections and of the input, a tile of the norm, and gradients of weights.
+        """
+        assert self.rule is not None
+        b, rule, tokens = self.compute_bytes, self.rule, self.tokens
+        channels, values = 2 * rule.keys + rule.values, rule.values
+        tiles = -(-tokens // PRODUCT_ROWS[self.device])
+        rows, sums = -(-tokens // tiles), b if tiles == 1 else max(b, 4) + b
+        tables = b * tokens * 2 * self.head_dim
+        gated = self._elementwise_bytes(rows * values, TILE_ELEMENTS, 4 * (6 if b == 4 else 8), 8)
+        at_norm_of_heads = self.attention_bytes + b * rows * values + sums * self.hidden * values + gated
+        at_rule = self.attention_bytes + b * tokens * (channels + 2 * rule.value_heads) + self.rule_bytes
+        last = b * (tokens * (3 * self.hidden + channels + values + 2 * rule.value_heads) + rows * self.hidden)
+        last += sums * self.hidden * (channels + values) + self._at_norm(rows)
+        return tables + max(at_norm_of_heads, at_rule, last)
 
     @property
     def attention_backward_bytes(self) -> int:
@@ -449,6 +597,8 @@ class Shapes:
         Flash kernels compute all heads at once. On a GPU the memory-efficient kernel computes as many key heads as fit in a tile.
         On a CPU the kernel computes one key head at a time, or few tokens of all heads in one call with a mask.
         """
+        if self.is_linear:
+            return self._linear_backward_bytes
         if self.flash:
             return self.flash_backward_bytes(self.keys)
         query, query_elements = self.heads * self.head_dim, self.heads // (self.kv_heads * self.key_copies) * self.head_dim
@@ -461,7 +611,7 @@ class Shapes:
             call = max(
                 self.forest.run * (3 * query_elements + summed), queries * query_elements + keys * (2 * query_elements + summed)
             )
-        held = self.compute_bytes * self.sequence_ranks * (head + call)
+        held = self.compute_bytes * self.sequence_ranks * (head + call) + self._float_bytes(query_elements, summed)
         if self.device == "cuda":
             held = self._efficient_backward_bytes(query_elements)
         elif self._is_masked(self.tokens, self.keys):
@@ -470,6 +620,18 @@ class Shapes:
         # before.
         exchange = 0 if self.sequence_ranks == 1 else 2 * self.tokens * query
         return self._at_attention + max(held, self.compute_bytes * exchange)
+
+    def _float_bytes(self, query_elements: int, summed: int) -> int:
+        # In half precision a CPU computes parts that are merged in fp32: copies of the gradient, the queries, the output, keys
+        # and values, and gradients that are twice as wide as those in the compute dtype.
+        if self.device != "cpu" or self.compute_bytes >= 4 or not (self.suffix_tokens or self.forest):
+            return 0
+        per_query, per_key = 4 * query_elements, 2 * query_elements + summed
+        queries = keys = max(self.suffix_tokens, self.tokens - self.suffix_tokens)
+        if self.forest is not None:
+            queries, keys = max(self.forest.run, self.forest.span[0]), max(self.forest.run, self.forest.span[1])
+        wider = (4 - self.compute_bytes) * (queries * query_elements + keys * per_key)
+        return self.sequence_ranks * (wider + 4 * (queries * (per_query - query_elements) + keys * 2 * self.head_dim))
 
     def _is_masked(self, queries: int, keys: int) -> bool:
         ranks, several = self.sequence_ranks, self.kv_heads * self.key_copies > self.sequence_ranks or self.segments > 1
@@ -616,10 +778,18 @@ class Shapes:
         return 0 if self.experts is None else (self.experts[0] - self.experts[1]) * self.mlp // self.experts[1]
 
     @property
+    def matrix_params(self) -> int:
+        """Parameters of a block in matrices that a token is multiplied with."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        columns = 2 * (query + key) + (query if self.gated else 0)
+        if self.is_linear and self.rule is not None:
+            columns = 2 * (self.rule.keys + self.rule.value_heads) + 3 * self.rule.values
+        return self.hidden * (columns + 3 * self.mlp)
+
+    @property
     def linear_params(self) -> int:
-        # Of a mixture those that compute a token.
-        attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
-        return self.layers * (attention + 3 * self.hidden * self.mlp)
+        linear = replace(self, is_linear=True).matrix_params if self.linear_layers else 0
+        return (self.layers - self.linear_layers) * self.matrix_params + self.linear_layers * linear
 
     def packed_bytes(self, kind: str) -> int:
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim

@@ -296,10 +296,13 @@ class Held:
     def _prefixes(self, work: Pass, per_element: int) -> float:
         if not work.prefix:
             return 0
-        key = self.size.kv_heads * self.size.head_dim
-        return per_element * (
-            work.prefix * 2 * self.size.layers * key + (work.prefix + work.tokens) * (2 * key + 2 * self.size.head_dim)
+        size, key = self.size, self.size.kv_heads * self.size.head_dim
+        keys = work.prefix * 2 * (size.layers - size.linear_layers) * key + (work.prefix + work.tokens) * 2 * (
+            key + size.head_dim
         )
+        # A block with a state keeps it in place of keys and values; in an update it has a gradient too.
+        pairs = size.linear_layers * self.at_rest.pair_bytes * (2 if per_element > self.at_rest.compute_bytes else 1)
+        return per_element * keys + pairs
 
     def _open_bytes(self, s: Shapes, summed: int = 0) -> float:
         # Bytes of an open path: keys, values and rotary tables, the states that are read later, and sums of their gradients.
@@ -356,7 +359,7 @@ class Held:
         if ends_late:  # a head that is not a separate unit gets its gradient at the end of backward, with the embedding
             matrix = s.gradient_bytes * (self._matrices[1] if self.has_logits else 0)
         first = dict(top) | {
-            "activations": top["activations"] - s.kept_bytes * (s.layers - 1 if s.settings.model.in_flight is None else 0)
+            "activations": top["activations"] - (s.kept_of(s.layers - 1) if s.settings.model.in_flight is None else 0)
         }
         # Upper bounds: a block's gradients exist when its backward ends. Of a known forest without gathered units they are exact.
         block, bound = s.gradient_bytes * s.block_params / self.ranks, s.forest is None or self.is_cast
