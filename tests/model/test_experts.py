@@ -27,6 +27,7 @@ from verl_memopt.model import experts
 from verl_memopt.model.captured_block import why_not_captured
 from verl_memopt.model.experts import Mixture, Router, TiledExperts, mixed
 from verl_memopt.model.packing_check import check_architecture
+from verl_memopt.model.sizes import MixtureSize
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.worker.trained_model import micro_batch, micro_batches_of
 
@@ -260,7 +261,9 @@ def test_the_activations_of_an_update_are_those_of_the_formula(tmp_path, one_ran
     options = {**OWN, "prune_last_block": False, **options}
     policy, micro = act.build(folder, one_rank, **options), [micro_batch(batch, range(4))]
     found = act.tracked_step(policy, micro, counts_of(batch), steps=1).most()["activations"]
-    formula = replace(shapes(batch, enable_gradient_checkpointing=False, **options), mlp=4 * 256, experts=(16, 4), vocab=512)
+    formula = replace(
+        shapes(batch, enable_gradient_checkpointing=False, **options), mlp=4 * 256, mixture=MixtureSize(16, 256, 4), vocab=512
+    )
     assert act.close(found, formula.activation_bytes, more)
 
 
@@ -281,7 +284,7 @@ def changed_config(folder, at, **fields):
 
 def test_an_auxiliary_loss_is_refused_with_the_way_to_train_without_it(mixture_folder, tmp_path):
     asking = changed_config(mixture_folder, tmp_path / "asking", output_router_logits=True)
-    checked = partial(check_architecture, folder=asking, longest=64, actor=act.ACTOR)
+    checked = partial(check_architecture, folder=asking, longest=64)
     with pytest.raises(ConfigError, match=r"output_router_logits=true.*override_config\.output_router_logits=false"):
         checked(Model(path=str(asking)))
     checked(Model(path=str(asking), override_config={"output_router_logits": False}))

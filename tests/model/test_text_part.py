@@ -68,7 +68,7 @@ def test_only_the_text_part_is_built(folder):
     policy = filled(folder)
     names = {name for name, _ in named_weights(policy)}
     assert all(name.startswith(("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")) for name in names)
-    assert isinstance(policy.decoder, Decoder) == (folder_type(folder) != "gemma3")
+    assert isinstance(policy.decoder, Decoder)
     whole = {text_name(name): parameter for name, parameter in whole_model(folder).named_parameters()}
     assert all(torch.equal(parameter, whole[name]) for name, parameter in named_weights(policy))
 

@@ -15,11 +15,14 @@ from verl_memopt.memory.recompute_elementwise_torch import Tensors, normalized, 
 
 @dataclass(frozen=True)
 class GatedNorm:
-    """The RMS norm of each head of x [T, heads x D] with a weight [D], times silu(z). See :class:`RMSNorm` for the methods."""
+    """The RMS norm of each head of x [T, heads x D] with a weight [D], times silu(z). See :class:`RMSNorm` for the methods.
+
+    Set ``overwrites=False`` if z shares its memory with a tensor that another backward reads.
+    """
 
     eps: float
-    sources: int = 2
     overwrites: bool = True
+    sources: int = 2
 
     def compute(self, sources: Tensors, parameters: Tensors, out: Tensor | None = None) -> Tensor:
         (x, z), (weight,) = sources, parameters

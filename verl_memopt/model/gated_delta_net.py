@@ -46,7 +46,9 @@ class GatedDeltaNet(nn.Module):
         if prefix_kv is not None:
             prefix_kv.record(self.layer, tails, states)
         if self.recompute:
-            norm_of_heads = GatedNorm(self.norm.variance_epsilon)
+            # One product may have computed both. Then z is a part of the tensor that the rule's backward reads.
+            apart = z.untyped_storage()._cdata != qkv.untyped_storage()._cdata
+            norm_of_heads = GatedNorm(self.norm.variance_epsilon, overwrites=apart)
             return recomputed_outputs(norm_of_heads, (out, z), (self.norm.weight,), (self.out_proj,))[0], x
         heads = self.norm(*(values.reshape(-1, self.shape.value_dim) for values in (out, z)))
         return self.out_proj(heads.view(out.shape)), x
