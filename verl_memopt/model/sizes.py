@@ -211,8 +211,8 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
 
 
 def _is_gated(attention: Any) -> bool:
-    layers = getattr(attention, "q_proj", None), getattr(attention, "o_proj", None)
-    return all(isinstance(layer, nn.Linear) for layer in layers) and layers[0].out_features == 2 * layers[1].in_features
+    query, out = getattr(attention, "q_proj", None), getattr(attention, "o_proj", None)
+    return isinstance(query, nn.Linear) and isinstance(out, nn.Linear) and query.out_features == 2 * out.in_features
 
 
 def _parameters(module: nn.Module) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -230,8 +231,8 @@ def _tiles(layout: PrefixLayout, size: int) -> Iterator[StateTile]:
 
 def _sent(chunks: StateChunks, layout: PrefixLayout) -> StateChunks:
     tensors = {name: value for name, value in vars(chunks).items() if isinstance(value, Tensor)}
-    sent = sent_together(list(tensors.values()), layout.cu_seqlens.device)
-    return replace(chunks, **dict(zip(tensors, sent, strict=True)))
+    sent: dict[str, Any] = dict(zip(tensors, sent_together(list(tensors.values()), layout.cu_seqlens.device), strict=True))
+    return replace(chunks, **sent)
 
 
 class _Segments:
