@@ -18,6 +18,8 @@ READ_ELSEWHERE = {
     "actor_rollout_ref.rollout.disable_log_stats",
     "actor_rollout_ref.rollout.scheduling_policy",
     "actor_rollout_ref.rollout.enforce_eager",
+    # read only by the function of its knob (tests/memory/batching/test_shared_prompt.py)
+    "actor_rollout_ref.actor.use_prefix_grouper",
     # read only where Ray starts the workers (tests/worker/test_ray_group.py)
     "ray_kwargs.ray_init",
     "trainer.ray_wait_register_center_timeout",
