@@ -26,6 +26,7 @@ from benchmarks.gpu.reach_cases import size_of
 from verl_memopt.config.loader import load_settings
 from verl_memopt.errors import ConfigError, DeviceMemoryError
 from verl_memopt.memory.host_buffers import host_allocator
+from verl_memopt.model.sizes import size_of as folder_size
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.phase import GIB, MIB
 from verl_memopt.plan.peaks import Peaks, Sizes, predict
@@ -208,7 +209,10 @@ def run(drawn: Draw, folder: Path, limited: bool = True) -> tuple[Outcome, Peaks
     fixed += local
     settings = load_settings(drawn.config, [*drawn.settings, *fixed])
     others = {"student": drawn.student, "teacher": drawn.teacher}
-    sizes = Sizes(size_of(drawn.shape), **{role: size_of(shape) for role, shape in others.items() if shape is not None})
+    sizes = Sizes(
+        folder_size(settings.actor_rollout_ref.model, f"{AR}.model"),
+        **{role: size_of(shape) for role, shape in others.items() if shape is not None},
+    )
     peaks = predict(settings, sizes, phases_of(settings), "cpu")
     limit = round(peaks.device_bytes * drawn.share)
     if limited:

@@ -5,8 +5,10 @@ import pytest
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import ActorRolloutRef
 from verl_memopt.memory.chunked_logprob import logit_bytes
+from verl_memopt.memory.lora import adapter_params
 from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model.attention_dense import ATTENTION_ELEMENTS, MASKED_PRODUCTS, key_heads_at_once
+from verl_memopt.model.delta_rule import DeltaShape
 from verl_memopt.model.sizes import ModelSize
 from verl_memopt.plan.formulas import Pass, Shapes
 
@@ -135,6 +137,45 @@ def test_in_half_precision_gradients_that_are_summed_over_tiles_are_wide():
     tiled = having(recompute_elementwise=True, tiled_mlp=TiledMlp(enabled=True, num_shards=2))
     tiled = with_keys(tiled, actor__fsdp_config__dtype="bfloat16")
     assert tiled.mlp_bytes(tiled.tokens) == 10 * 2 * 40 + 2 * 10 * 8 * 2 + 5 * 2 * (8 + 3 * 16) + 3 * 8 * 16 * 4 + 12 * 5 * 16
+
+
+HYBRID = dataclasses.replace(SHAPES, gated=True, rule=DeltaShape(2, 4, 3, 5), linear_layers=3, tokens=700, segments=2)
+"""Of its four blocks the last has attention. The others have 2 x 6 + 20 channels, and states of 4 x 3 x 5."""
+
+
+def test_blocks_with_a_state_keep_the_inputs_of_their_rule_and_no_keys():
+    on = {"recompute_elementwise": True}
+    hybrid = dataclasses.replace(HYBRID, settings=having(**on).settings)
+    # 700 tokens: two inputs of 8, queries of 8 with gates and attention's output, keys and values of 4, gate and up of 16.
+    attention = 700 * 4 * (2 * 8 + 3 * 8 + 2 * 4 + 2 * 16)
+    assert hybrid.block_bytes == attention
+    # Channels of 12 + 20, z and the outputs of 20, b and a of 4. All chunks are one batch, so one state and its zeros exist.
+    linear = 700 * 4 * (2 * 8 + 32 + 2 * 20 + 2 * 4 + 2 * 16) + 4 * 60 * 2
+    assert hybrid.of_linear.block_bytes == linear
+    assert hybrid.kept_of(4) == attention + 3 * linear
+    # When backward is at a block with a state, the last block has freed its own.
+    assert hybrid.activation_bytes == max(
+        3 * linear + hybrid.attention_backward_bytes, 2 * linear + hybrid.of_linear.attention_backward_bytes
+    )
+
+
+def test_a_tiled_block_with_a_state_holds_one_tile_and_what_tiles_hand_on():
+    few, many = (
+        dataclasses.replace(HYBRID, settings=having(block_tile_tokens=100).settings, tokens=tokens).of_linear
+        for tokens in (1000, 2000)
+    )
+    # Ten more borders: a state and three rows of 32 channels, both with a gradient. 1,000 more tokens: input, gradient, tables.
+    more = 10 * 2 * 4 * (60 + 3 * 32) + 1000 * 4 * 2 * (8 + 2)
+    assert many.tiled_block_bytes(100) - few.tiled_block_bytes(100) == more
+
+
+def test_adapters_and_matrices_of_both_kinds_of_block_are_counted():
+    hybrid = dataclasses.replace(HYBRID, settings=having(lora_rank=2).settings)
+    # Queries with gates of 16, keys and values of 4, output; channels of 32, z of 20, b and a of 4, output; the MLP.
+    assert hybrid.linear_params == 8 * (16 + 2 * 4 + 8) + 3 * 8 * (32 + 20 + 2 * 4 + 20) + 4 * 3 * 8 * 16
+    attention = (8 + 16) + 2 * (8 + 4) + (8 + 8)
+    linear = (8 + 32) + (8 + 20) + 2 * (8 + 4) + (20 + 8)
+    assert adapter_params(hybrid) == 2 * (attention + 3 * linear + 4 * 3 * (8 + 16))
 
 
 # On a GPU.

@@ -108,6 +108,24 @@ def test_no_phase_of_a_run_with_a_teacher_holds_more_than_was_predicted(number, 
     assert 0 < outcome.host[1] <= outcome.host[0]
 
 
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        *(("qwen3_5_text", number) for number in (7, 36)),
+        *(pytest.param("qwen3_5_text", n, marks=SLOW) for n in (6, 8, 13, 21, 44)),
+        ("qwen3_moe", 7), *(pytest.param("qwen3_moe", n, marks=SLOW) for n in (6, 13, 15)),
+    ],
+)  # fmt: skip
+def test_no_phase_of_a_run_with_states_or_experts_holds_more_than_was_predicted(kind, number, tmp_path):
+    drawn = draw(number)
+    drawn = replace(drawn, shape=replace(drawn.shape, model_type=kind, num_layers=max(drawn.shape.num_layers, 2)))
+    outcome, _, _ = run(drawn, tmp_path / "draw", limited=False)
+    assert outcome.ran, outcome.error
+    both = {phase: (held, outcome.predicted[phase]) for phase, held in outcome.measured.items() if phase in outcome.predicted}
+    assert {phase: pair for phase, pair in both.items() if pair[0] > pair[1]} == {}
+    assert both.keys() >= START
+
+
 def test_a_run_that_fits_runs_and_one_far_above_the_limit_is_refused_and_runs_out_of_memory(tmp_path):
     inside, _, _ = run(replace(draw(15), share=1.0), tmp_path / "inside")
     beyond, _, _ = run(replace(draw(15), share=0.25), tmp_path / "beyond")

@@ -148,8 +148,13 @@ def _has_another_reference(settings: Settings) -> bool:
 
 def adapter_params(shapes: Shapes) -> int:
     h, mlp, query, key = shapes.hidden, shapes.mlp, shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
-    sides = 2 * (h + query) + 2 * (h + key) + 3 * (h + mlp)
-    return int(shapes.layers * shapes.settings.model.lora_rank * sides)
+    sides = 2 * (h + query) + 2 * (h + key) + (query if shapes.gated else 0)
+    linear, rule = 0, shapes.rule
+    if rule is not None:
+        linear = 5 * h + 2 * (rule.keys + rule.value_heads) + 3 * rule.values
+    attention_layers = shapes.layers - shapes.linear_layers
+    total = attention_layers * sides + shapes.linear_layers * linear + shapes.layers * 3 * (h + mlp)
+    return int(shapes.settings.model.lora_rank * total)
 
 
 KNOB = Knob(

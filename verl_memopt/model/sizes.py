@@ -81,6 +81,15 @@ class ModelSize:
         attention += self.gated * self.hidden * query
         return attention + 3 * self.hidden * self.mlp + 2 * self.hidden
 
+    @property
+    def active_params(self) -> int:
+        """Parameters that compute a token."""
+        return self.params - (0 if self.rule is not None else self.layers * (self.block_params - self.token_params))
+
+    @property
+    def attention_layers(self) -> int:
+        return self.layers - self.linear_layers
+
     @cached_property
     def params(self) -> int:
         if self.counted is not None:

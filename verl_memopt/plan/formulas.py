@@ -5,6 +5,7 @@ A docstring that begins with a symbol, such as ``b``, says which symbol of the f
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +21,7 @@ from verl_memopt.memory.sequence_parallel import key_copies
 from verl_memopt.model.attention_dense import ATTENTION_ELEMENTS, MASKED_PRODUCTS, key_heads_at_once
 from verl_memopt.model.delta_rule import DeltaShape
 from verl_memopt.model.sizes import MixtureSize, ModelSize
-from verl_memopt.model.state_chunks import SIZES, TAIL
+from verl_memopt.model.state_chunks import LARGER, SIZES, TAIL
 
 
 @dataclass(frozen=True)
@@ -320,6 +321,12 @@ class Shapes:
             return max(self.mlp_bytes(self.tokens), self.attention_backward_bytes)
         if self.experts is not None:
             return self.block_bytes + self._experts_backward_bytes(*self.experts)
+        if self.is_linear and self.rule is not None:
+            channels = 2 * self.rule.keys + self.rule.values
+            gradients = self.tokens * self.compute_bytes * (2 * self.hidden + channels + 2 * self.rule.values)
+            at_rule = self.block_bytes - (4 * wide if model.mlp_tiles is None else 0) + gradients + self.rule_bytes
+            at_mlp = self.block_bytes + (2 if model.mlp_tiles is None else 6) * wide + 2 * inputs
+            return max(at_rule, at_mlp)
         if model.mlp_tiles is None:
             return self.block_bytes + 2 * wide + 2 * inputs + self._tables_of_others
         return self.block_bytes + self._tables_of_others + 6 * wide + 2 * inputs - self.tiled_bytes(model.mlp_tiles)
@@ -405,37 +412,44 @@ class Shapes:
     def border_bytes(self) -> int:
         """Bytes of the states before each batch of chunks, in fp32 or wider."""
         assert self.rule is not None
-        chunks, rows = self._chunks
-        rounds = max(self._most_chunks // rows, 1)
-        batches = min(-(-chunks // (rounds * rows)), chunks)
-        return max(self.compute_bytes, 4) * self.rule.values * self.rule.key_dim * min(batches * rows + 1, chunks + rows)
+        most = 0
+        for size, chunks in self._chunks:
+            # Each round has a chunk per row, and a batch has whole rounds if it has room for one.
+            rounds = max(self._most_chunks(size) // self._rows, 1)
+            batches = -(-chunks // (rounds * self._rows))
+            most = max(most, min(batches * self._rows + 1, chunks + self._rows))
+        return max(self.compute_bytes, 4) * self.rule.values * self.rule.key_dim * most
 
     @property
     def rule_bytes(self) -> int:
         """Temporary bytes of the backward of the rule: tensors of one batch of chunks, and gradients of the last inputs."""
         assert self.rule is not None
-        chunks, rows = self._chunks
-        wide, batch = max(self.compute_bytes, 4), min(chunks, self._most_chunks)
         channels = 2 * self.rule.keys + self.rule.values
-        states = 2 * rows * self.rule.values * self.rule.key_dim
-        return wide * (batch * self.rule.chunk_elements(self._chunk) + states + chunks * TAIL * channels)
+        states = 2 * self._rows * self.rule.values * self.rule.key_dim
+        most = max(
+            min(chunks, self._most_chunks(size)) * self.rule.chunk_elements(size) + chunks * TAIL * channels
+            for size, chunks in self._chunks
+        )
+        return max(self.compute_bytes, 4) * (most + states)
 
     @property
-    def _chunk(self) -> int:
-        # Short segments can have small chunks, which keep more states.
-        longest, shortest = SIZES
-        return longest if self.tokens >= 5 * longest * self.segments else shortest
+    def _rows(self) -> int:
+        # Rows whose states exist at once. A prompt's answers begin when its own last chunk is done.
+        return max(self.segments // 2, 1) if self.forest is None else self.segments
 
     @property
-    def _chunks(self) -> tuple[int, int]:
-        # (chunks, rows whose states exist at once). A prompt's answers begin when its own last chunk is done.
-        rows = max(self.segments // 2, 1) if self.forest is None else self.segments
-        return -(-self.tokens // self._chunk) + self.segments - 1, rows
+    def _chunks(self) -> list[tuple[int, int]]:
+        # (tokens of a full chunk, most chunks) for each size that may be taken. Long segments have large chunks.
+        large, small = SIZES
+        num_small, num_large = (-(-self.tokens // size) + self.segments - 1 for size in (small, large))
+        if self.tokens >= 5 * large * self.segments:
+            return [(large, num_large)]
+        # The larger one is not taken if it pads much more.
+        return [(small, num_small), (large, min(num_large, math.ceil(LARGER * small / large * num_small)))]
 
-    @property
-    def _most_chunks(self) -> int:
+    def _most_chunks(self, size: int) -> int:
         assert self.rule is not None
-        return self.rule.most_chunks(self._chunk, torch.device(self.device))
+        return self.rule.most_chunks(size, torch.device(self.device))
 
     @property
     def recomputes_mlp(self) -> bool:
@@ -485,6 +499,28 @@ class Shapes:
         return tokens + 3 * experts * width * h * b + max(at_weights, at_input)
 
     @property
+    def linear_forward_bytes(self) -> int:
+        """Bytes of a block with a state at its rule, in a pass without gradients, with its input and rotary tables."""
+        assert self.rule is not None
+        channels = 2 * self.rule.keys + self.rule.values
+        own = self.hidden + channels + 2 * (self.rule.values + self.rule.value_heads + self.head_dim)
+        return self.compute_bytes * self.tokens * own + self.rule_bytes
+
+    def mixture_forward_bytes(self, mixture: MixtureSize) -> int:
+        """As :attr:`linear_forward_bytes`, at the experts of a block, if each expert gets as many tokens."""
+        b, h, tokens = self.compute_bytes, self.hidden, self.tokens
+        tile = self._expert_rows(mixture)
+        routes = tokens * (4 * mixture.experts + 32 * mixture.top_k)
+        own = tokens * (b * (4 * h + 2 * self.head_dim) + 4 * h) + tile * (b * (2 * h + 3 * mixture.width) + 4 * h)
+        return own + routes + self._at_gate_of(tile * mixture.width)
+
+    def _expert_rows(self, mixture: MixtureSize) -> int:
+        # Rows of a tile of experts.
+        rows, least = self.tokens * mixture.top_k, self.settings.model.mlp_tiles or 1
+        limit = min(-(-rows // least), PRODUCT_ROWS[self.device])
+        return min(max(limit, -(-rows // mixture.experts)), rows)
+
+    @property
     def forward_bytes(self) -> int:
         """Bytes of a block with recomputed norms in a pass over a forest without gradients, with its input and its output.
 
@@ -499,7 +535,7 @@ class Shapes:
         narrow = (2 if self.post_norms else 1) * self.hidden
         at_mlp = b * (tokens * (3 * self.hidden + tables) + rows * (narrow + wide)) + tile
         at_once = query + key if self.flash else query_elements + self.head_dim
-        own = tokens * (self.hidden + query + 2 * key + tables)
+        own = tokens * (self.hidden + query * (3 if self.gated else 1) + 2 * key + tables)
         read = self.read_bytes(self.keys) if self.forest.read else 0
         call = max(self.forest.run, self.forest.span[0]) * query_elements
         if self.device == "cuda":
@@ -508,7 +544,8 @@ class Shapes:
             call = max(2 * queries * query + 2 * keys * key, 4 * self.keys * key * self.slides)
         sums = max(b, 4) if self.forest.sums_many else b
         at_attention = b * (own + tokens * at_once + self.forest.read * self.head_dim) + sums * (tokens * query + call) + read
-        return max(at_mlp, at_attention, b * own + self.read_bytes(self.forest.copied))
+        linear = self.linear_forward_bytes if self.linear_layers else 0
+        return max(at_mlp, at_attention, b * own + self.read_bytes(self.forest.copied), linear)
 
     @property
     def graph_bytes(self) -> int:
@@ -792,9 +829,16 @@ class Shapes:
         return (self.layers - self.linear_layers) * self.matrix_params + self.linear_layers * linear
 
     def packed_bytes(self, kind: str) -> int:
+        linear = replace(self, is_linear=True)._packed_block_bytes(kind) if self.linear_layers else 0
+        return (self.layers - self.linear_layers) * self._packed_block_bytes(kind) + self.linear_layers * linear
+
+    def _packed_block_bytes(self, kind: str) -> int:
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        read_hidden = (query + 2 * key + 2 * self.mlp) * row_bytes(kind, self.hidden)
-        return self.layers * (read_hidden + self.hidden * (row_bytes(kind, query) + row_bytes(kind, self.mlp)))
+        columns, values = query * (2 if self.gated else 1) + 2 * key, query
+        if self.is_linear and self.rule is not None:
+            columns, values = 2 * (self.rule.keys + self.rule.value_heads + self.rule.values), self.rule.values
+        read_hidden = (columns + 2 * self.mlp) * row_bytes(kind, self.hidden)
+        return read_hidden + self.hidden * (row_bytes(kind, values) + row_bytes(kind, self.mlp))
 
     @property
     def block_bytes(self) -> int:
@@ -805,8 +849,14 @@ class Shapes:
             outputs = self.post_norms * self.input_bytes * (2 if model.mlp_tiles is None else 1)
             outputs += self.tokens * (0 if self.experts is None else self.experts[1])  # a byte for each expert of a token
             return self.attention_bytes + outputs + (2 * self.tokens * self.mlp * b if model.mlp_tiles is None else 0)
+        if self.is_linear and self.rule is not None:
+            # The gated norm keeps four tensors in fp32: its input, the norm, the gate and the gate's activation.
+            values, channels = self.rule.values, 2 * self.rule.keys + self.rule.values
+            kept = (4 + 2 * b) * 2 * self.hidden + b * (channels + 2 * self.rule.value_heads) + (16 + 5 * b) * values
+            return self.tokens * (kept + b * (4 * self.mlp if model.mlp_tiles is None else 0)) + self.border_bytes
         norms = self._norm_width * (2 * self.hidden + query + key) + 2 * self._post_norm_width * self.hidden
         # Experts keep the outputs of gate and up alone. An MLP also keeps the activation and the product.
-        gates = 0 if model.mlp_tiles is not None else 4 * self.mlp if self.experts is None else 2 * self.mlp
-        kept = norms + b * (query + key + gates)
+        wide = 0 if model.mlp_tiles is not None else 4 * self.mlp if self.experts is None else 2 * self.mlp
+        gates = 3 * query if self.gated else 0  # the gates, their activation, and the gated output
+        kept = norms + b * (query + key + gates + wide)
         return self.tokens * kept + self.exchanged_bytes

@@ -218,12 +218,16 @@ class Held:
             query_elements = query // (s.kv_heads * s.key_copies)
             turned = s.efficient_heads() * (4 * query_elements + s.head_dim)
             attention = b * work.tokens * (2 * h + 2 * query + 2 * key + 2 * s.head_dim + s.sequence_ranks * turned)
+        attention += 2 * b * work.tokens * query * self.size.gated  # gates, and copies of both parts of a product
         attention = max(attention + (norm if self.size.qk_norm else 0), 2 * b * work.tokens * h + norm)
         # The MLP's peak also has the state before the block, and rotary tables.
         mlp = b * work.tokens * (4 * h + wide * s.mlp + 2 * s.head_dim)
         if self.size.post_norms:  # the output of attention or MLP beside its norm
             attention, mlp = attention + b * work.tokens * h, mlp + b * work.tokens * h
-        block, prefixes = max(mlp, attention), self._prefixes(work, b)
+        if s.mixture is not None and self.roles.model.recompute_elementwise:
+            mlp = s.mixture_forward_bytes(s.mixture)
+        linear = s.linear_forward_bytes if s.linear_layers else 0
+        block, prefixes = max(mlp, attention, linear), self._prefixes(work, b)
         return self._without_gradients(work, s, block + prefixes, b * (work.tokens + 3 * work.responses) * h + prefixes)
 
     def _without_gradients(self, work: Pass, s: Shapes, block: float, states: float) -> dict[str, float]:
@@ -297,9 +301,7 @@ class Held:
         if not work.prefix:
             return 0
         size, key = self.size, self.size.kv_heads * self.size.head_dim
-        keys = work.prefix * 2 * (size.layers - size.linear_layers) * key + (work.prefix + work.tokens) * 2 * (
-            key + size.head_dim
-        )
+        keys = work.prefix * 2 * size.attention_layers * key + (work.prefix + work.tokens) * 2 * (key + size.head_dim)
         # A block with a state keeps it in place of keys and values; in an update it has a gradient too.
         pairs = size.linear_layers * self.at_rest.pair_bytes * (2 if per_element > self.at_rest.compute_bytes else 1)
         return per_element * keys + pairs
@@ -307,8 +309,10 @@ class Held:
     def _open_bytes(self, s: Shapes, summed: int = 0) -> float:
         # Bytes of an open path: keys, values and rotary tables, the states that are read later, and sums of their gradients.
         assert s.forest is not None
-        pairs, tables, forest = 2 * s.layers * s.kv_heads * s.head_dim, 2 * s.head_dim, s.forest
+        pairs, tables, forest = 2 * self.size.attention_layers * s.kv_heads * s.head_dim, 2 * s.head_dim, s.forest
         kept = s.compute_bytes * (forest.held * (pairs + tables) + forest.states * s.hidden)
+        # Blocks with a state keep one for each open node, and its gradient.
+        kept += s.linear_layers * s.pair_bytes * s.segments * (2 if summed else 1)
         share = summed / forest.held if forest.held else 0
         return kept + max(s.compute_bytes, 4) * share * (forest.held * pairs + forest.states * s.hidden)
 

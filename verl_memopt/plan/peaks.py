@@ -37,6 +37,7 @@ from verl_memopt.memory.rollout_memory import AUTO, kv_bytes_per_token, sampler_
 from verl_memopt.memory.shared_weights import why_not
 from verl_memopt.memory.token_budget import Role, sizes_of
 from verl_memopt.model.sizes import ModelSize
+from verl_memopt.model.state_chunks import SIZES
 from verl_memopt.observe.phase import MIB
 from verl_memopt.plan.conversations import conversation_passes, most_turns
 from verl_memopt.plan.formulas import Pass
@@ -339,7 +340,11 @@ class _Prediction:
     def kv_token(self) -> int:
         size, rollout = self.sizes.policy, self.roles.rollout
         element_bytes = 1 if rollout.kv_cache_dtype.startswith("fp8") else width(rollout.dtype)
-        return kv_bytes_per_token(size.layers, size.kv_heads, size.head_dim, element_bytes, rollout.tensor_model_parallel_size)
+        parts = rollout.tensor_model_parallel_size
+        keys = kv_bytes_per_token(size.attention_layers, size.kv_heads, size.head_dim, element_bytes, parts)
+        # Each sequence also has a state per block without attention, whatever its length. It counts for the longest one.
+        states = size.linear_layers * self.policy.at_rest.pair_bytes / parts
+        return keys + math.ceil(states / self._longest)
 
     @property
     def _scratch(self) -> float:
@@ -398,6 +403,11 @@ class _Prediction:
         prompt = s * min(self.settings.data.max_prompt_length, self._longest)
         query = size.heads * size.head_dim
         tokens = prompt * (12 * size.hidden + b * max(3 * size.hidden + 3 * size.mlp, 3 * size.hidden + 6 * query))
+        if size.rule is not None:
+            # Transformers pads prompts to whole chunks. Per value head it has 12 copies of a head, and 6 of a row of a chunk.
+            padded = s * -(-(prompt // s) // SIZES[0]) * SIZES[0]
+            a_head = 12 * max(size.rule.key_dim, size.rule.value_dim) + 6 * SIZES[0]
+            tokens += 4 * padded * size.rule.value_heads * a_head
         masks = s * (self._longest - prompt // s + 1) * 16 + prompt * (prompt // s) * 5
         one_layer = 4 * s * self._longest * query * b
         scores = s * size.vocab * 4 * (8 + (10 if rollout.top_p < 1 else 0) + (4 if rollout.repetition_penalty != 1 else 0))

@@ -22,6 +22,7 @@ from verl_memopt.memory.precision import width
 from verl_memopt.memory.rollout_memory import kv_bytes_per_token
 from verl_memopt.memory.shared_weights import why_not
 from verl_memopt.model.sizes import ModelSize
+from verl_memopt.model.state_chunks import SIZES
 from verl_memopt.plan.formulas import Pass, Shapes
 
 REACHED_PRODUCTS, REACHED_MEMORY, REACHED_BUS = 0.5, 0.8, 0.8
@@ -158,9 +159,18 @@ class _Step:
 
     def _flops(self, work: Lengths) -> tuple[float, float]:
         size = self.size
-        linear = Shapes.of(size, self.settings.actor_rollout_ref, Pass(1, 1, 1, 1), self.device).linear_params
-        attention = 4 * size.layers * size.heads * size.head_dim * work.pairs
-        return 2 * linear * work.tokens + attention, 2 * size.hidden * size.vocab * work.rows * work.response
+        attention = 4 * size.attention_layers * size.heads * size.head_dim * work.pairs
+        return self._linear_flops * work.tokens + attention, 2 * size.hidden * size.vocab * work.rows * work.response
+
+    @property
+    def _linear_flops(self) -> float:
+        # FLOPs per token in blocks, without attention: products with weights, and the rule of blocks with a state.
+        flops = 2.0 * Shapes.of(self.size, self.settings.actor_rollout_ref, Pass(1, 1, 1, 1), self.device).linear_params
+        rule = self.size.rule
+        if rule is None:
+            return flops
+        a_head = SIZES[0] * (5 * rule.key_dim + 3 * rule.value_dim) + 6 * rule.key_dim * rule.value_dim
+        return flops + self.size.linear_layers * rule.value_heads * a_head
 
     def _touched(self, work: Lengths, dtype: str) -> float:
         # Bytes that the elementwise kernels of all blocks read and write in a forward.
@@ -249,15 +259,16 @@ class _Step:
         room = max(self.kv_tokens // longest, 1) if vllm else rows
         at_once = max(min(rows, rollout.max_num_seqs, room), 1)
         weights, products = self._weights(rollout.dtype) / parts, self.rates.products(rollout.dtype) * parts
-        token_bytes = kv_bytes_per_token(size.layers, size.kv_heads, size.head_dim, width(rollout.dtype), parts)
+        token_bytes = kv_bytes_per_token(size.attention_layers, size.kv_heads, size.head_dim, width(rollout.dtype), parts)
         cache = at_once * token_bytes * (data.max_prompt_length + data.max_response_length / 2)
+        if size.rule is not None:  # states in fp32 are read and written
+            cache += at_once * size.linear_layers * 8 * size.rule.values * size.rule.key_dim / parts
         read = weights + (1 if vllm else COPIED_CACHE) * cache
-        own = size.params - size.layers * (size.block_params - size.token_params)
-        compute = 2 * own * at_once / (products * self.rates.narrow)
+        compute = 2 * size.active_params * at_once / (products * self.rates.narrow)
         drawn = at_once * size.vocab / self.rates.sampled
         a_token = max(compute, read / self.rates.memory_bytes) + drawn + self._decode_calls * self.rates.call_seconds
         prompts = rows / rollout.n if vllm and rollout.enable_prefix_caching else rows
-        prefill = 2 * size.layers * size.token_params * prompts * data.max_prompt_length / products
+        prefill = self._linear_flops * prompts * data.max_prompt_length / products
         return prefill + -(-rows // at_once) * data.max_response_length * a_token
 
     @property
