@@ -395,7 +395,8 @@ class Shapes:
         assert self.rule is not None
         b, wide, rule, rows = self.compute_bytes, max(self.compute_bytes, 4), self.rule, min(tile, self.tokens)
         channels, several = 2 * rule.keys + rule.values, rows < self.tokens
-        handed = -(-self.tokens // tile) - 1 + (max(self.segments - 2, 0) if several else 0)
+        # One path crosses a border. Its prompt's state is handed on too if other answers follow.
+        handed = (-(-self.tokens // tile) - 1) * (1 if self.segments <= 2 else 2)
         pair = 2 * wide * rule.values * rule.key_dim + (b + wide) * TAIL * channels
         whole = b * self.tokens * 2 * (self.hidden + self.head_dim) + handed * pair
         part = min(rows, -(-self.tokens // (self.settings.model.mlp_tiles or 1)))
@@ -413,11 +414,11 @@ class Shapes:
         """Bytes of the states before each batch of chunks, in fp32 or wider."""
         assert self.rule is not None
         most = 0
-        for size, chunks in self._chunks:
-            # Each round has a chunk per row, and a batch has whole rounds if it has room for one.
-            rounds = max(self._most_chunks(size) // self._rows, 1)
-            batches = -(-chunks // (rounds * self._rows))
-            most = max(most, min(batches * self._rows + 1, chunks + self._rows))
+        for size, _ in self._chunks:
+            # A state is kept if chunks follow. Each round has a chunk per row, and a batch has whole rounds if one has room.
+            rows, followed = self._rows(size), self.tokens // size + self._rows(size)
+            rounds = max(self._most_chunks(size) // rows, 1)
+            most = max(most, min(-(-followed // (rounds * rows)) * rows, followed) + 1)
         return max(self.compute_bytes, 4) * self.rule.values * self.rule.key_dim * most
 
     @property
@@ -425,17 +426,18 @@ class Shapes:
         """Temporary bytes of the backward of the rule: tensors of one batch of chunks, and gradients of the last inputs."""
         assert self.rule is not None
         channels = 2 * self.rule.keys + self.rule.values
-        states = 2 * self._rows * self.rule.values * self.rule.key_dim
         most = max(
-            min(chunks, self._most_chunks(size)) * self.rule.chunk_elements(size) + chunks * TAIL * channels
+            min(chunks, self._most_chunks(size)) * self.rule.chunk_elements(size)
+            + (self.tokens // size + self._rows(size)) * TAIL * channels
+            + 2 * self._rows(size) * self.rule.values * self.rule.key_dim
             for size, chunks in self._chunks
         )
-        return max(self.compute_bytes, 4) * (most + states)
+        return max(self.compute_bytes, 4) * most
 
-    @property
-    def _rows(self) -> int:
-        # Rows whose states exist at once. A prompt's answers begin when its own last chunk is done.
-        return max(self.segments // 2, 1) if self.forest is None else self.segments
+    def _rows(self, size: int) -> int:
+        # Rows that have a further chunk at once. A prompt's answers begin when its own last chunk is done.
+        rows = self.segments // 2 if self.forest is None else self.segments
+        return max(min(rows, self.tokens // size), 1)
 
     @property
     def _chunks(self) -> list[tuple[int, int]]:
