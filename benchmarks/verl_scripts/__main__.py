@@ -122,6 +122,8 @@ def row_of(script: Path, folder: Path, seconds: float, variables: Mapping[str, s
 
 
 MODEL_TYPES = (
+    (r"Qwen3\.\d-\d+B-A\d+B", "qwen3_5_moe"), (r"Qwen3\.\d-", "qwen3_5"), (r"Qwen3-VL-\d+B-A\d+B", "qwen3_vl_moe"),
+    (r"Qwen3-VL-", "qwen3_vl"), (r"gemma-3-", "gemma3"),
     (r"Qwen3-Next", "qwen3_next"), (r"Qwen3-\d+B-A\d+B", "qwen3_moe"), (r"Qwen3-[\d.]+B", "qwen3"), (r"Qwen2", "qwen2"),
     (r"Mistral-Nemo", "mistral"), (r"Seed-OSS", "seed_oss"), (r"llama-?[23]|deepseek-llm", "llama"), (r"gemma-2-", "gemma2"),
 )  # fmt: skip

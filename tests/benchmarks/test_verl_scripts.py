@@ -44,12 +44,12 @@ def test_a_call_is_found_behind_each_launcher(script, start):
 
 
 def test_a_script_that_composes_with_a_model_that_is_refused_later_is_counted_apart(script, capsys, tmp_path):
-    for name, model in (("a.sh", "Qwen/Qwen3-30B-A3B"), ("b.sh", "Qwen/Qwen3-8B"), ("c.sh", "Nobody/Knows-1B")):
+    for name, model in (("a.sh", "Qwen/Qwen3-Next-80B-A3B"), ("b.sh", "Qwen/Qwen3-8B"), ("c.sh", "Nobody/Knows-1B")):
         script(f"python3 -m verl.trainer.main_ppo {LEAST} {AR}.model.path={model}\n", name)
     assert main([str(tmp_path / "examples")]) == 0
     said = capsys.readouterr().out
     assert "3 of 3 scripts compose, 1 of them" in said
-    assert "Qwen/Qwen3-30B-A3B: models of type qwen3_moe are mixtures of experts" in said
+    assert "Qwen/Qwen3-Next-80B-A3B: models of type qwen3_next have layers of type" in said
     assert "Nobody/Knows-1B: not among the models" in said
 
 
