@@ -1,0 +1,58 @@
+"""Layers that carry a state, and experts, on a GPU, beside loops over tokens in fp64 on a CPU."""
+
+import pytest
+import torch
+
+from tests.gpu import machine
+from tests.model import test_delta_rule as states
+from tests.model import test_experts as mixtures
+from verl_memopt.model.experts import Mixture, Router, mixed
+from verl_memopt.model.prefix_layout import PrefixLayout
+
+GROUPS = ((130, (3, 64, 1, 65)), (2, (1, 2, 70)), (200, ()))
+
+NEAR = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+"""Most difference of outputs and gradients, relative to their norms."""
+
+
+def near(found, exact, dtype):
+    for one, other in zip(found, exact, strict=True):
+        assert one.dtype in (dtype, torch.float32)
+        assert (one.cpu().double() - other).norm() <= NEAR[dtype] * other.norm()
+
+
+@pytest.mark.rehearsed
+@pytest.mark.parametrize("dtype", NEAR, ids=["fp32", "bf16"])
+def test_the_gated_delta_rule_gives_the_exact_outputs_and_gradients(dtype):
+    layout = PrefixLayout.of(GROUPS)
+    given = [tensor.detach().to(dtype) for tensor in states.inputs(len(layout.stops))]
+    exact = [tensor.double().requires_grad_() for tensor in given]
+    own = [tensor.to(machine.device()).requires_grad_() for tensor in given]
+    weights = torch.randn(len(layout.stops), states.SHAPE.values, generator=torch.Generator().manual_seed(1))
+    out, total, done = states.rule(layout.map(lambda tensor: tensor.to(machine.device())), own), 0, set()
+    expected = torch.empty(out.shape, dtype=torch.float64)
+    for path in states.paths(layout):
+        alone = states.by_token(*(tensor[path] for tensor in exact[:3]), *exact[3:])
+        expected[path] = alone.detach()
+        new = [place for place, token in enumerate(path.tolist()) if token not in done]
+        done |= set(path.tolist())
+        total = total + (alone[new] * weights[path[new]]).sum()
+    near([out], [expected], dtype)
+    (out * weights.to(out)).sum().backward()
+    near([tensor.grad for tensor in own], torch.autograd.grad(total, exact), dtype)
+
+
+@pytest.mark.rehearsed
+def test_experts_give_the_exact_outputs_and_gradients():
+    # In fp32 only: rounded logits of the router can choose other experts.
+    router, dtype = Router(mixtures.CHOSEN, True), torch.float32
+    given = [tensor.detach().to(dtype) for tensor in mixtures.weights()]
+    x = torch.randn(300, given[0].shape[1], generator=torch.Generator().manual_seed(2)).to(dtype)
+    exact = [tensor.double().requires_grad_() for tensor in (x, *given)]
+    own = [tensor.to(machine.device()).requires_grad_() for tensor in (x, *given)]
+    expected = mixtures.by_token(exact[0], router, exact[1:])
+    found = mixed(None, own[0], None, Mixture(router, tuple(own[1:])), None)[0]
+    near([found], [expected.detach()], dtype)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    (found * weights.to(found)).sum().backward()
+    near([tensor.grad for tensor in own], torch.autograd.grad((expected * weights).sum(), exact), dtype)
