@@ -17,6 +17,9 @@ PRODUCT_ROWS = {"cpu": 2048, "cuda": 8192}
 """Most tokens per tile in the backward of a block: enough for the matrix products of a tile to be as fast as those of all
 tokens."""
 
+SUM_ELEMENTS = 2**23
+"""Most elements of a product in half precision that is added to an fp32 sum at once."""
+
 _KEY = "actor_rollout_ref.model.recompute_elementwise"
 
 

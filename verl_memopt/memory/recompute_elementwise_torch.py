@@ -28,7 +28,7 @@ from verl_memopt.memory.fused import JOINS, joined, launched, over_rows, runs_co
 from verl_memopt.memory.kernels import has_kernel
 from verl_memopt.memory.lora_torch import LoraLinear
 from verl_memopt.memory.quantized_frozen_torch import Packing, stored_weight, whole_weight
-from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS
+from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS, SUM_ELEMENTS
 from verl_memopt.model.families import OWN_BLOCKS
 
 KEY = "actor_rollout_ref.model.recompute_elementwise"
@@ -687,15 +687,26 @@ class WeightSum:
             product = torch.mm(grad.t(), value)
             # A single tile needs no sum, so it stays in the dtype of the product and is rounded once.
             self.total = product if alone else product.to(wide_dtype(self.dtype))
-        elif self.total.dtype == self.dtype:
-            torch.addmm(self.total, grad.t(), value, out=self.total)  # counted by torch's FLOP counter
         else:
-            # addmm cannot add a product in half precision to an fp32 sum.
-            self.total.add_(torch.mm(grad.t(), value))
+            add_product(self.total, grad, value)
 
     def gradient(self) -> Tensor:
+        """Return the gradient in the weight's dtype. The sum is freed."""
         assert self.total is not None, "no tile was added"
-        return self.total.to(self.dtype)
+        total, self.total = self.total, None
+        return total.to(self.dtype)
+
+
+def add_product(total: Tensor, grad: Tensor, value: Tensor) -> None:
+    """Add the transpose of ``grad`` [t, m] times ``value`` [t, n] to ``total`` [m, n], which may be wider than both."""
+    if total.dtype == grad.dtype:
+        torch.addmm(total, grad.t(), value, out=total)  # counted by torch's FLOP counter
+        return
+    # addmm cannot add a product in half precision to an fp32 sum. A product of some rows at a time is small.
+    step = max(SUM_ELEMENTS // total.shape[1], 1)
+    for first in range(0, total.shape[0], step):
+        rows = slice(first, first + step)
+        total[rows].add_(torch.mm(grad[:, rows].t(), value))
 
 
 def sum_of(parameter: Tensor, cuts: Sequence[slice], source: Tensor) -> Tensor:

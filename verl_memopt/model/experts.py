@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from verl_memopt.memory.activation_checkpointing_torch import Forward
 from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS
-from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU, keep, kept, norm_and_weight, sum_of, wide_dtype
+from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU, add_product, keep, kept, norm_and_weight, sum_of, wide_dtype
 
 SWIGLU = SwiGLU()
 
@@ -440,19 +440,12 @@ class _ExpertSum:
             total[tile.experts.start : tile.experts.stop].add_(found)
             return
         for expert, rows in _of_experts(tile):
-            self._add(total[expert], grad[rows], x[rows])
+            add_product(total[expert], grad[rows], x[rows])
 
     def add_matrix(self, grad: Tensor, x: Tensor, alone: bool) -> None:
-        self._add(self._made(alone), grad, x)
-
-    @staticmethod
-    def _add(total: Tensor, grad: Tensor, x: Tensor) -> None:
-        if total.dtype == grad.dtype:
-            torch.addmm(total, grad.t(), x, out=total)  # counted by torch's FLOP counter
-        else:
-            # addmm cannot add a product in half precision to an fp32 sum.
-            total.add_(torch.mm(grad.t(), x))
+        add_product(self._made(alone), grad, x)
 
     def gradient(self) -> Tensor:
-        # No row at all is possible if a rank has no tokens.
-        return self._made(alone=True).to(self._weight.dtype)
+        # No row at all is possible if a rank has no tokens. The sum is freed.
+        total, self._total = self._made(alone=True), None
+        return total.to(self._weight.dtype)

@@ -16,7 +16,7 @@ from verl_memopt.config.schema import ActorRolloutRef
 from verl_memopt.memory.fused import NARROW_TILE_ELEMENTS, TILE_ELEMENTS
 from verl_memopt.memory.precision import width
 from verl_memopt.memory.quantized_frozen import row_bytes
-from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS
+from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS, SUM_ELEMENTS
 from verl_memopt.memory.sequence_parallel import key_copies
 from verl_memopt.model.attention_dense import ATTENTION_ELEMENTS, MASKED_PRODUCTS, key_heads_at_once
 from verl_memopt.model.delta_rule import DeltaShape
@@ -379,12 +379,15 @@ class Shapes:
         # Of a mixture all experts have a sum.
         weights = self.matrix_params + self._idle_mlp * 3 * self.hidden
         sums = weights * (b if rows == queries else wide)
-        product = 0 if b == wide or rows == queries else b * self.hidden * self.mlp
+        product = 0 if rows == queries else self._added_bytes(self.mlp)
         gates = 2 * query if self.gated else 0  # the gates, and the gated output
         extra = rows * (2 * self.hidden + 3 * query + gates)
         at_mlp = b * (extra + part * (self.hidden + 3 * self.mlp)) + self._at_gate(part) + product
         at_attention = b * rows * (self.hidden + 5 * query + 6 * query // self.kv_heads + gates)
-        return whole + sums + max(at_mlp, at_attention)
+        # At the end the sums are rounded one by one. Gate and up of all experts have one sum.
+        largest = max(self.mlp, query) if self.mixture is None else 2 * self.mixture.experts * self.mixture.width
+        rounded = b * self.hidden * largest if b < wide and rows < queries else 0
+        return whole + sums + max(at_mlp, at_attention, rounded)
 
     def _tiled_linear_bytes(self, tile: int) -> int:
         """As :meth:`tiled_block_bytes`, for a block with a state.
@@ -401,13 +404,14 @@ class Shapes:
         whole = b * self.tokens * 2 * (self.hidden + self.head_dim) + handed * pair
         part = min(rows, -(-self.tokens // (self.settings.model.mlp_tiles or 1)))
         sums = self.matrix_params * (wide if several else b)
-        product = b * self.hidden * self.mlp if several and b < wide else 0
+        product = self._added_bytes(self.mlp) if several else 0
         one = replace(self, tokens=rows)
         kept = b * rows * (self.hidden + channels + 2 * rule.values + 2 * rule.value_heads) + one.border_bytes
         at_mlp = b * (rows * (self.hidden + rule.values) + part * (self.hidden + 3 * self.mlp)) + self._at_gate(part) + product
         at_rule = b * rows * (channels + 2 * rule.value_heads) + one.rule_bytes
-        # At the end the sums are rounded, while all of them exist.
-        return whole + sums + max(kept + max(at_mlp, at_rule), b * self.matrix_params if several and b < wide else 0)
+        # At the end the sums are rounded one by one.
+        rounded = b * self.hidden * max(self.mlp, channels) if several and b < wide else 0
+        return whole + sums + max(kept + max(at_mlp, at_rule), rounded)
 
     @property
     def border_bytes(self) -> int:
@@ -479,7 +483,8 @@ class Shapes:
             at_gate, at_norm = 3 * wide + normal + whole * (1 if tiles == 1 else 3), 2 * wide + normal + 3 * whole
             # With norms of outputs also attention's output before its norm, and the output of a tile of the MLP.
             beside, at_gate = (inputs, at_gate + normal) if self.post_norms else (0, at_gate)
-            return self.attention_bytes + beside + 2 * inputs + max(at_gate + gate, at_norm + norm)
+            added = 0 if tiles == 1 else self._added_bytes(self.mlp)
+            return self.attention_bytes + beside + 2 * inputs + max(at_gate + max(gate, added), at_norm + norm)
         # The gradients of gate and up overwrite gate and up.
         return self.block_bytes + inputs + max(wide + whole + gate, inputs + normal + 2 * whole + norm)
 
@@ -567,11 +572,15 @@ class Shapes:
         project = b * self.tokens * (h + columns)
         finish = b * (self.tokens * 2 * h + rows * (h + 2 * wide))
         # Sums over tiles are in fp32 or wider, and a product is added to one of them.
-        sums = b if tiles == 1 else max(b, 4) * 3 + b
-        at_gate = b * (self.tokens * 2 * h + rows * (h + 3 * wide)) + sums * h * wide + self._at_gate(rows)
+        sums, added = (b, 0) if tiles == 1 else (max(b, 4) * 3, self._added_bytes(wide))
+        at_gate = b * (self.tokens * 2 * h + rows * (h + 3 * wide)) + sums * h * wide + added + self._at_gate(rows)
         gradients = b * h * (3 * wide + query) + (0 if tiles == 1 else max(b, 4) * 3 * h * wide)
         at_output = b * self.tokens * (2 * h + query) + gradients
         return fixed + max(project, finish + self._at_norm(rows), at_gate, at_output)
+
+    def _added_bytes(self, columns: int) -> int:
+        # Bytes of a product in half precision, which is added to the fp32 sum of a weight's gradient.
+        return 0 if self.compute_bytes >= 4 else self.compute_bytes * min(self.hidden * columns, SUM_ELEMENTS)
 
     def _at_gate(self, rows: int) -> int:
         # Temporary bytes at the gradients of `rows` rows of gate and up: an activation and a product of one tile.
@@ -620,13 +629,14 @@ class Shapes:
         b, rule, tokens = self.compute_bytes, self.rule, self.tokens
         channels, values = 2 * rule.keys + rule.values, rule.values
         tiles = -(-tokens // PRODUCT_ROWS[self.device])
-        rows, sums = -(-tokens // tiles), b if tiles == 1 else max(b, 4) + b
+        rows, sums = -(-tokens // tiles), b if tiles == 1 else max(b, 4)
         tables = b * tokens * 2 * self.head_dim
         gated = self._elementwise_bytes(rows * values, TILE_ELEMENTS, 4 * (6 if b == 4 else 8), 8)
-        at_norm_of_heads = self.attention_bytes + b * rows * values + sums * self.hidden * values + gated
+        added = 0 if tiles == 1 else self._added_bytes(max(values, channels))
+        at_norm_of_heads = self.attention_bytes + b * rows * values + sums * self.hidden * values + max(gated, added)
         at_rule = self.attention_bytes + b * tokens * (channels + 2 * rule.value_heads) + self.rule_bytes
         last = b * (tokens * (3 * self.hidden + channels + values + 2 * rule.value_heads) + rows * self.hidden)
-        last += sums * self.hidden * (channels + values) + self._at_norm(rows)
+        last += sums * self.hidden * (channels + values) + max(self._at_norm(rows), added)
         return tables + max(at_norm_of_heads, at_rule, last)
 
     @property
