@@ -115,8 +115,7 @@ def presets() -> dict[str, int]:
     found = {}
     for file in (PACKAGED / "model").glob("*.yaml"):
         path = yaml.safe_load(file.read_text())["actor_rollout_ref"]["model"]["path"]
-        # The formulas of bytes are for blocks that are all of attention and an MLP, whose parameters follow from the sizes.
-        if path in PUBLISHED and PUBLISHED[path].counted is None:
+        if path in PUBLISHED:
             found[file.stem] = PUBLISHED[path].params
     return dict(sorted(found.items(), key=lambda preset: -preset[1]))
 
