@@ -654,8 +654,11 @@ def test_a_script_of_trl_trains(model, tmp_path):
     assert (output.global_step, trainer.state.global_step) == (1, 1)
     assert trainer.state.log_history[-1]["step"] == 1
     assert trainer.run.path == tmp_path / "out"
-    trainer.save_model(tmp_path / "model")
-    assert (tmp_path / "model" / "model.safetensors").is_file()
+    for _ in range(2):
+        trainer.save_model(tmp_path / "model")
+    # peft looks for adapters in the folder itself.
+    for name in ("model.safetensors", "adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "model" / name).is_file()
     assert trainer.train(resume_from_checkpoint=True).global_step == 1
 
 

@@ -290,17 +290,22 @@ class TrlTrainer:
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Copy the files of the trained model to a folder. None = from ``model/`` in the run's folder into the run's folder.
 
+        Adapters lie beside the model they are merged into, in peft's format, as TRL saves them.
+
         Raises:
             ConfigError: Nothing was trained yet, or a copy would overwrite a file that no run has written.
         """
         run = self._done("save_model")
         given = run.path if output_dir is None else usable_path(output_dir, "save_model: output_dir", ArgumentError)
         target = given.expanduser().absolute()
-        names, ours = model_files(run.model_path), model_files(target)
-        if others := sorted(name for name in names - ours if os.path.lexists(target / name)):
+        names, ours, adapter = model_files(run.model_path), model_files(target), run.model_path / "adapter"
+        adapters = {path.name for path in adapter.iterdir()} if adapter.is_dir() else set()
+        others = {*(names - ours), *(set() if ours else adapters)}
+        if others := sorted(name for name in others if os.path.lexists(target / name)):
             raise ArgumentError(f"save_model: {target / others[0]} is there, and no run wrote it. Give another folder.")
         copy = _link if target == run.path else shutil.copy2  # hard links keep the run's folder from growing
-        shutil.copytree(run.model_path, target, dirs_exist_ok=True, copy_function=copy)
+        for source in (run.model_path, adapter) if adapters else (run.model_path,):
+            shutil.copytree(source, target, dirs_exist_ok=True, copy_function=copy)
 
     def push_to_hub(self, commit_message: str = "End of training", **details: Any) -> str:
         """Upload the trained model to the hub, and return its address. ``details`` (for a model card) are ignored.
