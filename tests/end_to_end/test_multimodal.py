@@ -15,7 +15,7 @@ from verl_memopt.cli import main
 from verl_memopt.model.weights import WeightFolder
 
 AR = "actor_rollout_ref"
-KINDS = ("qwen3_vl", "gemma3", "qwen3_5")
+KINDS = ("qwen3_vl", "gemma3", "qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.slow))
 
 
 def tensors_of(folder):
@@ -28,7 +28,9 @@ def folder_of(toy, at, kind):
     AutoTokenizer.from_pretrained(toy / "model").save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text("{}")
     file = folder / "model.safetensors"
-    save_file(load_file(file) | ({"mtp.fc.weight": torch.randn(4, 8)} if kind == "qwen3_5" else {}), file, {"format": "pt"})
+    save_file(
+        load_file(file) | ({"mtp.fc.weight": torch.randn(4, 8)} if kind.startswith("qwen3_5") else {}), file, {"format": "pt"}
+    )
     return folder
 
 

@@ -25,6 +25,7 @@ VARIANTS = {
     "qwen2": {},
     "qwen3": {},
     "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
     "qwen3_moe": {},
     "qwen3_moe with weights as they are": {"norm_topk_prob": False},
     "qwen3_moe with a dense layer": {"mlp_only_layers": [1]},
@@ -139,7 +140,9 @@ def test_a_window_of_any_width_goes_on_from_a_shared_prompt(folders, kind, width
     assert_same(model, policy, policy(pack, 1.0, False)[0], log_probs_row_by_row(model), 22 if width == 1 else 24)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "qwen3_5_moe_text", "gemma3_text", "qwen3_moe"]
+)
 def test_it_takes_over_every_parameter_under_its_name_and_in_its_order(folders, kind):
     model, policy = AutoModelForCausalLM.from_pretrained(folders[kind]), built(folders[kind])
     names = [name.removeprefix("lm.") for name, _ in policy.named_parameters()]

@@ -13,7 +13,7 @@ from tests.memory import activation_cases as act
 from tests.memory.activations.test_prune_last_block import shapes
 from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
 from tests.memory.recomputed import EPS, drawn, gradients, plain_norm, relative
-from tests.model.test_prefix_kv import PARTS, results
+from tests.model.test_prefix_kv import PARTS, assert_near, results
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
 from verl_memopt.config.role_settings import WrapPolicy
@@ -23,6 +23,7 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import adapters
 from verl_memopt.memory.recompute_elementwise_torch import RMSNorm
 from verl_memopt.memory.tiled_mlp import TiledMlp
+from verl_memopt.memory.tiled_mlp_torch import Traits
 from verl_memopt.model import experts
 from verl_memopt.model.captured_block import why_not_captured
 from verl_memopt.model.experts import Mixture, Router, TiledExperts, mixed
@@ -156,7 +157,7 @@ def test_frozen_tensors_get_no_gradient_and_change_no_other(frozen):
 def test_gradients_of_weights_are_summed_over_tiles_of_tokens():
     x, above, tensors, router = drawn(TOKENS, HIDDEN), drawn(TOKENS, HIDDEN, seed=4), weights(), Router(CHOSEN, True)
     expected = torch.autograd.grad(by_token(x, router, tensors), (x, *tensors), above)
-    tiled = TiledExperts([tensor.detach() for tensor in tensors], router, needed=(True,) * 3)
+    tiled = TiledExperts(Mixture(router, tuple(tensor.detach() for tensor in tensors)), needed=(True,) * 3)
     parts = [part.detach().clone() for part in x.split(10)]
     for part, grad in zip(parts, above.detach().split(10), strict=True):
         tiled.backward(grad, part, alone=False)
@@ -174,6 +175,45 @@ def test_the_kernel_for_all_experts_of_a_tile_gives_what_one_product_per_expert_
     one_by_one = run()
     monkeypatch.setattr(experts, "_has_kernel", lambda *_: True)
     assert all(relative(one, other) <= 1e-6 for one, other in zip(run(), one_by_one, strict=True))
+
+
+SHARED_WIDTH, SCALE = 10, 1.5
+
+
+def shared_expert(adapted):
+    """Gives weight, bias, and A and B of the adapter of gate, up, down and the expert's own gate."""
+    sizes = [(SHARED_WIDTH, HIDDEN), (SHARED_WIDTH, HIDDEN), (HIDDEN, SHARED_WIDTH), (1, HIDDEN)]
+    layers = []
+    for place, (rows, columns) in enumerate(sizes):
+        pair = (drawn(2, columns, seed=place + 40), drawn(rows, 2, seed=place + 50)) if adapted else (None, None)
+        layers += [drawn(rows, columns, seed=place + 30, scale=0.3), None, *pair]
+    return layers
+
+
+def by_layers(x, tensors):
+    whole = [
+        weight if down is None else weight + SCALE * up @ down
+        for weight, down, up in zip(tensors[::4], tensors[2::4], tensors[3::4], strict=True)
+    ]
+    gate, up, down, own = whole
+    return (x @ own.t()).sigmoid() * ((silu(x @ gate.t()) * (x @ up.t())) @ down.t())
+
+
+@pytest.mark.parametrize("tiles", [None, 1, 4])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_shared_expert_adds_its_output_times_its_gate(tiles, adapted):
+    residual, x, norm, tensors = drawn(TOKENS, HIDDEN, seed=5), drawn(TOKENS, HIDDEN, seed=6), drawn(HIDDEN, seed=7), weights()
+    shared, router = shared_expert(adapted), Router(CHOSEN, True)
+    learned = residual, x, norm, *tensors, *(tensor for tensor in shared if tensor is not None)
+    z = residual + x
+    normal = plain_norm(z, norm)
+    expected = z + by_token(normal, router, tensors) + by_layers(normal, shared)
+    traits = (Traits(SCALE if adapted else 0.0, None),) * 4
+    mixture = Mixture(router, (*tensors, *shared), traits)
+    # Backward overwrites x.
+    found = mixed(residual * 1.0, x * 1.0, (RMSNorm(EPS), norm), mixture, tiles).squeeze(0)
+    pairs = zip([found, *gradients((found,), learned)], [expected, *gradients((expected,), learned)], strict=True)
+    assert all(relative(one, other) <= ROUNDING for one, other in pairs)
 
 
 # Whole models.
@@ -227,10 +267,10 @@ def on_ranks(rank, folder, options):
     return {name: whole_of(parameter.grad).numpy() for name, parameter in policy.model.named_parameters()}
 
 
-@pytest.mark.parametrize("num_experts", [8, 3, 1])
-def test_ranks_shard_experts_and_sum_the_gradients_of_one(tmp_path, one_rank, num_experts):
-    """Also a number of experts that the ranks do not divide, and fewer experts than ranks."""
-    shape = replace(SHAPE, num_experts=num_experts, experts_per_token=min(2, num_experts))
+@pytest.mark.parametrize(("kind", "num_experts"), [("qwen3_moe", 8), ("qwen3_moe", 3), ("qwen3_moe", 1), ("qwen3_5_moe_text", 3)])
+def test_ranks_shard_experts_and_sum_the_gradients_of_one(tmp_path, one_rank, kind, num_experts):
+    """Also a number of experts that the ranks do not divide, fewer experts than ranks, and a shared expert."""
+    shape = replace(SHAPE, model_type=kind, num_experts=num_experts, experts_per_token=min(2, num_experts))
     folder = make_tiny_model(tmp_path / "model", shape, seed=3)
     alone = act.build(folder, one_rank, **OWN)
     alone.accumulate(list(micro_batches_of(BATCH, [[*range(6)]], False)), counts_of(BATCH), 0.9)
@@ -325,6 +365,16 @@ def test_adapters_are_on_attention_and_leave_experts_frozen(mixture_folder, one_
     plain = act.build(mixture_folder, one_rank, **PLAIN, **act.LORA)
     found = [results(each, BATCH, PARTS, False) for each in (policy, plain)]
     assert act.largest_difference(*found) <= 4e-6
+
+
+@pytest.mark.parametrize("options", [OWN, {**OWN, **TILES, "recompute": True}, {**OWN, "block_tile_tokens": 7}], ids=str)
+def test_a_shared_expert_has_adapters_beside_routed_experts_without(tmp_path, one_rank, options):
+    shape = TinyShape("qwen3_5_moe_text", num_layers=4)
+    folder = make_tiny_model(tmp_path / "model", shape, seed=3)
+    policy, plain = (act.build(folder, one_rank, **more, **act.LORA) for more in (options, PLAIN))
+    adapted = {name.split(".mlp.")[1] for name in adapters(policy.model) if ".mlp." in name}
+    assert adapted == {"shared_expert_gate", *(f"shared_expert.{name}_proj" for name in ("gate", "up", "down"))}
+    assert_near(*(results(each, BATCH, PARTS, False) for each in (policy, plain)))
 
 
 def test_blocks_with_experts_are_not_captured(mixture_folder, one_rank):

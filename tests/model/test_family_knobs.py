@@ -11,7 +11,7 @@ from tests.model.test_prefix_kv import assert_near, results
 from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
-KINDS = ("qwen3_5_text", "qwen3_moe", "gemma3_text")
+KINDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_moe", "gemma3_text")
 PLAIN = {"recompute_elementwise": False, "prune_last_block": False}
 WINDOW = 7
 

@@ -158,7 +158,7 @@ def alone(folder):
 def rows_alone(model, forest):
     model.zero_grad()
     log_probs = {}
-    with in_double():
+    with in_double(model):
         for place in set(forest.places):
             path = forest.tokens[forest.path(place)]
             log_probs[place] = (model(path[None]).logits[0, -2] / 0.9).log_softmax(-1)[path[-1]]
@@ -311,8 +311,9 @@ def test_a_long_conversation_gives_the_log_probs_and_gradients_of_rows_alone(fol
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_experts_in_a_long_conversation_give_the_log_probs_and_gradients_of_rows_alone(tmp_path, options):
-    shape = TinyShape(model_type="qwen3_moe", num_heads=6, num_kv_heads=3, initializer_range=0.05)
+@pytest.mark.parametrize(("kind", "deviation"), [("qwen3_moe", 0.05), ("qwen3_5_moe_text", 0.03)])
+def test_experts_in_a_long_conversation_give_the_log_probs_and_gradients_of_rows_alone(tmp_path, kind, deviation, options):
+    shape = TinyShape(model_type=kind, num_heads=6, num_kv_heads=3, initializer_range=deviation)
     folder, forest = make_tiny_model(tmp_path / "model", shape, seed=3), agent(turns=6, answers=2)
     alone = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     alone.set_experts_implementation("eager")  # the other one refuses fp64

@@ -59,8 +59,10 @@ def theirs(folder):
     parts = []
     # In fp32 transformers' gradients of layers that carry a state are a hundred times as far from the exact ones as ours.
     carries = model.config.model_type.startswith("qwen3_5")
-    with in_double() if carries else nullcontext():
-        model = model.double() if carries else model
+    with in_double(model) if carries else nullcontext():
+        if carries:
+            model = model.double()
+            model.set_experts_implementation("eager")  # the other one refuses fp64
         for prompt, answer in zip(*rows(), strict=True):
             logits = model(input_ids=torch.cat([prompt, answer])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
             parts.append(logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0])

@@ -32,8 +32,8 @@ def last_line_of(module, *arguments):
     return ran.stdout.splitlines()[-1]
 
 
-def hybrid(at, deviation=0.06, **sizes):
-    folder = tiny_folder(at, "qwen3_5_text", deviation, **sizes)
+def hybrid(at, deviation=0.06, kind="qwen3_5_text", **sizes):
+    folder = tiny_folder(at, kind, deviation, **sizes)
     build_tokenizer(320).save_pretrained(folder)
     return folder
 
@@ -65,6 +65,16 @@ def test_vllm_answers_with_the_weights_of_the_last_load_and_shares_them(folder, 
     assert found["apart"] == ["linear_attn.A_log", "linear_attn.conv1d.weight"]
 
 
+@pytest.mark.slow
+def test_vllm_answers_with_the_experts_of_the_last_load(tmp_path):
+    pytest.importorskip("vllm")
+    folders = [hybrid(tmp_path / str(deviation), deviation, "qwen3_5_moe_text", **SIZES) for deviation in (0.06, 0.07)]
+    found = json.loads(last_line_of("tests.rollout.hybrid_engine", *folders))
+    assert max(found["differences"]) <= 0.1
+    assert found["again"] == [True] * 4
+    assert found["shared"] == 0
+
+
 def test_vllm_on_a_cpu_refuses_another_dtype_than_its_kernels_have_before_it_starts(folder):
     with pytest.raises(ConfigError, match=r"rollout\.dtype=float32: on a CPU vLLM.*dtype=bfloat16, or .*rollout\.name=hf"):
         engine_at("vllm", folder)
@@ -85,12 +95,14 @@ def test_vllm_without_torchvision_is_told_what_to_install(folder, no_shared_engi
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "dtype", "bound"), [("qwen3_vl", "float32", 1e-5), ("gemma3", "float32", 1e-5), ("qwen3_5", "bfloat16", 0.1)]
+    ("kind", "dtype", "bound"),
+    [("qwen3_vl", "float32", 1e-5), ("gemma3", "float32", 1e-5), ("qwen3_5", "bfloat16", 0.1), ("qwen3_5_moe", "bfloat16", 0.1)],
 )
 def test_vllm_loads_a_saved_multimodal_folder_and_scores_its_text_as_transformers_does(tmp_path, kind, dtype, bound):
     pytest.importorskip("vllm")
-    sizes = SIZES if kind == "qwen3_5" else {"max_position_embeddings": 256}
-    source = tiny_folder(tmp_path / "source", kind, head_dim=32, **sizes)
+    sizes = SIZES if kind.startswith("qwen3_5") else {"max_position_embeddings": 256}
+    # All experts compute a token, because in half precision vLLM and transformers may choose different ones.
+    source = tiny_folder(tmp_path / "source", kind, head_dim=32, num_experts_per_tok=4, **sizes)
     saved = exported(source, tmp_path / "saved")
     build_tokenizer(320).save_pretrained(saved)
     assert float(last_line_of("tests.rollout.whole_engine", saved, dtype)) <= bound

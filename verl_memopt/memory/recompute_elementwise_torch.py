@@ -497,7 +497,7 @@ def _activation(config: Any) -> str:
     return config.hidden_activation if hasattr(config, "hidden_activation") else config.hidden_act
 
 
-UNIT_OFFSET = ("Gemma3RMSNorm", "Qwen3_5RMSNorm")
+UNIT_OFFSET = ("Gemma3RMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
 """Classes of RMS norms that multiply by 1 + w. Other classes multiply by w."""
 
 

@@ -316,7 +316,8 @@ class DecoderBlock(nn.Module):
         if self.is_linear:
             return self.linear_attn.tiled(
                 hidden.squeeze(0), layout, self.tile_tokens, self.options.mlp_tiles or 1,
-                (self.input_layernorm, self.post_attention_layernorm), (mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+                (self.input_layernorm, self.post_attention_layernorm),
+                mlp.mixture if isinstance(mlp, Experts) else (mlp.gate_proj, mlp.up_proj, mlp.down_proj),
             )  # fmt: skip
         attention = self.self_attn
         norms = (self.input_layernorm, self.post_attention_layernorm, attention.q_norm, attention.k_norm)

@@ -12,6 +12,9 @@ off. The residual is kept for attention too. Without ``recompute_elementwise`` a
 Sums of k outputs are in fp32, in the order of the experts. In fp32 results differ from those of transformers only by the order
 of sums. The router computes as transformers does: a softmax in fp32 over all experts, then the k largest, divided by their sum if
 the config says so (``norm_topk_prob``). Its weights stay in fp32, as in vLLM; transformers rounds them to the model's dtype.
+
+Some families have a shared expert too: a dense MLP for all tokens, times the sigmoid of a gate. It keeps nothing of its own, with
+or without ``tiled_mlp``, and runs over tiles of tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +30,18 @@ from torch.autograd.function import once_differentiable
 
 from verl_memopt.memory.activation_checkpointing_torch import Forward
 from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS
-from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU, add_product, keep, kept, norm_and_weight, sum_of, wide_dtype
+from verl_memopt.memory.recompute_elementwise_torch import (
+    RMSNorm,
+    SwiGLU,
+    add_product,
+    keep,
+    kept,
+    norm_and_weight,
+    product_tiles,
+    sum_of,
+    wide_dtype,
+)
+from verl_memopt.memory.tiled_mlp_torch import LAYERS, TiledMlp, Traits, tensors_and_traits, tiled_linears
 
 SWIGLU = SwiGLU()
 
@@ -68,14 +82,20 @@ class Router:
 class Experts(nn.Module):
     """The experts of a block and their router."""
 
+    gate: Any
+    experts: Any
+
     def __init__(self, source: Any, options: Any) -> None:
         """``source`` is the block's mixture in transformers, and ``options`` are the block's ``BlockOptions``."""
         super().__init__()
         self.source_class, self.options = type(source).__name__, options
         # Modules that only hold parameters under their names: `experts.gate_up_proj` [E, 2 x I, h], `experts.down_proj` [E, h, I]
-        # and `gate.weight` [E, h].
-        self.experts, self.gate = source.experts, source.gate
-        self.router = Router(source.gate.top_k, source.gate.norm_topk_prob)
+        # and `gate.weight` [E, h]; of some families also `shared_expert`, an MLP, and `shared_expert_gate.weight` [1, h]. In the
+        # order of transformers, because optimizer states have the order of the parameters.
+        for name, part in source.named_children():
+            self.add_module(name, part)
+        # Families without this field always divide.
+        self.router = Router(source.gate.top_k, getattr(source.gate, "norm_topk_prob", True))
 
     @property
     def sums(self) -> bool:
@@ -85,7 +105,11 @@ class Experts(nn.Module):
     @property
     def mixture(self) -> Mixture:
         # Read at each pass: FSDP2 replaces parameters while a block computes.
-        return Mixture(self.router, (self.gate.weight, self.experts.gate_up_proj, self.experts.down_proj))
+        shared = getattr(self, "shared_expert", None)
+        layers = [] if shared is None else [*(getattr(shared, name) for name in LAYERS), self.shared_expert_gate]
+        tensors, traits = tensors_and_traits(layers)
+        routed = self.gate.weight, self.experts.gate_up_proj, self.experts.down_proj
+        return Mixture(self.router, (*routed, *tensors), tuple(traits))
 
     def forward_sum(
         self,
@@ -112,8 +136,11 @@ class Experts(nn.Module):
 
 class Mixture(NamedTuple):
     router: Router
-    tensors: tuple[Tensor, Tensor, Tensor]
-    """The weights of the router [E, h], of gate and up [E, 2 x I, h], and of down [E, h, I]."""
+    tensors: tuple[Any, ...]
+    """The weights of the router [E, h], of gate and up [E, 2 x I, h], and of down [E, h, I]. If there is a shared expert, then
+    the tensors of its gate, up and down, and of its own gate, as :func:`tensors_and_traits` returns them."""
+    traits: tuple[Traits, ...] = ()
+    """Those of the shared expert's layers. () = there is no shared expert."""
 
 
 def mixed(
@@ -137,9 +164,9 @@ def mixed(
         tiles: Compute in at least this many tiles of experts. None = also keep the outputs of gate and up.
         checkpoint: As in :func:`verl_memopt.memory.tiled_mlp_torch.recomputed_mlp`.
     """
-    router, tensors = mixture
+    router, tensors, traits = mixture
     keeps = tiles is None and torch.is_grad_enabled() and checkpoint is None
-    shape = MixShape(router, 1 if tiles is None else tiles, keeps)
+    shape = MixShape(router, traits, 1 if tiles is None else tiles, keeps)
     norm_weight = None if norm is None else norm[1]
     if checkpoint == "again":
         node = keep(x, residual, norm_weight, *tensors, None)
@@ -155,6 +182,7 @@ def mixed(
 
 class MixShape(NamedTuple):
     router: Router
+    traits: tuple[Traits, ...]
     tiles: int
     keeps: bool
     """Whether the outputs of gate and up are kept."""
@@ -178,8 +206,9 @@ def _prepare(residual: Tensor | None, x: Tensor, norm: tuple[RMSNorm, Tensor] | 
     return _Prepared(normal, out, chosen, router.weights(probabilities, chosen))
 
 
-def _computed(prepared: _Prepared, shape: MixShape, tensors: Sequence[Tensor], gates: Tensor | None) -> Tensor:
-    experts, routes = TiledExperts(tensors, shape.router, shape.tiles), (prepared.chosen, prepared.weights)
+def _computed(prepared: _Prepared, shape: MixShape, tensors: Sequence[Any], gates: Tensor | None) -> Tensor:
+    experts = TiledExperts(Mixture(shape.router, tuple(tensors), shape.traits), shape.tiles)
+    routes = prepared.chosen, prepared.weights
     experts.add_output(prepared.normal, prepared.out[0], routes, gates)
     return prepared.out
 
@@ -195,7 +224,7 @@ class _Mixed(torch.autograd.Function):
         residual: Tensor | None,
         x: Tensor,
         norm_weight: Tensor | None,
-        *tensors: Tensor,
+        *tensors: Any,
     ) -> Tensor:
         ctx.shape, ctx.norm, ctx.kept, ctx.gates = shape, norm, node, None
         if prepared is None:  # nobody reads the values
@@ -216,7 +245,7 @@ class _Mixed(torch.autograd.Function):
         through = any(needed[:3])
         # Without a norm x belongs to another function, and the gradient must not overwrite it.
         normal = x.clone() if norm is None else norm.compute_sum(residual, x, x, norm_weight)
-        experts = TiledExperts(tensors, ctx.shape.router, ctx.shape.tiles, needed[3:])
+        experts = TiledExperts(Mixture(ctx.shape.router, tuple(tensors), ctx.shape.traits), ctx.shape.tiles, needed[3:])
         experts.backward(grad, normal, True, through, chosen, gates)
         grad_x, norm_sum = normal if through else None, None
         if norm is not None and through:
@@ -230,13 +259,16 @@ class _Mixed(torch.autograd.Function):
 class TiledExperts:
     """Computes a mixture inside an autograd function, for rows y [t, h] that are normed.
 
-    ``tensors`` are the weights of the router [E, h], of gate and up [E, 2 x I, h], and of down [E, h, I]. Those that are
-    ``needed`` get a gradient. ``tiles`` is the least number of tiles of experts.
+    Of the mixture's tensors those that are ``needed`` get a gradient (None = none). ``tiles`` is the least number of tiles of
+    experts, and of tokens for a shared expert.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], router: Router, tiles: int = 1, needed: Sequence[bool] = (False,) * 3) -> None:
-        (self._gate, self._gate_up, self._down), self._router, self._tiles = tensors, router, tiles
-        self._sums = [_ExpertSum(tensor) if wanted else None for tensor, wanted in zip(tensors, needed, strict=True)]
+    def __init__(self, mixture: Mixture, tiles: int = 1, needed: Sequence[bool] | None = None) -> None:
+        (self._gate, self._gate_up, self._down, *shared), self._router, self._tiles = mixture.tensors, mixture.router, tiles
+        needed = (False,) * len(mixture.tensors) if needed is None else needed
+        routed = zip(mixture.tensors[:3], needed[:3], strict=True)
+        self._sums = [_ExpertSum(tensor) if wanted else None for tensor, wanted in routed]
+        self._shared = _SharedExpert(shared, mixture.traits, needed[3:]) if mixture.traits else None
 
     def add_output(
         self, normal: Tensor, out: Tensor, routes: tuple[Tensor, Tensor] | None = None, gates: Tensor | None = None
@@ -268,6 +300,9 @@ class TiledExperts:
             del value
             total.index_add_(0, tokens, parts * by_row[rows.order[tile.rows], None])
             del parts
+        if self._shared is not None:
+            for cut in product_tiles(normal, self._tiles):
+                self._shared.add_output(normal[cut], total[cut])
         if total is not out:
             out.add_(total)
 
@@ -321,11 +356,58 @@ class TiledExperts:
                 self._sums[0].add_matrix(grad_logits, normal, alone)
             if total is not None:
                 total.addmm_(grad_logits.to(total.dtype), self._gate.to(total.dtype))
-                normal.copy_(total)
+        if self._shared is not None:
+            # Last, because it overwrites its input with its gradient.
+            cuts = product_tiles(normal, self._tiles)
+            for cut in cuts:
+                self._shared.backward(grad[cut], normal[cut], alone and len(cuts) == 1, through)
+            if total is not None:
+                total.add_(normal)
+        if total is not None:
+            normal.copy_(total)
 
     def gradients(self) -> list[Tensor | None]:
-        # Return the gradients of the three tensors, in their order.
-        return [None if total is None else total.gradient() for total in self._sums]
+        # Return the gradients of the mixture's tensors, in their order.
+        routed = [None if total is None else total.gradient() for total in self._sums]
+        return routed if self._shared is None else [*routed, *self._shared.gradients()]
+
+
+class _SharedExpert:
+    """Computes sigmoid(w y) x MLP(y) for normed rows y [t, h] inside an autograd function, where w [1, h] is a gate.
+
+    ``tensors`` and ``traits`` are those of a :class:`Mixture`, of which the ``needed`` ones get a gradient. The MLP has no
+    biases.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor | None], traits: Sequence[Traits], needed: Sequence[bool]) -> None:
+        self._mlp = TiledMlp(tensors[:12], traits[:3], needed[:12])
+        (self._gate,) = tiled_linears(tensors[12:], traits[3:], needed[12:])
+
+    def add_output(self, normal: Tensor, out: Tensor) -> None:
+        # ``out`` [t, h] may be wider than ``normal``.
+        out.addcmul_(self._mlp.output(normal).to(out.dtype), self._share(normal).to(out.dtype))
+
+    def backward(self, grad: Tensor, normal: Tensor, alone: bool, through: bool) -> None:
+        """As in :class:`TiledMlp`."""
+        share = self._share(normal)
+        at_gate = normal.new_empty(share.shape)
+
+        def through_gate(above: Tensor, product: Tensor) -> Tensor:
+            by_share = (above.to(share.dtype) * product).sum(-1, keepdim=True)
+            at_gate.copy_(by_share * share * (1 - share))
+            self._gate.add(at_gate, normal, alone)
+            return torch.mul(above, share.to(above.dtype), out=product)
+
+        self._mlp.backward(grad, normal, alone, through, through_gate)
+        if through:
+            self._gate.through(at_gate, normal, add=True)
+
+    def gradients(self) -> list[Tensor | None]:
+        return [*self._mlp.gradients(), *self._gate.gradients()]
+
+    def _share(self, normal: Tensor) -> Tensor:
+        # fp32 or wider [t, 1]
+        return self._gate.output(normal).to(wide_dtype(normal.dtype)).sigmoid()
 
 
 class _Tile(NamedTuple):

@@ -77,7 +77,7 @@ def export_folder(
             for file in Path(str(config.name_or_path)).glob("*.py"):
                 shutil.copyfile(file, folder / file.name)
     if weights is not None:
-        _write_weights(folder, weights if source is None else _whole(weights, source, writes), writes)
+        _write_weights(folder, stored_tensors(weights) if source is None else _whole(weights, source, writes), writes)
 
 
 def export_stored(folder: Path, stored: Path, weights: Weights, dtype: torch.dtype, source: WeightFolder | None = None) -> None:
@@ -91,13 +91,15 @@ def export_stored(folder: Path, stored: Path, weights: Weights, dtype: torch.dty
             shutil.copyfile(file, folder / file.name)
     config = json_of(stored / "config.json", dict[str, Any], DAMAGED, CheckpointError)
     _write_json(folder / "config.json", with_dtype(config, dtype_name(dtype)))
-    _write_weights(folder, weights if source is None else _whole(weights, source, True), writes=True)
+    _write_weights(folder, stored_tensors(weights) if source is None else _whole(weights, source, True), writes=True)
 
 
 def _whole(weights: Weights, source: WeightFolder, writes: bool) -> Weights:
     # The weights of the text part under their names in a folder, and a copy of the others, which stay in the folder's files.
-    for name, tensor in stored_tensors(weights):
-        yield source.stored[name], tensor
+    # Experts are one tensor or one by one, as the folder has them.
+    for whole in weights:
+        for name, tensor in [whole] if whole[0] in source.stored else stored_tensors([whole]):
+            yield source.stored[name], tensor
     if writes:
         yield from source.read_apart()
 
@@ -214,7 +216,7 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 def _write_weights(folder: Path, weights: Weights, writes: bool) -> None:
     files: list[SafetensorsWriter] = []
     with ExitStack() as stack:
-        for name, tensor in stored_tensors(weights):
+        for name, tensor in weights:
             # The iterator gathers on all ranks, so ranks that do not write must exhaust it too.
             if not writes:
                 continue

@@ -51,6 +51,10 @@ CAPPED = "Its capped scores of attention need `attn_implementation=eager`, which
 MORE = "take more than text"
 FIXED = "cannot be built with attention over packed rows"
 BESIDE = "Its vision tower is not trained: it stays on disk, and every saved model gets a copy of it."
+SHARED = (
+    "LoRA leaves its routed experts as they are. `quantization` and an auxiliary loss are refused; `load_mode=mmap` too, if the "
+    "files have experts one by one."
+)
 NO_LIST = "do not keep their decoder blocks in a list named layers"
 RENAMED = "use other names for their weights in a checkpoint than in the model"
 OWN_WAY = "cannot compute packed rows"
@@ -98,6 +102,21 @@ FAMILIES = (
     Family("qwen3", "Qwen3, dense", "Qwen3"),
     Family("qwen3_5", "Qwen3.5, dense, as text", text="qwen3_5_text", apart=("model.visual.", "mtp."), note=BESIDE),
     Family(
+        "qwen3_5_moe",
+        "Qwen3.5, mixture of experts, as text",
+        text="qwen3_5_moe_text",
+        apart=("model.visual.", "mtp."),
+        note=f"{BESIDE} {SHARED}",
+    ),
+    Family(
+        "qwen3_5_moe_text",
+        "Qwen3.5, mixture of experts, and those of its type (3.6)",
+        "Qwen3_5Moe",
+        carries=True,
+        apart=("model.visual.", "mtp."),
+        note=SHARED,
+    ),
+    Family(
         "qwen3_5_text",
         "Qwen3.5, dense, and those of its type (3.6, 3.8)",
         "Qwen3_5",
@@ -139,8 +158,7 @@ FAMILIES = (
     Family("nemotron", "Nemotron-4, Minitron", refused=OWN_WAY),
     Family("olmo_hybrid", "OLMo Hybrid", refused=STATE, nearest="olmo3"),
     Family("phimoe", "Phi-3.5-MoE", refused=f"{EXPERTS} with layer norms and a router of their own"),
-    Family("qwen3_5_moe", "Qwen3.5, mixture of experts", refused=STATE),
-    Family("qwen3_next", "Qwen3-Next", refused=STATE),
+    Family("qwen3_next", "Qwen3-Next", refused=STATE, nearest="qwen3_5_moe_text"),
     Family("recurrent_gemma", "RecurrentGemma", refused="have layers of type recurrent", nearest="gemma2"),
     Family("rwkv", "RWKV", refused=FIXED),
     Family("stablelm", "StableLM", refused=OWN_WAY),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from verl_memopt.memory.recompute_elementwise_torch import norm_and_weight, recomputed_outputs
 from verl_memopt.memory.recompute_gates import GatedNorm
 from verl_memopt.model.delta_rule import DeltaShape, gated_delta_rule
+from verl_memopt.model.experts import Mixture
 from verl_memopt.model.prefix_kv import Prefix
 from verl_memopt.model.prefix_layout import PrefixLayout
 from verl_memopt.model.state_chunks import TAIL, state_chunks, state_tiles
@@ -54,11 +55,18 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(heads.view(out.shape)), x
 
     def tiled(
-        self, x: Tensor, layout: PrefixLayout, tile_tokens: int, mlp_tiles: int, norms: Sequence[nn.Module], mlp: Sequence[Any]
+        self,
+        x: Tensor,
+        layout: PrefixLayout,
+        tile_tokens: int,
+        mlp_tiles: int,
+        norms: Sequence[nn.Module],
+        mlp: Sequence[Any] | Mixture,
     ) -> Tensor:
         """Return the output [1, T, h] of a whole block, over tiles of ``tile_tokens`` tokens.
 
-        ``x`` [T, h] is the input of the block, ``norms`` are those of this layer and of the MLP, ``mlp`` are gate, up and down.
+        ``x`` [T, h] is the input of the block, ``norms`` are those of this layer and of the MLP, ``mlp`` are gate, up and down,
+        or experts.
         """
         found = [norm_and_weight(norm) for norm in norms]
         shape = LinearBlockShape(
@@ -69,6 +77,8 @@ class GatedDeltaNet(nn.Module):
         )
         weights = (found[0][1], found[1][1], self.norm.weight), (self.conv1d.weight, self.A_log, self.dt_bias)
         own = self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a, self.out_proj
+        if isinstance(mlp, Mixture):
+            return tiled_linear_block(x, shape, *weights, own, mlp)
         return tiled_linear_block(x, shape, *weights, (*own, *mlp))
 
     def _projected(self, x: Tensor, norm: nn.Module) -> Sequence[Tensor]:

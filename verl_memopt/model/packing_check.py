@@ -48,6 +48,7 @@ from verl_memopt.model.weights import (
     check_shapes,
     check_tied_head,
     empty_model,
+    is_stack,
     load_model_config,
     local_part,
     named_weights,
@@ -250,7 +251,7 @@ class Checked(NamedTuple):
     features: tuple[str, ...] = ()
     """Result of :func:`verl_memopt.model.families.features`."""
     has_more: bool = False
-    """The folder has weights beside those of the text model, or other names for these."""
+    """The folder has weights beside those of the text model, or other names for these, or has all experts of a block in one."""
     apart: tuple[str, ...] = ()
     """Names of the weights beside those of the text model."""
 
@@ -295,7 +296,9 @@ def check_architecture(model: Model | CriticModel, folder: Path, longest: int, k
     if packed_model.tied:
         name = next(name for name, parameter in named_weights(packed_model) if parameter is embedding)
         check_tied_head(weights, name, folder)
-    has_more = bool(weights.apart) or any(name != stored_name for name, stored_name in weights.stored.items())
+    renamed = any(name != stored_name for name, stored_name in weights.stored.items())
+    whole_experts = any(is_stack(name) and not weights.is_stacked(name) for name in weights.names)
+    has_more = bool(weights.apart) or renamed or whole_experts
     return Checked(shapes, int(embedding.shape[0]), features(config), has_more, tuple(weights.apart))
 
 

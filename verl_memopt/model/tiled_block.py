@@ -27,14 +27,14 @@ from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU, keep
 from verl_memopt.memory.recompute_gates import SigmoidGate
 from verl_memopt.memory.tiled_mlp_torch import TiledLinear, TiledMlp, Traits, tensors_and_traits, tiled_linears
 from verl_memopt.model.attention_fused import CPU_FLASH, EFFICIENT, FLASH, Kernel, key_heads, merge
-from verl_memopt.model.experts import Mixture, Router, TiledExperts
+from verl_memopt.model.experts import Mixture, TiledExperts
 from verl_memopt.model.prefix_layout import PrefixLayout, PrefixSpan
 from verl_memopt.model.rotary import apply_rotary, rotary_backward
 
 SIGMOID_GATE = SigmoidGate()
 
-Kinds = tuple[Sequence[Traits], Router | None]
-"""Traits of the linear layers, and the router if the MLP is a mixture of experts."""
+Kinds = tuple[Sequence[Traits], Mixture | None]
+"""Traits of the linear layers, and the mixture without its tensors if experts are in place of the MLP."""
 
 
 @dataclass(frozen=True)
@@ -163,33 +163,34 @@ def tiled_block(
         mixture: Experts, which take the place of gate, up and down. None = there are none.
     """
     if not torch.is_grad_enabled():
-        experts = None if mixture is None else TiledExperts(mixture.tensors, mixture.router)
+        experts = None if mixture is None else TiledExperts(mixture)
         return _Block(shape, layout, (x, cos, sin, *norm_weights), layers, experts).forward()
     tensors, traits = tensors_and_traits(layers)
     tensors += () if mixture is None else mixture.tensors
-    node, router = keep(x, cos, sin, *norm_weights, *tensors), None if mixture is None else mixture.router
-    return _TiledBlock.apply(shape, layout, (traits, router), node, x, cos, sin, *norm_weights, *tensors)
+    node = keep(x, cos, sin, *norm_weights, *tensors)
+    kinds = traits, None if mixture is None else mixture._replace(tensors=())
+    return _TiledBlock.apply(shape, layout, kinds, node, x, cos, sin, *norm_weights, *tensors)
 
 
 class _TiledBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shape: BlockShape, layout: PrefixLayout, kinds: Kinds, node: Any, *tensors: Any) -> Tensor:
         ctx.shape, ctx.layout, ctx.kinds, ctx.kept = shape, layout, kinds, node
-        traits, router = kinds
+        traits, mixture = kinds
         layers = tiled_linears(tensors[7 : 7 + 4 * len(traits)], traits)
-        experts = None if router is None else TiledExperts(tensors[23:], router)
+        experts = None if mixture is None else TiledExperts(mixture._replace(tensors=tensors[23:]))
         return _Block(shape, layout, tensors[:7], [layer.output for layer in layers], experts).forward()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors, needed = kept(ctx), ctx.needs_input_grad[4:]
-        traits, router = ctx.kinds
+        traits, mixture = ctx.kinds
         layers = tiled_linears(tensors[7:23], traits[:4], needed[7:23])  # four tensors each
         mlp: TiledMlp | TiledExperts = (
             TiledMlp(tensors[23:], traits[4:], needed[23:], ctx.shape.gate)
-            if router is None
-            else TiledExperts(tensors[23:], router, needed=needed[23:])
+            if mixture is None
+            else TiledExperts(mixture._replace(tensors=tuple(tensors[23:])), needed=needed[23:])
         )
         weights = tensors[3:7]
         sums = [zeros_to_sum(weight) if wanted else None for weight, wanted in zip(weights, needed[3:7], strict=True)]

@@ -21,6 +21,7 @@ from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU, wide
 from verl_memopt.memory.recompute_gates import GatedNorm
 from verl_memopt.memory.tiled_mlp_torch import TiledLinear, TiledMlp, Traits, tensors_and_traits, tiled_linears
 from verl_memopt.model.delta_rule import DeltaShape, Rule
+from verl_memopt.model.experts import Mixture, TiledExperts
 from verl_memopt.model.state_chunks import TAIL, StateTile
 
 SWIGLU = SwiGLU()
@@ -49,6 +50,7 @@ def tiled_linear_block(
     norm_weights: tuple[Tensor, Tensor, Tensor],
     rule_weights: tuple[Tensor, Tensor, Tensor],
     layers: Sequence[Any],
+    mixture: Mixture | None = None,
 ) -> Tensor:
     """Compute a block's output [1, T, h]. It keeps ``x``, the parameters, and what goes from tile to tile.
 
@@ -61,21 +63,30 @@ def tiled_linear_block(
         rule_weights: As in :func:`verl_memopt.model.delta_rule.gated_delta_rule`.
         layers: The projections to qkv, z, b and a, the one from the heads, then gate, up and down, with or without adapters. In a
             pass without gradients they may be layers of any kind.
+        mixture: Experts, which take the place of gate, up and down. None = there are none.
     """
     if not torch.is_grad_enabled():
-        return _Block(shape, x, norm_weights, rule_weights, layers).forward()
+        experts = None if mixture is None else TiledExperts(mixture)
+        return _Block(shape, x, norm_weights, rule_weights, layers, experts=experts).forward()
     tensors, traits = tensors_and_traits(layers)
-    return _TiledLinearBlock.apply(shape, traits, x, *norm_weights, *rule_weights, *tensors)
+    tensors += () if mixture is None else mixture.tensors
+    kinds = traits, None if mixture is None else mixture._replace(tensors=())
+    return _TiledLinearBlock.apply(shape, kinds, x, *norm_weights, *rule_weights, *tensors)
+
+
+Kinds = tuple[Sequence[Traits], Mixture | None]
+"""Traits of the linear layers, and the mixture without its tensors if experts are in place of the MLP."""
 
 
 class _TiledLinearBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shape: LinearBlockShape, traits: Sequence[Traits], *tensors: Any) -> Tensor:
-        block = _Block(
-            shape, tensors[0], tensors[1:4], tensors[4:7], [layer.output for layer in tiled_linears(tensors[7:], traits)]
-        )
+    def forward(ctx: Any, shape: LinearBlockShape, kinds: Kinds, *tensors: Any) -> Tensor:
+        traits, mixture = kinds
+        layers = [layer.output for layer in tiled_linears(tensors[7 : 7 + 4 * len(traits)], traits)]
+        experts = None if mixture is None else TiledExperts(mixture._replace(tensors=tensors[27:]))
+        block = _Block(shape, tensors[0], tensors[1:4], tensors[4:7], layers, experts=experts)
         out = block.forward()
-        ctx.shape, ctx.traits = shape, traits
+        ctx.shape, ctx.kinds = shape, kinds
         ctx.save_for_backward(*tensors, block.tails, block.states)
         return out
 
@@ -84,8 +95,13 @@ class _TiledLinearBlock(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, tails, states = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
-        layers = tiled_linears(tensors[7:27], ctx.traits[:5], needed[7:27])  # four tensors each
-        mlp = TiledMlp(tensors[27:], ctx.traits[5:], needed[27:])
+        traits, mixture = ctx.kinds
+        layers = tiled_linears(tensors[7:27], traits[:5], needed[7:27])  # four tensors each
+        mlp: TiledMlp | TiledExperts = (
+            TiledMlp(tensors[27:], traits[5:], needed[27:])
+            if mixture is None
+            else TiledExperts(mixture._replace(tensors=tuple(tensors[27:])), needed=needed[27:])
+        )
         block = _Block(ctx.shape, tensors[0], tensors[1:4], tensors[4:7], [layer.output for layer in layers], (tails, states))
         # In fp32, because several tiles add to them.
         sums = [zeros_to_sum(weight) for weight in tensors[1:7]]
@@ -106,8 +122,10 @@ class _Block:
         rule_weights: Sequence[Tensor],
         layers: Sequence[Callable[[Tensor], Tensor]],
         handed: tuple[Tensor, Tensor] | None = None,
+        experts: TiledExperts | None = None,
     ) -> None:
         """``handed`` are the last inputs and the states that go from tile to tile. None = :meth:`forward` computes them."""
+        self.experts = experts
         self.shape, self.x, self.norm_weights, self.rule_weights, self.layers = shape, x, norm_weights, rule_weights, layers
         if handed is None:
             count, channels = shape.tiles[-1].results.stop, 2 * shape.rule.keys + shape.rule.values
@@ -124,6 +142,9 @@ class _Block:
             for rows in self.mlp_rows(tile):
                 part = hidden[rows.start - tile.rows.start : rows.stop - tile.rows.start]
                 normal = self.shape.norms[1].compute((part,), (self.norm_weights[1],))
+                if self.experts is not None:
+                    self.experts.add_output(normal, whole[0, rows].copy_(part))
+                    continue
                 sources = self.layers[5](normal), self.layers[6](normal)
                 product = SWIGLU.compute(sources, (), sources[0])
                 torch.add(part, self.layers[7](product), out=whole[0, rows])
@@ -161,7 +182,9 @@ class _Tile:
 
 
 class _Backward:
-    def __init__(self, block: _Block, layers: Sequence[TiledLinear], mlp: TiledMlp, sums: Sequence[Tensor]) -> None:
+    def __init__(
+        self, block: _Block, layers: Sequence[TiledLinear], mlp: TiledMlp | TiledExperts, sums: Sequence[Tensor]
+    ) -> None:
         self.block, self.layers, self.mlp, self.sums = block, layers, mlp, sums
         self.tails = torch.zeros_like(block.tails, dtype=block.states.dtype)
         self.states = torch.zeros_like(block.states)

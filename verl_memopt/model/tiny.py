@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class TinyShape:
     model_type: str = "qwen3"
-    """Architecture by its name in transformers: qwen3, qwen3_5_text, qwen3_moe, qwen2, llama, mistral or gemma3_text."""
+    """Architecture by its name in transformers: qwen3, qwen3_5_text, qwen3_5_moe_text, qwen3_moe, qwen2, llama, mistral or
+    gemma3_text."""
     vocab_size: int = 320
     """Number of rows of the embedding. The tokenizer has at most a few hundred tokens, so larger values only cost bytes."""
     hidden_size: int = 64
@@ -28,7 +29,7 @@ class TinyShape:
     intermediate_size: int = 128
     """Width of the MLP."""
     num_experts: int = 8
-    """Number of experts in a block of qwen3_moe."""
+    """Number of experts in a block of a mixture. Where it has a shared expert too, this has the width ``intermediate_size``."""
     experts_per_token: int = 2
     """Number of experts that compute a token."""
     expert_size: int = 32
@@ -99,10 +100,11 @@ def _random_model(shape: TinyShape, tokenizer: Any, seed: int) -> Any:
         "num_experts_per_tok": shape.experts_per_token,
         "moe_intermediate_size": shape.expert_size,
         "norm_topk_prob": True,
+        "shared_expert_intermediate_size": shape.intermediate_size,
     }
     config = AutoConfig.for_model(
         shape.model_type,
-        **(mixture if shape.model_type.endswith("_moe") else {}),
+        **(mixture if "_moe" in shape.model_type else {}),
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,

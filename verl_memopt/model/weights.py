@@ -156,8 +156,8 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 class WeightFolder:
     """Reads the safetensors files of a model folder slice by slice. Only the requested slice is in memory.
 
-    Files store the experts of a block one by one, and models hold them as one tensor. Here they have the names and shapes of the
-    model: ``experts.gate_up_proj`` [E, 2 x I, h], gate before up, and ``experts.down_proj`` [E, h, I].
+    Most files store the experts of a block one by one, and models hold them as one tensor. Here they have the names and shapes of
+    the model: ``experts.gate_up_proj`` [E, 2 x I, h], gate before up, and ``experts.down_proj`` [E, h, I].
 
     Attributes:
         folder: The folder.

@@ -56,7 +56,7 @@ class Environment:
         critic_weights: Name -> shape of each weight of the critic, without adapters.
         teacher_folders: Folders of the teachers' models, if they are models of their own: the first one, then the further ones.
         teacher_tokenizer: The tokenizer of a teacher that reads text; None = it reads the policy's tokens.
-        has_more: The folder of the policy's model holds more than the text model. An export copies the rest.
+        has_more: The folder of the policy's model holds more than the text model, or names it otherwise; see ``Checked``.
         features: Entries of the policy's config, ``field=value``, that make its forward unusual.
     """
 

@@ -159,7 +159,7 @@ class WorkerPlan:
     agent: AgentPlan | None = None
     """What conversations of several turns need. None = each prompt is answered in one turn."""
     has_more: bool = False
-    """``folder`` holds more than the text model that is trained. Each saved model gets a copy of the rest."""
+    """``folder`` holds more than the text model that is trained, of which each saved model gets a copy, or names it otherwise."""
     has_policy: bool = True
     """False = the worker has only one other role, and its own device."""
 
