@@ -58,7 +58,10 @@ HYBRID_ROWS = ((131_072, 8192), (1_048_576, 65_536))
 """Tokens of the row, tokens of a tile."""
 HYBRID_LAYERS = 2
 """Blocks that are run, one of each kind. Each further one adds its input to the activations, and gradients leave for the host."""
-SHAPES = ("Qwen/Qwen3.5-0.8B", "Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-27B", "Qwen/Qwen3-30B-A3B")
+SHAPES = (
+    *("Qwen/Qwen3.5-0.8B", "Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-27B"),
+    *("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3.5-35B-A3B"),
+)
 SHAPE_TOKENS = 4096
 ALL_ON_CARD = (
     *(f"actor_rollout_ref.actor.fsdp_config.{key}" for key in ("grad_offload=false", "split_master_weights=false")),
@@ -129,9 +132,10 @@ def write_config(folder: Path, size: ModelSize) -> None:
     if size.mixture is not None:
         kind, own = "qwen3_moe", size.mixture
         more = {"num_experts": own.experts, "moe_intermediate_size": own.width, "num_experts_per_tok": own.top_k}
+        more["shared_expert_intermediate_size"] = own.shared
     if size.rule is not None:
-        kind, own = "qwen3_5_text", size.rule
-        more = {"linear_num_key_heads": own.key_heads, "linear_num_value_heads": own.value_heads}
+        kind, own = "qwen3_5_text" if size.mixture is None else "qwen3_5_moe_text", size.rule
+        more |= {"linear_num_key_heads": own.key_heads, "linear_num_value_heads": own.value_heads}
         more |= {"linear_key_head_dim": own.key_dim, "linear_value_head_dim": own.value_dim}
         # The last of each cycle has attention.
         every = size.layers // (size.layers - size.linear_layers)
@@ -204,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.long_rows", description=__doc__)
     parser.add_argument("--divide", type=int, default=1, metavar="N", help="take rows of 1/N of the tokens, for a quick look")
     parser.add_argument("--hybrid", action="store_true", help="compare Qwen3.5 with Qwen3")
-    parser.add_argument("--shapes", nargs="*", metavar="HUB_ID", help="compare with what fit computes (default: five shapes)")
+    parser.add_argument("--shapes", nargs="*", metavar="HUB_ID", help="compare with what fit computes (default: six shapes)")
     asked = parser.parse_args(argv)
     logging.disable(logging.WARNING)
     if asked.shapes is not None:

@@ -16,10 +16,12 @@ from tests.memory.recomputed import EPS, drawn, gradients, plain_norm, relative
 from tests.model.test_prefix_kv import PARTS, assert_near, results
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
+from verl_memopt.config.keys import replaced
 from verl_memopt.config.role_settings import WrapPolicy
-from verl_memopt.config.schema import Model
+from verl_memopt.config.schema import ActorRolloutRef, Model
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.lora import adapter_params
 from verl_memopt.memory.lora_torch import adapters
 from verl_memopt.memory.recompute_elementwise_torch import RMSNorm
 from verl_memopt.memory.tiled_mlp import TiledMlp
@@ -28,8 +30,9 @@ from verl_memopt.model import experts
 from verl_memopt.model.captured_block import why_not_captured
 from verl_memopt.model.experts import Mixture, Router, TiledExperts, mixed
 from verl_memopt.model.packing_check import check_architecture
-from verl_memopt.model.sizes import MixtureSize
+from verl_memopt.model.sizes import MixtureSize, size_of
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.plan.formulas import Pass, Shapes
 from verl_memopt.worker.trained_model import micro_batch, micro_batches_of
 
 ROUNDING = 1e-13
@@ -307,6 +310,22 @@ def test_the_activations_of_an_update_are_those_of_the_formula(tmp_path, one_ran
     assert act.close(found, formula.activation_bytes, more)
 
 
+OTHERS = (OWN, PLAIN, {**PLAIN, **TILES}, {**OWN, "block_tile_tokens": 128})
+
+
+@pytest.mark.parametrize("options", [{**OWN, **TILES}, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)], ids=str)
+def test_a_wide_shared_expert_has_the_activations_of_the_formula(tmp_path, one_rank, options):
+    shape = replace(act.SHAPE, model_type="qwen3_5_moe_text", num_experts=16, experts_per_token=4, expert_size=256)
+    folder = make_tiny_model(tmp_path / "model", replace(shape, intermediate_size=1024, vocab_size=512, num_layers=4))
+    batch, options = sharing(grouped(100, [150] * 4)), {"prune_last_block": False, **options}
+    policy, micro = act.build(folder, one_rank, **options), [micro_batch(batch, range(4))]
+    found = act.tracked_step(policy, micro, counts_of(batch), steps=1).most()["activations"]
+    size, plain = size_of(Model(path=str(folder)), "model"), shapes(batch, enable_gradient_checkpointing=False, **options)
+    work = Pass(plain.tokens, plain.responses, 5, plain.tokens)
+    formula = Shapes.of(size, plain.settings, work, "cpu")
+    assert act.close(found, replace(formula, suffix_tokens=plain.suffix_tokens).activation_bytes, 0.05)
+
+
 @pytest.mark.parametrize("options", [OWN, {**OWN, "recompute": True, "block_tile_tokens": 16}], ids=str)
 def test_fake_tensors_compute_experts_with_evenly_spread_tokens(mixture_folder, options):
     act.assert_fake_tensors_give_the_bytes_of_real_ones(mixture_folder, **options)
@@ -374,6 +393,10 @@ def test_a_shared_expert_has_adapters_beside_routed_experts_without(tmp_path, on
     policy, plain = (act.build(folder, one_rank, **more, **act.LORA) for more in (options, PLAIN))
     adapted = {name.split(".mlp.")[1] for name in adapters(policy.model) if ".mlp." in name}
     assert adapted == {"shared_expert_gate", *(f"shared_expert.{name}_proj" for name in ("gate", "up", "down"))}
+    size = size_of(Model(path=str(folder)), "model")
+    roles = replaced(ActorRolloutRef(), {"model": replaced(Model(), {"lora_rank": act.LORA["lora_rank"]})})
+    learned = sum(parameter.numel() for parameter in policy.model.parameters() if parameter.requires_grad)
+    assert adapter_params(Shapes.of(size, roles, Pass(1, 1, 1, 1), "cpu")) == learned
     assert_near(*(results(each, BATCH, PARTS, False) for each in (policy, plain)))
 
 

@@ -113,6 +113,7 @@ def test_no_phase_of_a_run_with_a_teacher_holds_more_than_was_predicted(number, 
     [
         *(("qwen3_5_text", number) for number in (7, 36)),
         *(pytest.param("qwen3_5_text", n, marks=SLOW) for n in (6, 8, 13, 21, 44)),
+        ("qwen3_5_moe_text", 7), *(pytest.param("qwen3_5_moe_text", n, marks=SLOW) for n in (6, 8, 13, 15, 44)),
         ("qwen3_moe", 7), *(pytest.param("qwen3_moe", n, marks=SLOW) for n in (6, 13, 15)),
     ],
 )  # fmt: skip

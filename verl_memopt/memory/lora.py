@@ -153,7 +153,10 @@ def adapter_params(shapes: Shapes) -> int:
     if rule is not None:
         linear = 5 * h + 2 * (rule.keys + rule.value_heads) + 3 * rule.values
     attention_layers = shapes.layers - shapes.linear_layers
-    total = attention_layers * sides + shapes.linear_layers * linear + shapes.layers * 3 * (h + mlp)
+    # Of a mixture the shared expert and its gate have adapters.
+    shared = 0 if shapes.mixture is None else shapes.mixture.shared
+    of_mlp = 3 * (h + mlp) if shapes.mixture is None else (3 * (h + shared) + h + 1) * (shared > 0)
+    total = attention_layers * sides + shapes.linear_layers * linear + shapes.layers * of_mlp
     return int(shapes.settings.model.lora_rank * total)
 
 

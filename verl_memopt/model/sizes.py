@@ -26,13 +26,15 @@ class MixtureSize:
     experts: int
     width: int
     top_k: int
+    shared: int = 0
+    """Width of the MLP of an expert that computes all tokens (Qwen3.5). 0 = there is none."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
     hidden: int
     mlp: int
-    """Width of the MLP; in a mixture of experts, of all experts together that compute a token."""
+    """Width of the MLP; in a mixture of experts, of all experts together that compute a token, with a shared one."""
     layers: int
     heads: int
     kv_heads: int
@@ -84,7 +86,9 @@ class ModelSize:
     @property
     def active_params(self) -> int:
         """Parameters that compute a token."""
-        return self.params - (0 if self.rule is not None else self.layers * (self.block_params - self.token_params))
+        mixture = self.mixture
+        idle = 0 if mixture is None else (mixture.experts - mixture.top_k) * mixture.width
+        return self.params - self.layers * 3 * self.hidden * idle
 
     @property
     def attention_layers(self) -> int:
@@ -129,6 +133,10 @@ PUBLISHED = {
     "Qwen/Qwen3.5-27B": ModelSize(
         5120, 17_408, 64, 24, 4, 256, 248_320, False, qk_norm=True, positions=2**18, counted=(26_895_998_464, 383_273_184),
         gated=True, rule=DeltaShape(16, 48, 128, 128), linear_layers=48,
+    ),
+    "Qwen/Qwen3.5-35B-A3B": ModelSize(
+        2048, 4608, 40, 16, 2, 256, 248_320, False, qk_norm=True, positions=2**18, counted=(34_660_610_688, 842_700_992),
+        gated=True, rule=DeltaShape(16, 32, 128, 128), linear_layers=30, mixture=MixtureSize(256, 512, 8, 512),
     ),
     "google/gemma-3-4b-it": ModelSize(
         2560,
@@ -195,8 +203,9 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
     if hasattr(getattr(block, "mlp", None), "experts"):
         # Some types call the width of an expert by the name that others give to the width of an MLP.
         own = getattr(config, "moe_intermediate_size", None) or width
-        mixture = MixtureSize(num_experts(config), own, config.num_experts_per_tok)
-        width = mixture.top_k * own + getattr(config, "shared_expert_intermediate_size", 0)
+        shared = getattr(config, "shared_expert_intermediate_size", 0)
+        mixture = MixtureSize(num_experts(config), own, config.num_experts_per_tok, shared)
+        width = mixture.top_k * own + shared
     return ModelSize(
         hidden=config.hidden_size,
         mlp=width,

@@ -142,11 +142,6 @@ class Shapes:
         )  # fmt: skip
 
     @property
-    def experts(self) -> tuple[int, int] | None:
-        """(E, k): a block has E experts, and k of them compute a token. Then ``mlp`` is their width together."""
-        return None if self.mixture is None else (self.mixture.experts, self.mixture.top_k)
-
-    @property
     def compiles(self) -> bool:
         actor = self.settings.actor
         return self.device == "cuda" and actor.use_torch_compile and not actor.fsdp_config.full_determinism
@@ -319,14 +314,15 @@ class Shapes:
         model, wide, inputs = self.settings.model, self.tokens * self.mlp * self.compute_bytes, self.input_bytes
         if model.recompute_elementwise:
             return max(self.mlp_bytes(self.tokens), self.attention_backward_bytes)
-        if self.experts is not None:
-            return self.block_bytes + self._experts_backward_bytes(*self.experts)
+        at_experts = 0 if self.mixture is None else self.block_bytes + self._experts_backward_bytes(self.mixture)
         if self.is_linear and self.rule is not None:
             channels = 2 * self.rule.keys + self.rule.values
             gradients = self.tokens * self.compute_bytes * (2 * self.hidden + channels + 2 * self.rule.values)
-            at_rule = self.block_bytes - (4 * wide if model.mlp_tiles is None else 0) + gradients + self.rule_bytes
+            at_rule = self.block_bytes - self.tokens * self._kept_gates + gradients + self.rule_bytes
             at_mlp = self.block_bytes + (2 if model.mlp_tiles is None else 6) * wide + 2 * inputs
-            return max(at_rule, at_mlp)
+            return max(at_rule, at_experts or at_mlp)
+        if self.mixture is not None:
+            return at_experts
         if model.mlp_tiles is None:
             return self.block_bytes + 2 * wide + 2 * inputs + self._tables_of_others
         return self.block_bytes + self._tables_of_others + 6 * wide + 2 * inputs - self.tiled_bytes(model.mlp_tiles)
@@ -376,18 +372,13 @@ class Shapes:
         whole += b * self.hidden * (queries + (tokens if left_out else 0))
         rows = min(tile, queries)
         part = min(rows, -(-queries // (self.settings.model.mlp_tiles or 1)))
-        # Of a mixture all experts have a sum.
-        weights = self.matrix_params + self._idle_mlp * 3 * self.hidden
-        sums = weights * (b if rows == queries else wide)
+        sums = self._summed_params * (b if rows == queries else wide)
         product = 0 if rows == queries else self._added_bytes(self.mlp)
         gates = 2 * query if self.gated else 0  # the gates, and the gated output
         extra = rows * (2 * self.hidden + 3 * query + gates)
         at_mlp = b * (extra + part * (self.hidden + 3 * self.mlp)) + self._at_gate(part) + product
         at_attention = b * rows * (self.hidden + 5 * query + 6 * query // self.kv_heads + gates)
-        # At the end the sums are rounded one by one. Gate and up of all experts have one sum.
-        largest = max(self.mlp, query) if self.mixture is None else 2 * self.mixture.experts * self.mixture.width
-        rounded = b * self.hidden * largest if b < wide and rows < queries else 0
-        return whole + sums + max(at_mlp, at_attention, rounded)
+        return whole + sums + max(at_mlp, at_attention, self._rounded_bytes(query) if rows < queries else 0)
 
     def _tiled_linear_bytes(self, tile: int) -> int:
         """As :meth:`tiled_block_bytes`, for a block with a state.
@@ -403,15 +394,13 @@ class Shapes:
         pair = 2 * wide * rule.values * rule.key_dim + (b + wide) * TAIL * channels
         whole = b * self.tokens * 2 * (self.hidden + self.head_dim) + handed * pair
         part = min(rows, -(-self.tokens // (self.settings.model.mlp_tiles or 1)))
-        sums = self.matrix_params * (wide if several else b)
+        sums = self._summed_params * (wide if several else b)
         product = self._added_bytes(self.mlp) if several else 0
         one = replace(self, tokens=rows)
         kept = b * rows * (self.hidden + channels + 2 * rule.values + 2 * rule.value_heads) + one.border_bytes
         at_mlp = b * (rows * (self.hidden + rule.values) + part * (self.hidden + 3 * self.mlp)) + self._at_gate(part) + product
         at_rule = b * rows * (channels + 2 * rule.value_heads) + one.rule_bytes
-        # At the end the sums are rounded one by one.
-        rounded = b * self.hidden * max(self.mlp, channels) if several and b < wide else 0
-        return whole + sums + max(kept + max(at_mlp, at_rule), rounded)
+        return whole + sums + max(kept + max(at_mlp, at_rule), self._rounded_bytes(channels) if several else 0)
 
     @property
     def border_bytes(self) -> int:
@@ -470,9 +459,9 @@ class Shapes:
 
         ``cut``: the number of tokens from which the number of tiles follows.
         """
-        if self.experts is not None:
+        if self.mixture is not None:
             kept = self.attention_bytes if self.recomputes_mlp else self.block_bytes
-            return kept + self._experts_backward_bytes(*self.experts)
+            return kept + self._experts_backward_bytes(self.mixture)
         b, inputs, least = self.compute_bytes, self.input_bytes, self.settings.model.mlp_tiles or 1
         tiles = max(-(-cut // PRODUCT_ROWS[self.device]), least if self.recomputes_mlp else 1)
         rows = round(self.tokens / tiles)
@@ -488,22 +477,25 @@ class Shapes:
         # The gradients of gate and up overwrite gate and up.
         return self.block_bytes + inputs + max(wide + whole + gate, inputs + normal + 2 * whole + norm)
 
-    def _experts_backward_bytes(self, experts: int, chosen: int) -> int:
+    def _experts_backward_bytes(self, mixture: MixtureSize) -> int:
         """Return the bytes of a mixture's backward beside what its block keeps, for tokens that are spread evenly.
 
         They include the gradients of the experts' weights, until these become the gradients of their parameters.
         """
-        b, h, width, wide = self.compute_bytes, self.hidden, self.mlp // chosen, max(self.compute_bytes, 4)
-        rows, least = self.tokens * chosen, self.settings.model.mlp_tiles or 1
-        limit = min(-(-rows // least), PRODUCT_ROWS[self.device])
-        tile = min(max(limit, -(-rows // experts)), rows)
+        b, h, width, wide = self.compute_bytes, self.hidden, mixture.width, max(self.compute_bytes, 4)
+        tile = self._expert_rows(mixture)
         # The gradient of the output, the normed input and the sum of its gradient; probabilities; which row is where.
-        tokens = self.tokens * (h * (2 * b + wide) + 4 * experts) + rows * 32
+        tokens = self.tokens * (h * (2 * b + wide) + 4 * mixture.experts + 32 * mixture.top_k)
         both = 0 if self.settings.model.mlp_tiles is None and not self.recomputes_mlp else 2 * width * b
         # The value before down and its gradient, and their product in fp32.
         at_weights = tile * (2 * h * b + both + width * (2 * b + (4 if b == wide else 8)))
         at_input = tile * (h * (2 * b + (0 if b == wide else wide)) + both)
-        return tokens + 3 * experts * width * h * b + max(at_weights, at_input)
+        # At the shared expert, of which gate and up are computed again, and then its value: at its output and a product with that
+        # in fp32, or at the gradients of gate and up. Sums of the gradients of weights are in fp32.
+        part, shared = self._shared_rows, mixture.shared
+        at_output = part * h * (b + (4 if b == wide else 8))
+        at_shared = 3 * shared * (part * b + h * wide) + max(at_output, self._at_gate_of(part * shared))
+        return tokens + 3 * mixture.experts * width * h * b + max(at_weights, at_input, at_shared if shared else 0)
 
     @property
     def linear_forward_bytes(self) -> int:
@@ -518,14 +510,25 @@ class Shapes:
         b, h, tokens = self.compute_bytes, self.hidden, self.tokens
         tile = self._expert_rows(mixture)
         routes = tokens * (4 * mixture.experts + 32 * mixture.top_k)
-        own = tokens * (b * (4 * h + 2 * self.head_dim) + 4 * h) + tile * (b * (2 * h + 3 * mixture.width) + 4 * h)
-        return own + routes + self._at_gate_of(tile * mixture.width)
+        own = tokens * (b * (4 * h + 2 * self.head_dim) + 4 * h)
+
+        def at_gate(rows: int, width: int) -> int:
+            return rows * (b * (2 * h + 3 * width) + 4 * h) + self._at_gate_of(rows * width)
+
+        return (
+            own + routes + max(at_gate(tile, mixture.width), at_gate(self._shared_rows, mixture.shared) if mixture.shared else 0)
+        )
 
     def _expert_rows(self, mixture: MixtureSize) -> int:
         # Rows of a tile of experts.
         rows, least = self.tokens * mixture.top_k, self.settings.model.mlp_tiles or 1
         limit = min(-(-rows // least), PRODUCT_ROWS[self.device])
         return min(max(limit, -(-rows // mixture.experts)), rows)
+
+    @property
+    def _shared_rows(self) -> int:
+        # Rows of a tile of the shared expert.
+        return -(-self.tokens // max(-(-self.tokens // PRODUCT_ROWS[self.device]), self.settings.model.mlp_tiles or 1))
 
     @property
     def forward_bytes(self) -> int:
@@ -577,6 +580,11 @@ class Shapes:
         gradients = b * h * (3 * wide + query) + (0 if tiles == 1 else max(b, 4) * 3 * h * wide)
         at_output = b * self.tokens * (2 * h + query) + gradients
         return fixed + max(project, finish + self._at_norm(rows), at_gate, at_output)
+
+    def _rounded_bytes(self, columns: int) -> int:
+        # Bytes of a gradient beside all fp32 sums, which are rounded one by one. Gate and up of all experts have one sum.
+        widest = self.mlp if self.mixture is None else 2 * self.mixture.experts * self.mixture.width
+        return 0 if self.compute_bytes >= 4 else self.compute_bytes * self.hidden * max(widest, columns)
 
     def _added_bytes(self, columns: int) -> int:
         # Bytes of a product in half precision, which is added to the fp32 sum of a weight's gradient.
@@ -822,9 +830,19 @@ class Shapes:
         return round(6 * self.tokens * wide * (1 - 1 / n) - 2 * self.hidden * wide - self.input_bytes * (1 + 1 / n))
 
     @property
-    def _idle_mlp(self) -> int:
-        # Width of all experts that do not compute a token.
-        return 0 if self.experts is None else (self.experts[0] - self.experts[1]) * self.mlp // self.experts[1]
+    def _summed_params(self) -> int:
+        # Parameters of a block in matrices. Of a mixture all experts have a sum.
+        mixture = self.mixture
+        idle = 0 if mixture is None else (mixture.experts - mixture.top_k) * mixture.width
+        return self.matrix_params + 3 * idle * self.hidden
+
+    @property
+    def _kept_gates(self) -> int:
+        # Bytes per token that a block keeps of its MLP if norms and activations are not recomputed, without the MLP's input.
+        if self.settings.model.mlp_tiles is not None:
+            return 0
+        # Routed experts keep the outputs of gate and up alone. An MLP also keeps the activation and the product.
+        return self.compute_bytes * (4 * self.mlp if self.mixture is None else 2 * self.mixture.top_k * self.mixture.width)
 
     @property
     def matrix_params(self) -> int:
@@ -859,16 +877,15 @@ class Shapes:
         if model.recompute_elementwise:
             # A norm of an output keeps this output, unless a tile computes it again.
             outputs = self.post_norms * self.input_bytes * (2 if model.mlp_tiles is None else 1)
-            outputs += self.tokens * (0 if self.experts is None else self.experts[1])  # a byte for each expert of a token
-            return self.attention_bytes + outputs + (2 * self.tokens * self.mlp * b if model.mlp_tiles is None else 0)
+            outputs += self.tokens * (0 if self.mixture is None else self.mixture.top_k)  # a byte for each expert of a token
+            gates = 2 * self.tokens * self.mlp * b if self.mixture is None else self.tokens * self._kept_gates
+            return self.attention_bytes + outputs + (gates if model.mlp_tiles is None else 0)
         if self.is_linear and self.rule is not None:
             # The gated norm keeps four tensors in fp32: its input, the norm, the gate and the gate's activation.
             values, channels = self.rule.values, 2 * self.rule.keys + self.rule.values
             kept = (4 + 2 * b) * 2 * self.hidden + b * (channels + 2 * self.rule.value_heads) + (16 + 5 * b) * values
-            return self.tokens * (kept + b * (4 * self.mlp if model.mlp_tiles is None else 0)) + self.border_bytes
+            return self.tokens * (kept + self._kept_gates) + self.border_bytes
         norms = self._norm_width * (2 * self.hidden + query + key) + 2 * self._post_norm_width * self.hidden
-        # Experts keep the outputs of gate and up alone. An MLP also keeps the activation and the product.
-        wide = 0 if model.mlp_tiles is not None else 4 * self.mlp if self.experts is None else 2 * self.mlp
         gates = 3 * query if self.gated else 0  # the gates, their activation, and the gated output
-        kept = norms + b * (query + key + gates + wide)
+        kept = norms + b * (query + key + gates) + self._kept_gates
         return self.tokens * kept + self.exchanged_bytes
