@@ -6,7 +6,7 @@ import torch
 from tests.gpu import machine
 from tests.model import test_delta_rule as states
 from tests.model import test_experts as mixtures
-from verl_memopt.model.experts import Mixture, Router, mixed
+from verl_memopt.model.experts import Mixture, MixtureKind, Router, mixed
 from verl_memopt.model.prefix_layout import PrefixLayout
 
 GROUPS = ((130, (3, 64, 1, 65)), (2, (1, 2, 70)), (200, ()))
@@ -51,7 +51,7 @@ def test_experts_give_the_exact_outputs_and_gradients():
     exact = [tensor.double().requires_grad_() for tensor in (x, *given)]
     own = [tensor.to(machine.device()).requires_grad_() for tensor in (x, *given)]
     expected = mixtures.by_token(exact[0], router, exact[1:])
-    found = mixed(None, own[0], None, Mixture(router, tuple(own[1:])), None)[0]
+    found = mixed(None, own[0], None, Mixture(MixtureKind(router), tuple(own[1:])), None)[0]
     near([found], [expected.detach()], dtype)
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     (found * weights.to(found)).sum().backward()

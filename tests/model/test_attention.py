@@ -73,9 +73,9 @@ def scored(model, pack):
     return [log_probs.detach(), *(zero if each.grad is None else each.grad.clone() for each in model.parameters())]
 
 
-def attend(name, query, key, value, layout, window=None):
+def attend(name, query, key, value, layout, window=None, sinks=None):
     tokens_first = (x[0].transpose(0, 1) for x in (query, key, value))
-    return KERNELS[REGISTERED[name]](*tokens_first, AttentionArgs(layout, 0.3, window, None))
+    return KERNELS[REGISTERED[name]](*tokens_first, AttentionArgs(layout, 0.3, window, None, sinks=sinks))
 
 
 @given(SIZES, HEADS)
@@ -118,6 +118,18 @@ def test_a_sliding_window_goes_on_from_a_prefix_to_what_follows(name, layout, he
             return  # the package
         found = with_gradients(lambda *x: attend(name, *x, layout, window), inputs)
     assert agree(found, with_gradients(lambda *x: attend("eager", *x, layout, window), inputs), 5e-7)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "varlen", "flash_attention_2"])
+@settings(max_examples=30)
+@given(LAYOUTS, HEADS, st.integers(1, 30))
+def test_a_sink_takes_its_share_in_a_window(name, layout, heads, window):
+    inputs = *random_inputs(layout, *heads), 2 * torch.randn(heads[0], generator=torch.Generator().manual_seed(3))
+    with gpu_operators_on_a_cpu():
+        found = with_gradients(lambda *x: attend(name, *x[:3], layout, window, x[3]), inputs)
+    expected = with_gradients(lambda *x: attend("eager", *x[:3], layout, window, x[3]), inputs)
+    assert agree(found, expected, 1e-6)
+    assert norm_error(found[4], expected[4]) < 1e-5
 
 
 @given(LAYOUTS, st.integers(1, 30))

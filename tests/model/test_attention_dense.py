@@ -36,7 +36,7 @@ TILES = st.sampled_from([0, 64, 200, 600, 2**22])
 
 def efficient(layout, tile, rotary=None):
     kernel = dataclasses.replace(PACKED_EFFICIENT, elements=tile)
-    return lambda *inputs: _DenseAttention.apply(*inputs, *rotary_arguments(rotary), layout, 0.3, kernel)
+    return lambda *inputs: _DenseAttention.apply(*inputs, *rotary_arguments(rotary), layout, 0.3, kernel, None)
 
 
 @settings(max_examples=50)
@@ -90,7 +90,7 @@ def kernel_calls(sizes, heads, kv_heads, size=64, tile=None, skipped=None):
     with described_efficient_backward(), FakeTensorMode(allow_non_fake_inputs=True), watch:
         layout = PrefixLayout.of(sizes, skipped)
         inputs = [x.requires_grad_() for x in flat_inputs(layout, heads, kv_heads, size=size)]
-        out = _DenseAttention.apply(*inputs, *rotary_arguments(None), layout, 0.3, kernel)
+        out = _DenseAttention.apply(*inputs, *rotary_arguments(None), layout, 0.3, kernel, None)
         grads = torch.autograd.grad(out, inputs, torch.empty_like(out))
     assert [one.shape for one in (out, *grads)] == [inputs[0].shape, *(one.shape for one in inputs)]
     return counts
@@ -167,7 +167,7 @@ def backward_peak(layout, heads, kv_heads, size, tile):
     with described_efficient_backward(), FakeTensorMode(allow_non_fake_inputs=True):
         given = [x.contiguous().requires_grad_() * 1 for x in flat_inputs(layout, heads, kv_heads, size=size)]
         tables = [torch.empty(len(given[1]), size) for _ in range(2)]
-        out = _DenseAttention.apply(*given, *tables, None, None, 0.0, layout, 0.3, kernel)
+        out = _DenseAttention.apply(*given, *tables, None, None, 0.0, layout, 0.3, kernel, None)
         above = torch.empty_like(out)
         with ByteTracker() as tracker:
             tracker.mark("inputs", [*given, out, above, *tables])

@@ -33,14 +33,15 @@ SHARED = ((9, (4, 4, 4)), (3, ()), (5, (2, 7)))
 
 
 def written_out(layout, window=None):
-    def attend(*inputs):
-        return eager_attention(*(tensor.transpose(0, 1)[None] for tensor in inputs), layout, 0.3, window)[0].transpose(0, 1)
+    def attend(*inputs, sinks=None):
+        heads_first = (tensor.transpose(0, 1)[None] for tensor in inputs)
+        return eager_attention(*heads_first, layout, 0.3, window, sinks=sinks)[0].transpose(0, 1)
 
     return attend
 
 
 def dense(layout, rotary=None):
-    return lambda *inputs: dense_attention(*inputs, layout, 0.3, rotary)
+    return lambda *inputs, sinks=None: dense_attention(*inputs, layout, 0.3, rotary, sinks)
 
 
 def in_passes(layout, rotary=None):
@@ -53,13 +54,14 @@ def with_products(products):
     kernel = dataclasses.replace(PACKED_CPU_FLASH, masked_products=products)
 
     def of_layout(layout, rotary=None):
-        return lambda *inputs: _DenseAttention.apply(*inputs, *rotary_arguments(rotary), layout, 0.3, kernel)
+        tables = rotary_arguments(rotary)
+        return lambda *inputs, sinks=None: _DenseAttention.apply(*inputs, *tables, layout, 0.3, kernel, sinks)
 
     return of_layout
 
 
 def flash(layout, rotary=None, window=None):
-    return lambda *inputs: flash_attention(*inputs, layout, 0.3, window, rotary)
+    return lambda *inputs, sinks=None: flash_attention(*inputs, layout, 0.3, window, rotary, sinks)
 
 
 def joined(layout, rotary=None):
@@ -73,6 +75,17 @@ def test_every_way_to_cut_calls_gives_attention_and_its_gradients(kernel, layout
     with gpu_operators_on_a_cpu():
         found = with_gradients(kernel(layout), inputs)
     assert agree(found, with_gradients(written_out(layout), inputs), 5e-7)
+
+
+@pytest.mark.parametrize("kernel", [dense, in_passes, joined, flash])
+@settings(max_examples=20)
+@given(layout=LAYOUTS, heads=HEADS)
+def test_a_sink_takes_its_share_of_each_query_once(kernel, layout, heads):
+    inputs = *flat_inputs(layout, *heads), 2 * torch.randn(heads[0], generator=torch.Generator().manual_seed(3))
+    with gpu_operators_on_a_cpu():
+        found = with_gradients(lambda *x: kernel(layout)(*x[:3], sinks=x[3]), inputs)
+    assert agree(found, with_gradients(lambda *x: written_out(layout)(*x[:3], sinks=x[3]), inputs), 1e-6)
+    assert norm_error(found[4], with_gradients(lambda *x: written_out(layout)(*x[:3], sinks=x[3]), inputs)[4]) < 1e-5
 
 
 @pytest.mark.parametrize(("kernel", "bound"), [(dense, 1e-6), (in_passes, 1e-6), (joined, 1e-6), (flash, 0.0)])

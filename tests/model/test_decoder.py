@@ -33,6 +33,7 @@ VARIANTS = {
         "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1,
         "layer_types": ["full_attention", "sliding_attention"],
     },
+    "gpt_oss": {"sliding_window": 4, "swiglu_limit": 0.1},
     "gemma3_text": {
         "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 24,
         "final_logit_softcapping": 0.8,
@@ -66,8 +67,8 @@ def theirs(folder, config):
     """Gives the model as transformers computes it, its config changed; norms, biases and layers that no file holds are drawn."""
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **config).eval()
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or name.endswith("_bias"):
             parameter.data += 0.1 * torch.randn(parameter.shape)
     return model
 
@@ -121,6 +122,7 @@ def assert_same(model, policy, found, expected, digits=24):
 SLIDING = {
     "mistral": lambda width: {"sliding_window": width},
     "qwen3": lambda width: VARIANTS["qwen3 with a window in one layer"] | {"sliding_window": width},
+    "gpt_oss": lambda width: {"sliding_window": width},
     "gemma3_text": lambda width: VARIANTS["gemma3_text"] | {"sliding_window": width, "layer_types": ["sliding_attention"] * 2},
 }
 

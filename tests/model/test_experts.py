@@ -28,7 +28,7 @@ from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.memory.tiled_mlp_torch import Traits
 from verl_memopt.model import experts
 from verl_memopt.model.captured_block import why_not_captured
-from verl_memopt.model.experts import Mixture, Router, TiledExperts, mixed
+from verl_memopt.model.experts import ClampedGate, Mixture, MixtureKind, Router, TiledExperts, mixed
 from verl_memopt.model.packing_check import check_architecture
 from verl_memopt.model.sizes import MixtureSize, size_of
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
@@ -77,12 +77,12 @@ def naive(router, residual, x, norm, tensors):
 
 
 def ours(router, tiles, residual, x, norm, tensors):
-    return mixed(residual, x, (RMSNorm(EPS), norm), Mixture(router, tensors), tiles).squeeze(0)
+    return mixed(residual, x, (RMSNorm(EPS), norm), Mixture(MixtureKind(router), tensors), tiles).squeeze(0)
 
 
 def ours_without_norm(router, tiles, residual, x, norm, tensors):
     z = residual + x
-    return z + mixed(None, plain_norm(z, norm), None, Mixture(router, tensors), tiles).squeeze(0)
+    return z + mixed(None, plain_norm(z, norm), None, Mixture(MixtureKind(router), tensors), tiles).squeeze(0)
 
 
 @pytest.mark.parametrize("renormalizes", [True, False])
@@ -98,7 +98,9 @@ def test_outputs_and_gradients_are_those_of_a_loop_over_tokens(compute, tiles, r
 def test_a_pass_without_gradients_gives_the_same_values(checkpoint):
     def quiet(residual, x, norm, tensors):
         with torch.no_grad():
-            return mixed(residual, x, (RMSNorm(EPS), norm), Mixture(Router(CHOSEN, True), tensors), 3, checkpoint).squeeze(0)
+            return mixed(
+                residual, x, (RMSNorm(EPS), norm), Mixture(MixtureKind(Router(CHOSEN, True)), tensors), 3, checkpoint
+            ).squeeze(0)
 
     residual, x, norm, tensors = drawn(TOKENS, HIDDEN), drawn(TOKENS, HIDDEN, seed=1), drawn(HIDDEN, seed=2), weights()
     expected = naive(Router(CHOSEN, True), residual, x, norm, tensors)
@@ -107,7 +109,7 @@ def test_a_pass_without_gradients_gives_the_same_values(checkpoint):
 
 def test_the_forward_of_a_checkpointed_block_that_runs_again_gives_the_gradients_without_values():
     def again(residual, x, norm, tensors):
-        mixture = Mixture(Router(CHOSEN, True), tensors)
+        mixture = Mixture(MixtureKind(Router(CHOSEN, True)), tensors)
         return mixed(residual, x, (RMSNorm(EPS), norm), mixture, 2, "again").squeeze(0)
 
     expected, found = block(partial(naive, Router(CHOSEN, True)))[1:], block(again)[1:]
@@ -138,7 +140,7 @@ def test_ties_are_broken_as_in_transformers():
             own.copy_(value)
     x = drawn(TOKENS, HIDDEN, dtype=torch.float32)
     expected = theirs(x[None])[0]
-    found = mixed(None, x, None, Mixture(Router(CHOSEN, True), (same, *tensors[1:])), None)[0]
+    found = mixed(None, x, None, Mixture(MixtureKind(Router(CHOSEN, True)), (same, *tensors[1:])), None)[0]
     assert relative(found, expected) <= 1e-6
 
 
@@ -153,14 +155,14 @@ def test_frozen_tensors_get_no_gradient_and_change_no_other(frozen):
 
     router = Router(CHOSEN, True)
     expected = learned(lambda x, tensors: by_token(x, router, tensors))
-    found = learned(lambda x, tensors: mixed(None, x, None, Mixture(router, tensors), None).squeeze(0))
+    found = learned(lambda x, tensors: mixed(None, x, None, Mixture(MixtureKind(router), tensors), None).squeeze(0))
     assert all(relative(one, other) <= ROUNDING for one, other in zip(found, expected, strict=True))
 
 
 def test_gradients_of_weights_are_summed_over_tiles_of_tokens():
     x, above, tensors, router = drawn(TOKENS, HIDDEN), drawn(TOKENS, HIDDEN, seed=4), weights(), Router(CHOSEN, True)
     expected = torch.autograd.grad(by_token(x, router, tensors), (x, *tensors), above)
-    tiled = TiledExperts(Mixture(router, tuple(tensor.detach() for tensor in tensors)), needed=(True,) * 3)
+    tiled = TiledExperts(Mixture(MixtureKind(router), tuple(tensor.detach() for tensor in tensors)), needed=(True,) * 3)
     parts = [part.detach().clone() for part in x.split(10)]
     for part, grad in zip(parts, above.detach().split(10), strict=True):
         tiled.backward(grad, part, alone=False)
@@ -169,15 +171,58 @@ def test_gradients_of_weights_are_summed_over_tiles_of_tokens():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_kernel_for_all_experts_of_a_tile_gives_what_one_product_per_expert_gives(monkeypatch, dtype):
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_the_kernel_for_all_experts_of_a_tile_gives_what_one_product_per_expert_gives(monkeypatch, dtype, family):
+    kind, make = (OSS, oss_weights) if family == "gpt_oss" else (MixtureKind(Router(CHOSEN, True)), weights)
+    # In half precision a bias is added before the product is rounded, or after.
+    bound = 2**-7 if family == "gpt_oss" and dtype == torch.bfloat16 else 1e-6
+
     def run():
-        x, tensors = drawn(TOKENS, HIDDEN, dtype=dtype), weights(dtype=dtype, width=8)  # rows of 16 bytes or more
-        out = mixed(None, x, None, Mixture(Router(CHOSEN, True), tensors), 2).squeeze(0)
+        x, tensors = drawn(TOKENS, HIDDEN, dtype=dtype), make(dtype=dtype, width=8)  # rows of 16 bytes or more
+        out = mixed(None, x, None, Mixture(kind, tuple(tensors)), 2).squeeze(0)
         return [out.detach(), *gradients((out,), (x, *tensors))]
 
     one_by_one = run()
     monkeypatch.setattr(experts, "_has_kernel", lambda *_: True)
-    assert all(relative(one, other) <= 1e-6 for one, other in zip(run(), one_by_one, strict=True))
+    assert all(relative(one, other) <= bound for one, other in zip(run(), one_by_one, strict=True))
+
+
+# Experts of gpt-oss: biases, transposed weights, gate and up by turns, values that are cut, a softmax over those that are chosen.
+
+OSS = MixtureKind(Router(CHOSEN, False, over_chosen=True), ClampedGate(1.702, 0.7), transposed=True)
+
+
+def oss_weights(dtype=torch.float64, width=WIDTH):
+    shapes = (EXPERTS, HIDDEN), (EXPERTS, HIDDEN, 2 * width), (EXPERTS, width, HIDDEN), (EXPERTS,), (EXPERTS, 2 * width)
+    return [drawn(*shape, seed=place, dtype=dtype, scale=0.5) for place, shape in enumerate((*shapes, (EXPERTS, HIDDEN)))]
+
+
+def oss_by_token(x, tensors):
+    gate, gate_up, down, gate_bias, gate_up_bias, down_bias = tensors
+    outs = []
+    for row in x:
+        found = (gate @ row + gate_bias).topk(CHOSEN)
+        parts = []
+        for weight, expert in zip(found.values.softmax(0), found.indices.tolist(), strict=True):
+            both = row @ gate_up[expert] + gate_up_bias[expert]
+            first, second = both[::2].clamp(max=0.7), both[1::2].clamp(-0.7, 0.7)
+            parts.append(weight * (((second + 1) * first * torch.sigmoid(1.702 * first)) @ down[expert] + down_bias[expert]))
+        outs.append(sum(parts))
+    return torch.stack(outs)
+
+
+@pytest.mark.parametrize("tiles", [None, 1, 4])
+@pytest.mark.parametrize("frozen", [(), (1, 2), (0, 3)], ids=str)
+def test_experts_of_gpt_oss_give_the_outputs_and_gradients_of_a_loop_over_tokens(tiles, frozen):
+    def learned(compute):
+        x, tensors = drawn(TOKENS, HIDDEN, seed=9), oss_weights()
+        chosen = [tensor.detach() if place in frozen else tensor for place, tensor in enumerate(tensors)]
+        out = compute(x, chosen)
+        return [out.detach(), *gradients((out,), (x, *(one for place, one in enumerate(tensors) if place not in frozen)))]
+
+    expected = learned(oss_by_token)
+    found = learned(lambda x, tensors: mixed(None, x, None, Mixture(OSS, tuple(tensors)), tiles).squeeze(0))
+    assert all(relative(one, other) <= ROUNDING for one, other in zip(found, expected, strict=True))
 
 
 SHARED_WIDTH, SCALE = 10, 1.5
@@ -212,7 +257,7 @@ def test_a_shared_expert_adds_its_output_times_its_gate(tiles, adapted):
     normal = plain_norm(z, norm)
     expected = z + by_token(normal, router, tensors) + by_layers(normal, shared)
     traits = (Traits(SCALE if adapted else 0.0, None),) * 4
-    mixture = Mixture(router, (*tensors, *shared), traits)
+    mixture = Mixture(MixtureKind(router), (*tensors, *shared), traits)
     # Backward overwrites x.
     found = mixed(residual * 1.0, x * 1.0, (RMSNorm(EPS), norm), mixture, tiles).squeeze(0)
     pairs = zip([found, *gradients((found,), learned)], [expected, *gradients((expected,), learned)], strict=True)

@@ -32,11 +32,15 @@ def test_an_exported_folder_loads_in_transformers_with_the_same_weights(untied_f
     assert tokenizer("2+3=")["input_ids"] == AutoTokenizer.from_pretrained(untied_folder)("2+3=")["input_ids"]
 
 
-def test_experts_are_written_one_by_one_as_published_models_have_them(tmp_path):
-    folder = make_tiny_model(tmp_path / "in", TinyShape(model_type="qwen3_moe", num_experts=3), seed=4)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("qwen3_moe", "model.layers.1.mlp.experts.2.up_proj.weight"), ("gpt_oss", "model.layers.1.mlp.experts.gate_up_proj")],
+)
+def test_experts_are_written_as_published_models_have_them(tmp_path, kind, name):
+    folder = make_tiny_model(tmp_path / "in", TinyShape(model_type=kind, num_experts=3), seed=4)
     out = exported(folder, tmp_path)
     one, two = (load_file(path / "model.safetensors") for path in (folder, out))
-    assert "model.layers.1.mlp.experts.2.up_proj.weight" in one
+    assert name in one
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert_same_weights(folder, out)

@@ -233,7 +233,7 @@ def test_no_knob_of_a_block_changes_a_forest(folder, alone, options, forest):
 
 GEMMA = {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"], "query_pre_attn_scalar": 24}
 WINDOWS = {
-    "gemma3_text": GEMMA,"mistral": {"sliding_window": 3}, "qwen3": {
+    "gemma3_text": GEMMA, "gpt_oss": {"sliding_window": 4}, "mistral": {"sliding_window": 3}, "qwen3": {
     "use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]
 }}  # fmt: skip
 
@@ -243,11 +243,9 @@ def sliding(request, tmp_path_factory):
     """Gives a model with windows: its folder, its config, and transformers' own in fp64."""
     shape, config = TinyShape(model_type=request.param, num_heads=4, num_kv_heads=2), WINDOWS[request.param]
     folder = make_tiny_model(tmp_path_factory.mktemp(request.param), shape, seed=3)
-    return (
-        folder,
-        config,
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager", **config),
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager", **config)
+    model.set_experts_implementation("eager")  # the other one refuses fp64
+    return folder, config, model
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

@@ -186,7 +186,9 @@ def test_experts_stay_one_tensor_or_one_by_one_as_the_folder_has_them(tmp_path, 
     folder = tiny_folder(tmp_path / "model", kind, tie_word_embeddings=False)
     names = {name: parameter.detach() for name, parameter in whole_model(folder).named_parameters()}
     drafts = {"mtp.layers.0.mlp.experts.gate_up_proj": torch.randn(2, 6, 4), "mtp.layers.0.mlp.gate.weight": torch.arange(3)}
-    stored = {name: tensor.contiguous() for name, tensor in (names.items() if fused else stored_tensors(names.items()))}
+    stored = {
+        name: tensor.contiguous() for name, tensor in (names.items() if fused else stored_tensors(names.items(), "qwen3_moe"))
+    }
     save_file(stored | drafts, folder / "model.safetensors", {"format": "pt"})
     out = exported(folder, tmp_path / "out")
     before, after = bytes_of(folder), bytes_of(out)

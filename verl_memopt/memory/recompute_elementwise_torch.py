@@ -499,17 +499,23 @@ def _activation(config: Any) -> str:
 
 UNIT_OFFSET = ("Gemma3RMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
 """Classes of RMS norms that multiply by 1 + w. Other classes multiply by w."""
+WIDE = ("GptOssRMSNorm",)
+"""Classes of RMS norms that multiply by w before they round."""
 
 
 def norm_and_weight(norm: Any) -> tuple[RMSNorm, Tensor]:
     """Return how an RMS norm of transformers is computed, and by which weight [n] it multiplies.
 
-    The weight is the parameter w, or 1 + w in fp32 or wider, whose gradient autograd passes on to w.
+    The weight is the parameter w, or w or 1 + w in fp32 or wider, whose gradient autograd passes on to w.
     """
     # Llama's class calls its epsilon variance_epsilon, Gemma's class eps.
     eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
     weight: Tensor = norm.weight
-    return RMSNorm(eps), weight.to(wide_dtype(weight.dtype)) + 1 if type(norm).__name__ in UNIT_OFFSET else weight
+    name = type(norm).__name__
+    if name not in (*UNIT_OFFSET, *WIDE):
+        return RMSNorm(eps), weight
+    wide = weight.to(wide_dtype(weight.dtype))
+    return RMSNorm(eps), wide + 1 if name in UNIT_OFFSET else wide
 
 
 def product_tiles(tensor: Tensor, least: int = 1) -> list[slice]:

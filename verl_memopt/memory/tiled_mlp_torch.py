@@ -39,11 +39,11 @@ from verl_memopt.model.families import OWN_DECODER
 
 KEY = "actor_rollout_ref.model.tiled_mlp"
 
-KNOWN = tuple(f"{name}MLP" for name in OWN_DECODER)
+KNOWN = tuple(f"{name}MLP" for name in OWN_DECODER if name != "GptOss")
 """Classes of MLPs that compute down(act(gate(x)) * up(x))."""
 
-KNOWN_MIXTURES = tuple(f"{name}SparseMoeBlock" for name in OWN_DECODER)
-"""Classes of mixtures of such MLPs, which run over tiles of experts (:mod:`verl_memopt.model.experts`)."""
+KNOWN_MIXTURES = (*(f"{name}SparseMoeBlock" for name in OWN_DECODER), "GptOssMLP")
+"""Classes of mixtures of experts, which run over tiles of experts (:mod:`verl_memopt.model.experts`)."""
 
 LAYERS = ("gate_proj", "up_proj", "down_proj")
 

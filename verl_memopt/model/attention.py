@@ -17,7 +17,7 @@ from verl_memopt.distributed.device import is_gpu, supports_flash
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.attention_dense import dense_attention
 from verl_memopt.model.attention_fused import flash_attention
-from verl_memopt.model.families import POLICY_KEY, SCORE_CAP
+from verl_memopt.model.families import POLICY_KEY, SCORE_CAP, family_of
 from verl_memopt.model.prefix_layout import PrefixLayout
 from verl_memopt.model.rotary import Rotary
 
@@ -35,6 +35,7 @@ def eager_attention(
     scale: float,
     window: int | None,
     cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention [1, heads, Q, D] in plain autograd. It holds the scores of all token pairs of one tree at a time.
 
@@ -55,20 +56,38 @@ def eager_attention(
         if cap is not None:
             scores = (scores / cap).tanh() * cap
         scores = scores.masked_fill(hidden, float("-inf"))
-        # The softmax is in fp32, as in the eager attention of transformers.
-        outputs.append(scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ v)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+        # The softmax is in fp32, as in the eager attention of transformers. A sink has a weight, but no value.
+        outputs.append(scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : k.shape[2]] @ v)
     return torch.cat(outputs, dim=2)
 
 
-def windowed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, scale: float, window: int) -> Tensor:
+def windowed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PrefixLayout,
+    scale: float,
+    window: int,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Compute sliding-window attention [1, heads, Q, D] by torch's SDPA, one segment at a time.
 
-    Arguments are as in :func:`eager_attention`. A segment sees the last ``window - 1`` keys of its path before it.
+    Arguments are as in :func:`eager_attention`. A segment sees the last ``window - 1`` keys of its path before it. SDPA has no
+    sinks, so they are a key of their own: heads get further elements, in which only this key is not zero.
     """
     dtype, grouped, outputs = query.dtype, query.shape[1] != key.shape[1], []
     if layout.rounds:
         # Several segments see the keys at the end of a prefix, so that the gradients of these keys are sums.
         query, key, value = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key, value))
+    sink = None
+    if sinks is not None:
+        element = (sinks.to(query.dtype) / scale).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
+        query = torch.cat((query, pad(element, (0, HEAD_MULTIPLE - 1))), 3)
+        sink = torch.zeros_like(key[:, :, :1])
+        sink = pad(pad(sink, (0, 1), value=1.0), (0, HEAD_MULTIPLE - 1))
+        key, value = (pad(x, (0, HEAD_MULTIPLE)) for x in (key, value))
     ends = np.cumsum(layout.segments)
     firsts = layout.query_places[ends - layout.segments].tolist()
     for q, first, above in zip(query.split(layout.segments, 2), firsts, layout.above(window), strict=True):
@@ -79,11 +98,14 @@ def windowed_attention(query: Tensor, key: Tensor, value: Tensor, layout: Prefix
         else:
             k, v = key[:, :, own], value[:, :, own]
         keys = k.shape[2]
-        whole = keys <= window and not len(above)
+        whole = keys <= window and not len(above) and sink is None
         rows = np.arange(len(above), keys)
         mask = None if whole else visible(np.full(keys, keys), window, query.device, rows)
+        if mask is not None and sink is not None:
+            k, v, mask = torch.cat((k, sink), 2), pad(v, (0, 0, 0, 1)), pad(mask, (0, 1), value=True)
         outputs.append(scaled_dot_product_attention(q, k, v, mask, is_causal=whole, scale=scale, enable_gqa=grouped))
-    return torch.cat(outputs, dim=2).to(dtype)
+    out = torch.cat(outputs, dim=2).to(dtype)
+    return out if sink is None else out[..., :-HEAD_MULTIPLE]
 
 
 def visible(stops: np.ndarray, window: int | None, device: torch.device, rows: np.ndarray | None = None) -> Tensor:
@@ -152,8 +174,9 @@ def choose_attention(
 
 
 def plain_attention(config: PretrainedConfig) -> str:
-    # SDPA silently ignores the cap of scores.
-    return "sdpa" if getattr(config, SCORE_CAP, None) is None else "eager"
+    # SDPA silently ignores the cap of scores, and transformers has none with sinks.
+    capped = getattr(config, SCORE_CAP, None) is not None
+    return "eager" if capped or family_of(config.model_type).sinks else "sdpa"
 
 
 FLASH_ATTN_INSTALL = ".venv/bin/pip install --no-build-isolation 'flash-attn==2.8.3.post1'"
@@ -183,6 +206,7 @@ class AttentionArgs:
         window: Number of positions that a token sees, with its own position. None = all positions before it.
         rotary: Rotates queries and keys. None = they are rotated already.
         cap: Bound of the scores. None = no bound. Only eager attention can cap scores.
+        sinks: [heads], the score of one more key of each head, whose value is zero. None = there is none.
     """
 
     layout: PrefixLayout
@@ -190,6 +214,7 @@ class AttentionArgs:
     window: int | None
     rotary: Rotary | None
     cap: float | None = None
+    sinks: Tensor | None = None
 
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, AttentionArgs], Tensor]
@@ -199,7 +224,7 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, AttentionArgs], Tensor]
 def _eager(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
     query, key = _apply_rotary(query, key, args.rotary, args.layout)
     q, k, v = (_heads_first(x) for x in (query, key, value))
-    return _tokens_first(eager_attention(q, k, v, args.layout, args.scale, args.window, args.cap))
+    return _tokens_first(eager_attention(q, k, v, args.layout, args.scale, args.window, args.cap, args.sinks))
 
 
 def _window(args: AttentionArgs) -> int | None:
@@ -211,17 +236,18 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Ten
     if (window := _window(args)) is not None:
         query, key = _apply_rotary(query, key, args.rotary, args.layout)
         q, k, v = (_heads_first(x) for x in (query, key, value))
-        return _tokens_first(windowed_attention(q, k, v, args.layout, args.scale, window))
-    return _one_size(lambda q, k, v, rotary: dense_attention(q, k, v, args.layout, args.scale, rotary), query, key, value, args)
+        return _tokens_first(windowed_attention(q, k, v, args.layout, args.scale, window, args.sinks))
+    options = args.layout, args.scale
+    return _one_size(lambda q, k, v, rotary: dense_attention(q, k, v, *options, rotary, args.sinks), query, key, value, args)
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
     options = args.layout, args.scale, _window(args)
-    return _one_size(lambda q, k, v, rotary: flash_attention(q, k, v, *options, rotary), query, key, value, args)
+    return _one_size(lambda q, k, v, rotary: flash_attention(q, k, v, *options, rotary, args.sinks), query, key, value, args)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
-    if args.layout.rounds:  # the package's backward does not accept merged log-sum-exps
+    if args.layout.rounds or args.sinks is not None:  # the package's backward does not accept merged log-sum-exps
         return _varlen(query, key, value, args)
     # Imported here, because the package is optional.
     from flash_attn import flash_attn_varlen_func
@@ -281,7 +307,11 @@ def _over_ranks(attend: Attend) -> Attend:
     # Wrap a kernel for ranks that share the tokens of a pack: they exchange heads before and after it.
     def attended(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
         split = args.layout.split
-        return attend(query, key, value, args) if split is None else split.over_heads(attend, query, key, value, args)
+        if split is None:
+            return attend(query, key, value, args)
+        if args.sinks is not None:
+            args = replace(args, sinks=args.sinks.chunk(split.group.size)[split.group.rank])
+        return split.over_heads(attend, query, key, value, args)
 
     return attended
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from verl_memopt.distributed.device import is_gpu, sent_together
-from verl_memopt.model.attention_fused import LSE_ALIGNMENT, Parts, key_heads, merge_into
+from verl_memopt.model.attention_fused import LSE_ALIGNMENT, Parts, key_heads, merge_into, merge_sinks, sink_gradient
 from verl_memopt.model.prefix_layout import PrefixLayout, Round, ranges
 from verl_memopt.model.rotary import Rotary, apply_rotary_to_both, rotary_arguments, rotary_backward_to_all, weight_sums
 
@@ -330,7 +330,13 @@ PACKED_EFFICIENT = PackedKernel(_efficient_forward, _efficient_backward, ATTENTI
 
 
 def dense_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, scale: float, rotary: Rotary | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PrefixLayout,
+    scale: float,
+    rotary: Rotary | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention [Q, heads, D] by kernels that accept fp32.
 
@@ -345,9 +351,10 @@ def dense_attention(
         scale: Factor of the products of queries and keys.
         rotary: Rotates queries and keys here, and again in backward. Backward then overwrites the arguments with their
             gradients.
+        sinks: [heads], the score of one more key of each head, whose value is zero. None = there is none.
     """
     kernel = PACKED_EFFICIENT if is_gpu(query.device) else PACKED_CPU_FLASH
-    return _DenseAttention.apply(query, key, value, *rotary_arguments(rotary), layout, scale, kernel)
+    return _DenseAttention.apply(query, key, value, *rotary_arguments(rotary), layout, scale, kernel, sinks)
 
 
 class _DenseAttention(torch.autograd.Function):
@@ -365,13 +372,13 @@ class _DenseAttention(torch.autograd.Function):
         layout: PrefixLayout,
         scale: float,
         kernel: PackedKernel,
+        sinks: Tensor | None,
     ) -> Tensor:
         norms, tables = (query_norm, key_norm), (layout.at_queries(cos, sin), (cos, sin))
         at_once, run = _heads_and_passes(query, key, layout, scale, kernel)
         if at_once == key.shape[1]:
             q, k = apply_rotary_to_both(query, key, norms, eps, *tables)
             out, lse = run.forward(None, *run.working(q, k, value))
-            out = out.to(query.dtype)
         else:
             out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
             lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
@@ -379,16 +386,20 @@ class _DenseAttention(torch.autograd.Function):
             for queries, keys in key_heads(query, key, at_once):
                 q, k = apply_rotary_to_both(query[:, queries], key[:, keys], norms, eps, *tables)
                 run.forward((out[:, queries], lse[:, queries]), *run.working(q, k, value[:, keys]))
-        ctx.save_for_backward(query, key, value, cos, sin, query_norm, key_norm, out, lse)
+        if sinks is not None:
+            out, lse = merge_sinks(out, lse, sinks, query.dtype)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, cos, sin, query_norm, key_norm, sinks, out, lse)
         ctx.eps, ctx.at_once, ctx.run = eps, at_once, run
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, cos, sin, query_norm, key_norm, out, lse = ctx.saved_tensors
+        query, key, value, cos, sin, query_norm, key_norm, sinks, out, lse = ctx.saved_tensors
         layout, run, grad = ctx.run.layout, ctx.run, grad.contiguous()
         norms, tables = (query_norm, key_norm), (layout.at_queries(cos, sin), (cos, sin))
+        sink_grad = None if sinks is None else sink_gradient(grad, out, lse, sinks).to(sinks.dtype)
         # The gradients of the norms' weights are sums over all heads.
         sums = weight_sums(norms, ctx.needs_input_grad[5:7])
         # After its backward a head's saved queries, keys and values are not read again, so gradients overwrite them.
@@ -414,7 +425,7 @@ class _DenseAttention(torch.autograd.Function):
                     target.copy_(part)
             del parts, part  # freed before the gradients of the next heads are allocated
         norm_grads = (None if total is None else total.to(norm.dtype) for total, norm in zip(sums, norms, strict=True))
-        return *into, None, None, *norm_grads, None, None, None, None
+        return *into, None, None, *norm_grads, None, None, None, None, sink_grad
 
 
 def _heads_and_passes(

@@ -4,6 +4,9 @@ A token of a suffix attends in two passes: causally over its own segment, and ov
 there is a pass for each round of the layout. Each pass returns an output and the log-sum-exp of its scores, and with these the
 outputs are merged exactly. In backward the same kernels get the merged output and log-sum-exp, and so return the exact gradient
 of each pass. The gradients of the passes are summed (arXiv 2310.01889).
+
+A sink is a learned number for each head that counts as the score of one more key, whose value is zero (gpt-oss). So it is one
+more pass: its output is zero, and its log-sum-exp is the sink. It is merged last, once for each query.
 """
 
 from __future__ import annotations
@@ -98,6 +101,35 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     return out.float().lerp(other.float(), share[..., None]), torch.logaddexp(lse, other_lse)
 
 
+def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return attention with sinks, in ``dtype`` [Q, heads, D], and its log-sum-exps [Q, heads], in new tensors.
+
+    ``out`` [Q, heads, D] and ``lse`` [Q, heads] are without them. ``sinks`` [heads] may have any float dtype.
+    """
+    whole, whole_lse = torch.empty_like(out, dtype=dtype), torch.empty_like(lse)
+    over_rows(_merge_sinks, (out, lse, whole, whole_lse), sinks)
+    return whole, whole_lse
+
+
+def _merge_sinks(out: Tensor, lse: Tensor, into: Tensor, into_lse: Tensor, sinks: Tensor) -> None:
+    sinks = sinks.to(lse.dtype)
+    into.copy_(out.to(lse.dtype) * torch.sigmoid(lse - sinks)[..., None])
+    into_lse.copy_(torch.logaddexp(lse, sinks.expand_as(lse)))
+
+
+def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of the sinks, fp32 [heads], from that of the output [Q, heads, D], the output and its log-sum-exps."""
+    total = torch.zeros_like(sinks, dtype=lse.dtype)
+    over_rows(_add_sink_gradient, (grad, out, lse), sinks, total)
+    return total
+
+
+def _add_sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, total: Tensor) -> None:
+    # The value of a sink is zero, so the gradient of its weight is too. Its weight only takes from those of the keys.
+    above = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    total.sub_((above * torch.exp(sinks.to(lse.dtype) - lse)).sum(0))
+
+
 def key_heads(query: Tensor, key: Tensor, at_once: int = 1) -> Iterator[tuple[slice, slice]]:
     """Yield pairs of slices: ``at_once`` key heads, after the query heads that share them."""
     repeats = query.shape[1] // key.shape[1]
@@ -118,6 +150,7 @@ def flash_attention(
     scale: float,
     window: int | None,
     rotary: Rotary | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention [Q, heads, D] by torch's own flash kernels.
 
@@ -125,7 +158,7 @@ def flash_attention(
     :func:`dense_attention`. ``window`` is the number of positions that a token sees, with its own position. None = all positions
     before it. With a window each segment sees the last keys of its path before it, which are gathered, and nothing is merged.
     """
-    return _FlashAttention.apply(query, key, value, *rotary_arguments(rotary), layout, scale, window)
+    return _FlashAttention.apply(query, key, value, *rotary_arguments(rotary), layout, scale, window, sinks)
 
 
 class _FlashAttention(torch.autograd.Function):
@@ -143,6 +176,7 @@ class _FlashAttention(torch.autograd.Function):
         layout: PrefixLayout,
         scale: float,
         window: int | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         q, k = apply_rotary_to_both(query, key, (query_norm, key_norm), eps, layout.at_queries(cos, sin), (cos, sin))
         v, cut = value, window if layout.rounds else None
@@ -160,17 +194,21 @@ class _FlashAttention(torch.autograd.Function):
             # Each visible key was in exactly one of the passes, so the merge is exact.
             out, lse = _with_merged(out, lse, at_q, other, other_lse)
             del other, other_lse  # freed before the next pass
+        if sinks is not None:
+            out, with_sinks = merge_sinks(out, lse.t(), sinks, query.dtype)
+            lse = with_sinks.t().contiguous()
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, cos, sin, query_norm, key_norm, out, lse)
+        ctx.save_for_backward(query, key, value, cos, sin, query_norm, key_norm, sinks, out, lse)
         ctx.eps, ctx.layout, ctx.scale, ctx.window = eps, layout, scale, window
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, v, cos, sin, query_norm, key_norm, out, lse = ctx.saved_tensors
+        query, key, v, cos, sin, query_norm, key_norm, sinks, out, lse = ctx.saved_tensors
         layout, scale, grad = ctx.layout, ctx.scale, grad.contiguous()
         norms, tables = (query_norm, key_norm), (layout.at_queries(cos, sin), (cos, sin))
+        sink_grad = None if sinks is None else sink_gradient(grad, out, lse.t(), sinks).to(sinks.dtype)
         q, k = apply_rotary_to_both(query, key, norms, ctx.eps, *tables)
         cut = ctx.window if layout.rounds else None
         if cut is not None:
@@ -198,11 +236,11 @@ class _FlashAttention(torch.autograd.Function):
         dq, dk, dv = dq.to(query.dtype), dk.to(key.dtype), dv.to(v.dtype)
         # Without a rotation these are the gradients of the arguments.
         if cos is None:
-            return dq, dk, dv, *(None,) * 8
+            return dq, dk, dv, *(None,) * 8, sink_grad
         sums = weight_sums(norms, ctx.needs_input_grad[5:7])
         into = rotary_backward_to_all((dq, dk, dv), (query, key, v), norms, ctx.eps, *tables, sums)
         norm_grads = (None if total is None else total.to(norm.dtype) for total, norm in zip(sums, norms, strict=True))
-        return *into, None, None, *norm_grads, None, None, None, None
+        return *into, None, None, *norm_grads, None, None, None, None, sink_grad
 
 
 def _with_merged(out: Tensor, lse: Tensor, places: Any, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

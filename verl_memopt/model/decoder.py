@@ -1,4 +1,4 @@
-"""The decoder of Llama, Mistral, Qwen2, Qwen3 and Gemma 3 over packed sequences, with the memory knobs inside a block.
+"""The decoder of Llama, Mistral, Qwen2, Qwen3, Gemma 3 and gpt-oss over packed sequences, with the memory knobs inside a block.
 
 The modules take over the submodules of a Hugging Face model and keep their names, so that checkpoints, adapters, export and
 weight sync find the same parameters. Models of other architectures keep the modules of transformers
@@ -81,6 +81,7 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = getattr(source, "q_norm", None), getattr(source, "k_norm", None)
         # Of each head q_proj has the queries, then a gate of the head's output.
         self.gated = self.q_proj.out_features == 2 * self.o_proj.in_features
+        self.sinks = getattr(source, "sinks", None)  # [heads], the score of one more key of each head, whose value is zero
         self.head_dim, self.scale, self.window = source.head_dim, source.scaling, window_of(source)
         self.layer = source.layer_idx
         self.columns = slice(None)  # of the rotary tables, if layers of several types have tables of their own
@@ -157,7 +158,7 @@ class Attention(nn.Module):
     def _attended(
         self, query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, attend: Attend, rotary: Rotary | None
     ) -> Tensor:
-        out = attend(query, key, value, AttentionArgs(layout, self.scale, self.window, rotary))
+        out = attend(query, key, value, AttentionArgs(layout, self.scale, self.window, rotary, sinks=self.sinks))
         return out.flatten(1)
 
     def _heads(self, states: Tensor) -> Tensor:
@@ -323,6 +324,7 @@ class DecoderBlock(nn.Module):
         norms = (self.input_layernorm, self.post_attention_layernorm, attention.q_norm, attention.k_norm)
         found: Any = [(None, None) if norm is None else norm_and_weight(norm) for norm in norms]
         own_norms, weights = zip(*found, strict=True)
+        vectors = *weights, attention.sinks
         shape = BlockShape(
             self.tile_tokens,
             self.options.mlp_tiles or 1,
@@ -335,9 +337,9 @@ class DecoderBlock(nn.Module):
         )
         layers = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
         if isinstance(mlp, Experts):
-            return tiled_block(hidden.squeeze(0), cos[0], sin[0], layout, shape, weights, layers, mlp.mixture)
+            return tiled_block(hidden.squeeze(0), cos[0], sin[0], layout, shape, vectors, layers, mlp.mixture)
         of_mlp = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        return tiled_block(hidden.squeeze(0), cos[0], sin[0], layout, shape, weights, (*layers, *of_mlp))
+        return tiled_block(hidden.squeeze(0), cos[0], sin[0], layout, shape, vectors, (*layers, *of_mlp))
 
     def compute(
         self,
@@ -428,7 +430,10 @@ class Decoder(nn.Module):
 
     def _tables(self, hidden: Tensor, position_ids: Tensor) -> Tables:
         if not self.kinds:
-            return self.rotary_emb(hidden, position_ids=position_ids)
+            cos, sin = self.rotary_emb(hidden, position_ids=position_ids)
+            # In gpt-oss the tables have one half of a head, because the halves are equal.
+            is_half = cos.shape[-1] == self.rotary_emb.inv_freq.shape[-1]
+            return (torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)) if is_half else (cos, sin)
         pairs = [self.rotary_emb(hidden, position_ids, kind) for kind in self.kinds]
         cos, sin = (torch.cat(tables, dim=-1) for tables in zip(*pairs, strict=True))
         return cos, sin

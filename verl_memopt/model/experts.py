@@ -11,7 +11,8 @@ off. The residual is kept for attention too. Without ``recompute_elementwise`` a
 
 Sums of k outputs are in fp32, in the order of the experts. In fp32 results differ from those of transformers only by the order
 of sums. The router computes as transformers does: a softmax in fp32 over all experts, then the k largest, divided by their sum if
-the config says so (``norm_topk_prob``). Its weights stay in fp32, as in vLLM; transformers rounds them to the model's dtype.
+the config says so (``norm_topk_prob``). In gpt-oss the softmax is over the k largest logits. Its weights stay in fp32, as in
+vLLM; transformers rounds them to the model's dtype.
 
 Some families have a shared expert too: a dense MLP for all tokens, times the sigmoid of a gate. It keeps nothing of its own, with
 or without ``tiled_mlp``, and runs over tiles of tokens.
@@ -29,6 +30,7 @@ from torch._guards import detect_fake_mode
 from torch.autograd.function import once_differentiable
 
 from verl_memopt.memory.activation_checkpointing_torch import Forward
+from verl_memopt.memory.fused import over_rows
 from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS
 from verl_memopt.memory.recompute_elementwise_torch import (
     RMSNorm,
@@ -52,31 +54,105 @@ class Router:
     """Number of experts that compute a token."""
     renormalizes: bool
     """Whether the weights of a token's experts are divided by their sum."""
+    over_chosen: bool = False
+    """Whether the softmax is over the logits of a token's experts alone. The scores are then the logits."""
 
-    def probabilities(self, normal: Tensor, weight: Tensor) -> Tensor:
-        """Return the probabilities of all experts, fp32 or wider [T, E], for normed rows [T, h] and the weight [E, h]."""
+    def scores(self, normal: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the probabilities of all experts, or their logits, fp32 or wider [T, E].
+
+        ``normal`` are normed rows [T, h]. ``weight`` is [E, h] and ``bias`` [E].
+        """
         logits = torch.mm(normal, weight.t(), out=normal.new_empty(normal.shape[0], weight.shape[0]))
-        return logits.softmax(-1, dtype=wide_dtype(logits.dtype))
+        if bias is not None:
+            logits.add_(bias)
+        wide = wide_dtype(logits.dtype)
+        return logits.to(wide) if self.over_chosen else logits.softmax(-1, dtype=wide)
 
-    def choose(self, probabilities: Tensor) -> Tensor:
+    def choose(self, scores: Tensor) -> Tensor:
         """Return the numbers of the likeliest experts, uint8 or int16 [T, k], the likeliest first."""
-        # The largest probabilities, not logits: ties are then broken as in transformers.
-        chosen = probabilities.topk(self.top_k, dim=-1).indices
-        return chosen.to(torch.uint8 if probabilities.shape[1] <= 256 else torch.int16)
+        # The largest probabilities where transformers takes these, not logits: ties are then broken as there.
+        chosen = scores.topk(self.top_k, dim=-1).indices
+        return chosen.to(torch.uint8 if scores.shape[1] <= 256 else torch.int16)
 
-    def weights(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
-        found = probabilities.gather(1, chosen.long())
+    def weights(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        found = scores.gather(1, chosen.long())
+        if self.over_chosen:
+            return found.softmax(-1)
         return found / found.sum(-1, keepdim=True) if self.renormalizes else found
 
-    def differentiate(self, grad: Tensor, probabilities: Tensor, chosen: Tensor) -> Tensor:
-        """Return the gradient of the logits [T, E] from that of the weights [T, k]. It overwrites the probabilities."""
+    def differentiate(self, grad: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Return the gradient of the logits [T, E] from that of the weights [T, k]. It overwrites the scores."""
         index = chosen.long()
-        found = probabilities.gather(1, index)
+        if self.over_chosen:
+            through = grad * (weights := self.weights(scores, chosen))
+            return scores.zero_().scatter_(1, index, through.sub_(weights * through.sum(-1, keepdim=True)))
+        found = scores.gather(1, index)
         if self.renormalizes:
             total = found.sum(-1, keepdim=True)
             grad = (grad - (grad * found).sum(-1, keepdim=True) / total) / total
         through = grad * found
-        return probabilities.mul_(through.sum(-1, keepdim=True).neg_()).scatter_add_(1, index, through)
+        return scores.mul_(through.sum(-1, keepdim=True).neg_()).scatter_add_(1, index, through)
+
+
+@dataclass(frozen=True)
+class SiluGate:
+    """silu(gate) * up, of an expert whose outputs [r, 2 x I] have the I columns of gate before those of up."""
+
+    def value(self, both: Tensor, overwrites: bool) -> Tensor:
+        """Return the value [r, I], which may overwrite its inputs."""
+        gate, up = both.chunk(2, 1)
+        return SWIGLU.compute((gate, up), (), gate if overwrites else None)
+
+    def differentiate(self, grad: Tensor, both: Tensor) -> None:
+        """Overwrite ``both`` with its gradient. ``grad`` [r, I] is that of the value."""
+        sources = both[:, : both.shape[1] // 2], both[:, both.shape[1] // 2 :]
+        SWIGLU.differentiate(grad, sources, (), sources, ())
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """(up + 1) * gate * sigmoid(alpha * gate), of an expert whose outputs [r, 2 x I] have gate and up by turns (gpt-oss).
+
+    Before, gate is cut at ``limit`` from above, and up at ``limit`` from both sides. Methods are those of :class:`SiluGate`.
+    """
+
+    alpha: float
+    limit: float
+
+    def value(self, both: Tensor, overwrites: bool) -> Tensor:
+        del overwrites  # products need columns without gaps
+        out = both.new_empty(both.shape[0], both.shape[1] // 2)
+        over_rows(_clamped_gate, (both, out), self.alpha, self.limit, narrow=True)
+        return out
+
+    def differentiate(self, grad: Tensor, both: Tensor) -> None:
+        over_rows(_clamped_gate_gradient, (both, grad), self.alpha, self.limit, narrow=True)
+
+
+def _clamped_gate(both: Tensor, out: Tensor, alpha: float, limit: float) -> None:
+    gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
+    torch.mul(up + 1, gate * torch.sigmoid(gate * alpha), out=out)
+
+
+def _clamped_gate_gradient(both: Tensor, grad: Tensor, alpha: float, limit: float) -> None:
+    first, second = both[:, ::2], both[:, 1::2]
+    gate, up = first.clamp(max=limit), second.clamp(-limit, limit)
+    share = torch.sigmoid(gate * alpha)
+    slope = share + alpha * gate * share * (1 - share)
+    grad_gate = (grad * (up + 1) * slope).masked_fill(first > limit, 0)
+    grad_up = (grad * gate * share).masked_fill(second.abs() > limit, 0)
+    first.copy_(grad_gate)
+    second.copy_(grad_up)
+
+
+@dataclass(frozen=True)
+class MixtureKind:
+    """How tokens find their experts, and what an expert computes."""
+
+    router: Router
+    gate: SiluGate | ClampedGate = SiluGate()
+    transposed: bool = False
+    """Whether weights of experts are stored as [E, h, 2 x I] and [E, I, h]."""
 
 
 class Experts(nn.Module):
@@ -90,12 +166,17 @@ class Experts(nn.Module):
         super().__init__()
         self.source_class, self.options = type(source).__name__, options
         # Modules that only hold parameters under their names: `experts.gate_up_proj` [E, 2 x I, h], `experts.down_proj` [E, h, I]
-        # and `gate.weight` [E, h]; of some families also `shared_expert`, an MLP, and `shared_expert_gate.weight` [1, h]. In the
-        # order of transformers, because optimizer states have the order of the parameters.
+        # and `gate.weight` [E, h]; of some families also `shared_expert`, an MLP, and `shared_expert_gate.weight` [1, h]; or in
+        # gpt-oss `router` and `experts`, which have biases too. In the order of transformers, because optimizer states have the
+        # order of the parameters.
         for name, part in source.named_children():
             self.add_module(name, part)
-        # Families without this field always divide.
-        self.router = Router(source.gate.top_k, getattr(source.gate, "norm_topk_prob", True))
+        if isinstance(gate := getattr(source, "gate", None), nn.Module):
+            # Families without this field always divide.
+            self.kind = MixtureKind(Router(gate.top_k, getattr(gate, "norm_topk_prob", True)))
+        else:
+            clamped = ClampedGate(source.experts.alpha, source.experts.limit)
+            self.kind = MixtureKind(Router(source.router.top_k, False, over_chosen=True), clamped, transposed=True)
 
     @property
     def sums(self) -> bool:
@@ -105,11 +186,14 @@ class Experts(nn.Module):
     @property
     def mixture(self) -> Mixture:
         # Read at each pass: FSDP2 replaces parameters while a block computes.
-        shared = getattr(self, "shared_expert", None)
+        own, shared = self.experts, getattr(self, "shared_expert", None)
+        weights = own.gate_up_proj, own.down_proj
+        if not hasattr(self, "gate"):
+            router: Any = self.router
+            return Mixture(self.kind, (router.weight, *weights, router.bias, own.gate_up_proj_bias, own.down_proj_bias))
         layers = [] if shared is None else [*(getattr(shared, name) for name in LAYERS), self.shared_expert_gate]
         tensors, traits = tensors_and_traits(layers)
-        routed = self.gate.weight, self.experts.gate_up_proj, self.experts.down_proj
-        return Mixture(self.router, (*routed, *tensors), tuple(traits))
+        return Mixture(self.kind, (self.gate.weight, *weights, *tensors), tuple(traits))
 
     def forward_sum(
         self,
@@ -135,12 +219,23 @@ class Experts(nn.Module):
 
 
 class Mixture(NamedTuple):
-    router: Router
+    kind: MixtureKind
     tensors: tuple[Any, ...]
-    """The weights of the router [E, h], of gate and up [E, 2 x I, h], and of down [E, h, I]. If there is a shared expert, then
-    the tensors of its gate, up and down, and of its own gate, as :func:`tensors_and_traits` returns them."""
+    """The weights of the router [E, h], of gate and up [E, 2 x I, h], and of down [E, h, I]. Then their biases, if they have any:
+    [E], [E, 2 x I] and [E, h]. If there is a shared expert, then the tensors of its gate, up and down, and of its own gate, as
+    :func:`tensors_and_traits` returns them."""
     traits: tuple[Traits, ...] = ()
     """Those of the shared expert's layers. () = there is no shared expert."""
+
+    @property
+    def num_routed(self) -> int:
+        """Number of tensors before those of the shared expert."""
+        return len(self.tensors) - 4 * len(self.traits)
+
+    @property
+    def gate(self) -> tuple[Tensor, ...]:
+        """The router's weight, and its bias if it has one."""
+        return (self.tensors[0], *self.tensors[3 : self.num_routed][:1])
 
 
 def mixed(
@@ -164,15 +259,15 @@ def mixed(
         tiles: Compute in at least this many tiles of experts. None = also keep the outputs of gate and up.
         checkpoint: As in :func:`verl_memopt.memory.tiled_mlp_torch.recomputed_mlp`.
     """
-    router, tensors, traits = mixture
+    kind, tensors, traits = mixture
     keeps = tiles is None and torch.is_grad_enabled() and checkpoint is None
-    shape = MixShape(router, traits, 1 if tiles is None else tiles, keeps)
+    shape = MixShape(kind, traits, 1 if tiles is None else tiles, keeps)
     norm_weight = None if norm is None else norm[1]
     if checkpoint == "again":
         node = keep(x, residual, norm_weight, *tensors, None)
         return _Mixed.apply(shape, norm and norm[0], node, None, residual, x, norm_weight, *tensors)
     with torch.no_grad():
-        prepared = _prepare(residual, x, norm, router, tensors[0])
+        prepared = _prepare(residual, x, norm, kind.router, mixture.gate)
     if checkpoint == "first" or not torch.is_grad_enabled():
         return _computed(prepared, shape, tensors, None)
     # Before the products, so that the second forward of a checkpointed block stops here.
@@ -181,7 +276,7 @@ def mixed(
 
 
 class MixShape(NamedTuple):
-    router: Router
+    kind: MixtureKind
     traits: tuple[Traits, ...]
     tiles: int
     keeps: bool
@@ -195,19 +290,21 @@ class _Prepared(NamedTuple):
     weights: Tensor  # fp32 [T, k]
 
 
-def _prepare(residual: Tensor | None, x: Tensor, norm: tuple[RMSNorm, Tensor] | None, router: Router, gate: Tensor) -> _Prepared:
+def _prepare(
+    residual: Tensor | None, x: Tensor, norm: tuple[RMSNorm, Tensor] | None, router: Router, gate: Sequence[Tensor]
+) -> _Prepared:
     if norm is None or residual is None:
         normal, out = x, torch.zeros_like(x[None])
     else:
         out = torch.empty_like(x[None])
         normal = norm[0].compute_sum(residual, x, out[0], norm[1])
-    probabilities = router.probabilities(normal, gate)
-    chosen = router.choose(probabilities)
-    return _Prepared(normal, out, chosen, router.weights(probabilities, chosen))
+    scores = router.scores(normal, *gate)
+    chosen = router.choose(scores)
+    return _Prepared(normal, out, chosen, router.weights(scores, chosen))
 
 
 def _computed(prepared: _Prepared, shape: MixShape, tensors: Sequence[Any], gates: Tensor | None) -> Tensor:
-    experts = TiledExperts(Mixture(shape.router, tuple(tensors), shape.traits), shape.tiles)
+    experts = TiledExperts(Mixture(shape.kind, tuple(tensors), shape.traits), shape.tiles)
     routes = prepared.chosen, prepared.weights
     experts.add_output(prepared.normal, prepared.out[0], routes, gates)
     return prepared.out
@@ -231,7 +328,7 @@ class _Mixed(torch.autograd.Function):
             return x.new_empty(1).expand(x[None].shape)
         gates = None
         if shape.keeps:
-            gates = x.new_empty(prepared[0].chosen.numel(), tensors[1].shape[1])
+            gates = x.new_empty(prepared[0].chosen.numel(), tensors[1].shape[2 if shape.kind.transposed else 1])
             ctx.save_for_backward(gates)
         # Popped, so that the caller's list does not keep the normed input.
         return _computed(prepared.pop(), shape, tensors, gates)
@@ -245,7 +342,7 @@ class _Mixed(torch.autograd.Function):
         through = any(needed[:3])
         # Without a norm x belongs to another function, and the gradient must not overwrite it.
         normal = x.clone() if norm is None else norm.compute_sum(residual, x, x, norm_weight)
-        experts = TiledExperts(Mixture(ctx.shape.router, tuple(tensors), ctx.shape.traits), ctx.shape.tiles, needed[3:])
+        experts = TiledExperts(Mixture(ctx.shape.kind, tuple(tensors), ctx.shape.traits), ctx.shape.tiles, needed[3:])
         experts.backward(grad, normal, True, through, chosen, gates)
         grad_x, norm_sum = normal if through else None, None
         if norm is not None and through:
@@ -264,11 +361,19 @@ class TiledExperts:
     """
 
     def __init__(self, mixture: Mixture, tiles: int = 1, needed: Sequence[bool] | None = None) -> None:
-        (self._gate, self._gate_up, self._down, *shared), self._router, self._tiles = mixture.tensors, mixture.router, tiles
-        needed = (False,) * len(mixture.tensors) if needed is None else needed
-        routed = zip(mixture.tensors[:3], needed[:3], strict=True)
-        self._sums = [_ExpertSum(tensor) if wanted else None for tensor, wanted in routed]
-        self._shared = _SharedExpert(shared, mixture.traits, needed[3:]) if mixture.traits else None
+        kind, tensors, traits = mixture
+        self._router, self._value, self._tiles = kind.router, kind.gate, tiles
+        needed, routed = (False,) * len(tensors) if needed is None else needed, mixture.num_routed
+        weights, biases = tensors[:3], tensors[3:routed] or (None,) * 3
+        self._gate, self._gate_bias, self._gate_up_bias, self._down_bias = weights[0], *biases
+        self._gate_up, self._down = (_turned(weight, kind.transposed) for weight in weights[1:])
+        turned = (False, kind.transposed, kind.transposed, False, False, False)
+        self._sums = [
+            _ExpertSum(tensor, turn) if wanted else None
+            for tensor, turn, wanted in zip(tensors[:routed], turned, needed, strict=False)
+        ]
+        self._bias_sums = self._sums[3:] or [None] * 3
+        self._shared = _SharedExpert(tensors[routed:], traits, needed[routed:]) if traits else None
 
     def add_output(
         self, normal: Tensor, out: Tensor, routes: tuple[Tensor, Tensor] | None = None, gates: Tensor | None = None
@@ -282,21 +387,20 @@ class TiledExperts:
             gates: [t x k, 2 x I], gets the outputs of gate and up, in the order of the experts. None = they are not needed.
         """
         if routes is None:
-            probabilities = self._router.probabilities(normal, self._gate)
-            chosen = self._router.choose(probabilities)
-            routes = chosen, self._router.weights(probabilities, chosen)
-            del probabilities
+            scores = self._router.scores(normal, self._gate, self._gate_bias)
+            chosen = self._router.choose(scores)
+            routes = chosen, self._router.weights(scores, chosen)
+            del scores
         chosen, weights = routes
         total = out if out.dtype == wide_dtype(out.dtype) else torch.zeros_like(out, dtype=wide_dtype(out.dtype))
         by_row, rows = weights.flatten(), _Rows(chosen, len(self._gate_up))
         for tile in rows.tiles(self._tiles):
             tokens = rows.tokens[tile.rows]
-            both = _products(normal[tokens], self._gate_up, tile, None if gates is None else gates[tile.rows])
-            gate, up = both.chunk(2, 1)
+            both = _products(normal[tokens], self._gate_up, tile, None if gates is None else gates[tile.rows], self._gate_up_bias)
             # The value overwrites the output of gate, unless backward needs it.
-            value = SWIGLU.compute((gate, up), (), gate if gates is None else None)
-            del gate, up, both
-            parts = _products(value, self._down, tile)
+            value = self._value.value(both, gates is None)
+            del both
+            parts = _products(value, self._down, tile, bias=self._down_bias)
             del value
             total.index_add_(0, tokens, parts * by_row[rows.order[tile.rows], None])
             del parts
@@ -325,33 +429,42 @@ class TiledExperts:
             chosen: The experts of each token, [t, k]. None = the router chooses again.
             gates: What :meth:`add_output` wrote into its ``gates``. It is overwritten. None = computed again.
         """
-        probabilities = self._router.probabilities(normal, self._gate)
-        chosen = self._router.choose(probabilities) if chosen is None else chosen
-        weights = self._router.weights(probabilities, chosen)
+        scores = self._router.scores(normal, self._gate, self._gate_bias)
+        chosen = self._router.choose(scores) if chosen is None else chosen
+        weights = self._router.weights(scores, chosen)
         rows, by_row, grad_weights = _Rows(chosen, len(self._gate_up)), weights.flatten(), torch.empty_like(weights)
         total = torch.zeros_like(normal, dtype=weights.dtype) if through else None
-        gate_up_sum, down_sum = self._sums[1:]
+        (gate_up_sum, down_sum), (gate_bias_sum, gate_up_bias_sum, down_bias_sum) = self._sums[1:3], self._bias_sums
         for tile in rows.tiles(self._tiles):
             tokens, places = rows.tokens[tile.rows], rows.order[tile.rows]
             row_weights, above = by_row[places, None], grad[tokens]
             x = normal[tokens]
-            both = _products(x, self._gate_up, tile) if gates is None else gates[tile.rows]
-            sources = both[:, : both.shape[1] // 2], both[:, both.shape[1] // 2 :]
-            value, grad_value = SWIGLU.compute(sources, ()), _products_back(above, self._down, tile)
+            both = _products(x, self._gate_up, tile, bias=self._gate_up_bias) if gates is None else gates[tile.rows]
+            value, grad_value = self._value.value(both, False), _products_back(above, self._down, tile)
             # The gradient of a weight is the product of an output with the gradient, which is the same for the value before down.
-            grad_weights.view(-1)[places] = (value * grad_value.to(weights.dtype)).sum(-1)
+            through_weights = (value * grad_value.to(weights.dtype)).sum(-1)
+            if self._down_bias is not None:
+                for expert, own in _of_experts(tile):
+                    through_weights[own] += (above[own] @ self._down_bias[expert]).to(weights.dtype)
+            grad_weights.view(-1)[places] = through_weights
             if down_sum is not None:
                 down_sum.add(above, value.mul_(row_weights), tile, alone)
+            if down_bias_sum is not None:
+                down_bias_sum.add_rows(above.mul_(row_weights), tile, alone)
             del above, value
-            SWIGLU.differentiate(grad_value.mul_(row_weights), sources, (), sources, ())
-            del grad_value, sources
+            self._value.differentiate(grad_value.mul_(row_weights), both)
+            del grad_value
             if gate_up_sum is not None:
                 gate_up_sum.add(both, x, tile, alone)
+            if gate_up_bias_sum is not None:
+                gate_up_bias_sum.add_rows(both, tile, alone)
             if total is not None:
                 total.index_add_(0, tokens, _products_back(both, self._gate_up, tile).to(total.dtype))
             del both, x
-        if total is not None or self._sums[0] is not None:
-            grad_logits = self._router.differentiate(grad_weights, probabilities, chosen).to(normal.dtype)
+        if total is not None or self._sums[0] is not None or gate_bias_sum is not None:
+            grad_logits = self._router.differentiate(grad_weights, scores, chosen).to(normal.dtype)
+            if gate_bias_sum is not None:
+                gate_bias_sum.add_vector(grad_logits, alone)
             if self._sums[0] is not None:
                 self._sums[0].add_matrix(grad_logits, normal, alone)
             if total is not None:
@@ -478,16 +591,30 @@ def _of_experts(tile: _Tile) -> Iterator[tuple[int, slice]]:
         start += count
 
 
-def _products(x: Tensor, weights: Tensor, tile: _Tile, out: Tensor | None = None) -> Tensor:
-    """Return ``x @ weights[e].t()`` [r, m] for the rows of each expert e in a tile. x [r, n], weights [E, m, n]."""
+def _turned(weights: Tensor, turn: bool) -> Tensor:
+    return weights.transpose(1, 2) if turn else weights
+
+
+def _products(x: Tensor, weights: Tensor, tile: _Tile, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """Return ``x @ weights[e].t() + bias[e]`` [r, m] for the rows of each expert e in a tile.
+
+    ``x`` is [r, n], ``weights`` [E, m, n] and ``bias`` [E, m].
+    """
     if _has_kernel(x, weights) and weights.shape[1] * 2 % ALIGNED_BYTES == 0:
         part = weights[tile.experts.start : tile.experts.stop]
         found = torch._grouped_mm(x, part.transpose(1, 2), offs=_ends(tile, x.device))
-        return found if out is None else out.copy_(found)
+        out = found if out is None else out.copy_(found)
+        if bias is not None:
+            for expert, rows in _of_experts(tile):
+                out[rows].add_(bias[expert])
+        return out
     # Written into ``out``, because selective checkpointing would keep the output of a plain product.
     out = x.new_empty(x.shape[0], weights.shape[1]) if out is None else out
     for expert, rows in _of_experts(tile):
-        torch.mm(x[rows], weights[expert].t(), out=out[rows])
+        if bias is None:
+            torch.mm(x[rows], weights[expert].t(), out=out[rows])
+        else:
+            torch.addmm(bias[expert], x[rows], weights[expert].t(), out=out[rows])
     return out
 
 
@@ -502,10 +629,10 @@ def _products_back(grad: Tensor, weights: Tensor, tile: _Tile) -> Tensor:
 
 
 class _ExpertSum:
-    """The gradient of the weights of all experts [E, m, n], or of one matrix."""
+    """The gradient of the weights of all experts [E, m, n] or, ``turned``, [E, n, m]; or of one matrix, or of their biases."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = weight
+    def __init__(self, weight: Tensor, turned: bool = False) -> None:
+        self._weight, self._is_turned = weight, turned
         self._total: Tensor | None = None
 
     def _made(self, alone: bool) -> Tensor:
@@ -516,13 +643,23 @@ class _ExpertSum:
 
     def add(self, grad: Tensor, x: Tensor, tile: _Tile, alone: bool) -> None:
         # grad [r, m], x [r, n]
-        total = self._made(alone)
+        total = _turned(self._made(alone), self._is_turned)
         if _has_kernel(grad, x):
             found = torch._grouped_mm(grad.t(), x, offs=_ends(tile, x.device))
             total[tile.experts.start : tile.experts.stop].add_(found)
             return
         for expert, rows in _of_experts(tile):
             add_product(total[expert], grad[rows], x[rows])
+
+    def add_rows(self, grad: Tensor, tile: _Tile, alone: bool) -> None:
+        # grad [r, m] of biases [E, m]
+        total = self._made(alone)
+        for expert, rows in _of_experts(tile):
+            total[expert] += grad[rows].sum(0, dtype=total.dtype)
+
+    def add_vector(self, grad: Tensor, alone: bool) -> None:
+        total = self._made(alone)
+        total += grad.sum(0, dtype=total.dtype)
 
     def add_matrix(self, grad: Tensor, x: Tensor, alone: bool) -> None:
         add_product(self._made(alone), grad, x)

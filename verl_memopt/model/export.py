@@ -21,7 +21,7 @@ from verl_memopt.errors import CheckpointError, ConfigError
 from verl_memopt.memory.host_buffers import host_buffer
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.model.text_part import is_part, stated_dtype, whole_config, with_dtype
-from verl_memopt.model.weights import WeightFolder, stored_tensors
+from verl_memopt.model.weights import WeightFolder, stored_parts, stored_tensors
 from verl_memopt.observe.files import free_space
 from verl_memopt.observe.own_files import MARK, MODEL_RECORD, mark, others_in_model, remove_left
 from verl_memopt.records import json_of
@@ -77,7 +77,8 @@ def export_folder(
             for file in Path(str(config.name_or_path)).glob("*.py"):
                 shutil.copyfile(file, folder / file.name)
     if weights is not None:
-        _write_weights(folder, stored_tensors(weights) if source is None else _whole(weights, source, writes), writes)
+        stores = stored_tensors(weights, config.model_type) if source is None else _whole(weights, source, writes)
+        _write_weights(folder, stores, writes)
 
 
 def export_stored(folder: Path, stored: Path, weights: Weights, dtype: torch.dtype, source: WeightFolder | None = None) -> None:
@@ -91,14 +92,15 @@ def export_stored(folder: Path, stored: Path, weights: Weights, dtype: torch.dty
             shutil.copyfile(file, folder / file.name)
     config = json_of(stored / "config.json", dict[str, Any], DAMAGED, CheckpointError)
     _write_json(folder / "config.json", with_dtype(config, dtype_name(dtype)))
-    _write_weights(folder, stored_tensors(weights) if source is None else _whole(weights, source, True), writes=True)
+    stores = stored_tensors(weights, config.get("model_type", "")) if source is None else _whole(weights, source, True)
+    _write_weights(folder, stores, writes=True)
 
 
 def _whole(weights: Weights, source: WeightFolder, writes: bool) -> Weights:
     # The weights of the text part under their names in a folder, and a copy of the others, which stay in the folder's files.
     # Experts are one tensor or one by one, as the folder has them.
     for whole in weights:
-        for name, tensor in [whole] if whole[0] in source.stored else stored_tensors([whole]):
+        for name, tensor in [whole] if whole[0] in source.stored else stored_parts(*whole):
             yield source.stored[name], tensor
     if writes:
         yield from source.read_apart()

@@ -30,6 +30,10 @@ class Family:
     """Whether its config can cap the logits."""
     carries: bool = False
     """Whether it has layers that carry a state from token to token, which our own decoder keeps apart in a pack."""
+    sinks: bool = False
+    """Whether attention has a learned score of one more key for each head, whose value is zero. SDPA of transformers has none."""
+    whole_experts: bool = False
+    """Whether its files hold all experts of a block as one tensor, and not one by one."""
     text: str | None = None
     """Type of its text part, for a model that reads more than text. Only this part is trained."""
     apart: tuple[str, ...] = ()
@@ -80,6 +84,14 @@ FAMILIES = (
     Family("gemma3_text", "Gemma 3", "Gemma3", capped=True),
     Family("glm", "GLM-4-9B and GLM-Edge"),
     Family("glm4", "GLM-4-0414"),
+    Family(
+        "gpt_oss",
+        "gpt-oss",
+        "GptOss",
+        sinks=True,
+        whole_experts=True,
+        note="LoRA leaves its experts as they are. `quantization` and an auxiliary loss are refused.",
+    ),
     Family("granite", "Granite, dense", divided_by="logits_scaling"),
     Family("hunyuan_v1_dense", "Hunyuan, dense"),
     Family("hyperclovax", "HyperCLOVA X", multiplied_by="logits_scaling"),
@@ -146,7 +158,6 @@ FAMILIES = (
     Family("gpt2", "GPT-2", refused=NO_LIST),
     Family("gpt_bigcode", "StarCoder", refused=NO_LIST, nearest="starcoder2"),
     Family("gpt_neox", "Pythia, GPT-NeoX", refused=RENAMED),
-    Family("gpt_oss", "gpt-oss", refused=f"{EXPERTS} with biases, an activation of their own and attention sinks"),
     Family("granitemoe", "Granite, mixture of experts", refused=f"{EXPERTS} with factors of the residual and the logits"),
     Family("jamba", "Jamba", refused=STATE),
     Family("kimi_linear", "Kimi Linear", refused=STATE),

@@ -247,6 +247,7 @@ def _registered(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
         sliding_window: int | None = None,
         softcap: float | None = None,
         prefix_layout: PrefixLayout | None = None,
+        s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         assert prefix_layout is not None, "attention over a pack needs the pack's layout"
@@ -254,7 +255,7 @@ def _registered(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         # Transformers puts heads before tokens.
         q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
-        return attend(q, k, v, AttentionArgs(prefix_layout, scale, sliding_window, None, softcap))[None], None
+        return attend(q, k, v, AttentionArgs(prefix_layout, scale, sliding_window, None, softcap, s_aux))[None], None
 
     return packed
 

@@ -26,7 +26,7 @@ from verl_memopt.distributed.device import is_gpu, supports_flash
 from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU, keep, kept, zeros_to_sum
 from verl_memopt.memory.recompute_gates import SigmoidGate
 from verl_memopt.memory.tiled_mlp_torch import TiledLinear, TiledMlp, Traits, tensors_and_traits, tiled_linears
-from verl_memopt.model.attention_fused import CPU_FLASH, EFFICIENT, FLASH, Kernel, key_heads, merge
+from verl_memopt.model.attention_fused import CPU_FLASH, EFFICIENT, FLASH, Kernel, key_heads, merge, merge_sinks, sink_gradient
 from verl_memopt.model.experts import Mixture, TiledExperts
 from verl_memopt.model.prefix_layout import PrefixLayout, PrefixSpan
 from verl_memopt.model.rotary import apply_rotary, rotary_backward
@@ -143,7 +143,7 @@ def tiled_block(
     sin: Tensor,
     layout: PrefixLayout,
     shape: BlockShape,
-    norm_weights: Sequence[Tensor | None],
+    vectors: Sequence[Tensor | None],
     layers: Sequence[Any],
     mixture: Mixture | None = None,
 ) -> Tensor:
@@ -157,19 +157,20 @@ def tiled_block(
         sin: [T, R], sines of the T positions.
         layout: Which tokens share a prefix, and which are queries.
         shape: Sizes and norms.
-        norm_weights: Weights of the norms of the block's input, the MLP's input, queries and keys. None = no norm.
+        vectors: Weights of the norms of the block's input, the MLP's input, queries and keys, and the sinks. None = there are
+            none.
         layers: Projections of queries, keys, values and output, then gate, up and down, with or without adapters. In a pass
             without gradients they may be layers of any kind.
         mixture: Experts, which take the place of gate, up and down. None = there are none.
     """
     if not torch.is_grad_enabled():
         experts = None if mixture is None else TiledExperts(mixture)
-        return _Block(shape, layout, (x, cos, sin, *norm_weights), layers, experts).forward()
+        return _Block(shape, layout, (x, cos, sin, *vectors), layers, experts).forward()
     tensors, traits = tensors_and_traits(layers)
     tensors += () if mixture is None else mixture.tensors
-    node = keep(x, cos, sin, *norm_weights, *tensors)
+    node = keep(x, cos, sin, *vectors, *tensors)
     kinds = traits, None if mixture is None else mixture._replace(tensors=())
-    return _TiledBlock.apply(shape, layout, kinds, node, x, cos, sin, *norm_weights, *tensors)
+    return _TiledBlock.apply(shape, layout, kinds, node, x, cos, sin, *vectors, *tensors)
 
 
 class _TiledBlock(torch.autograd.Function):
@@ -177,28 +178,28 @@ class _TiledBlock(torch.autograd.Function):
     def forward(ctx: Any, shape: BlockShape, layout: PrefixLayout, kinds: Kinds, node: Any, *tensors: Any) -> Tensor:
         ctx.shape, ctx.layout, ctx.kinds, ctx.kept = shape, layout, kinds, node
         traits, mixture = kinds
-        layers = tiled_linears(tensors[7 : 7 + 4 * len(traits)], traits)
-        experts = None if mixture is None else TiledExperts(mixture._replace(tensors=tensors[23:]))
-        return _Block(shape, layout, tensors[:7], [layer.output for layer in layers], experts).forward()
+        layers = tiled_linears(tensors[8 : 8 + 4 * len(traits)], traits)
+        experts = None if mixture is None else TiledExperts(mixture._replace(tensors=tensors[24:]))
+        return _Block(shape, layout, tensors[:8], [layer.output for layer in layers], experts).forward()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors, needed = kept(ctx), ctx.needs_input_grad[4:]
         traits, mixture = ctx.kinds
-        layers = tiled_linears(tensors[7:23], traits[:4], needed[7:23])  # four tensors each
+        layers = tiled_linears(tensors[8:24], traits[:4], needed[8:24])  # four tensors each
         mlp: TiledMlp | TiledExperts = (
-            TiledMlp(tensors[23:], traits[4:], needed[23:], ctx.shape.gate)
+            TiledMlp(tensors[24:], traits[4:], needed[24:], ctx.shape.gate)
             if mixture is None
-            else TiledExperts(mixture._replace(tensors=tuple(tensors[23:])), needed=needed[23:])
+            else TiledExperts(mixture._replace(tensors=tuple(tensors[24:])), needed=needed[24:])
         )
-        weights = tensors[3:7]
-        sums = [zeros_to_sum(weight) if wanted else None for weight, wanted in zip(weights, needed[3:7], strict=True)]
-        block = _Block(ctx.shape, ctx.layout, tensors[:7], [layer.output for layer in layers])
+        weights = tensors[3:8]
+        sums = [zeros_to_sum(weight) if wanted else None for weight, wanted in zip(weights, needed[3:8], strict=True)]
+        block = _Block(ctx.shape, ctx.layout, tensors[:8], [layer.output for layer in layers])
         grad_x = _Backward(block, layers, mlp, sums).input_gradient(grad[0].contiguous())
-        norm_grads = (None if total is None else total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True))
+        vector_grads = (None if total is None else total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True))
         layer_grads = (grad for layer in layers for grad in layer.gradients())
-        return *(None,) * 4, grad_x, None, None, *norm_grads, *layer_grads, *mlp.gradients()
+        return *(None,) * 4, grad_x, None, None, *vector_grads, *layer_grads, *mlp.gradients()
 
 
 class _Block:
@@ -210,9 +211,9 @@ class _Block:
         layers: Sequence[Callable[[Tensor], Tensor]],
         experts: TiledExperts | None = None,
     ) -> None:
-        """``tensors`` are x, cos and sin, and the weights of the four norms."""
+        """``tensors`` are x, cos and sin, the weights of the four norms, and the sinks."""
         self.experts = experts
-        self.x, self.cos, self.sin, self.attention_norm, self.mlp_norm, self.query_norm, self.key_norm = tensors
+        self.x, self.cos, self.sin, self.attention_norm, self.mlp_norm, self.query_norm, self.key_norm, self.sinks = tensors
         self.shape, self.layers, self.kernel = shape, layers, kernel_for(self.x.device, self.x.dtype)
         self.index, self.tiles = layout.query_index, tiles(layout, shape.tile_tokens)
         self.num_queries = self.tiles[-1].queries.stop if self.tiles else 0
@@ -304,7 +305,10 @@ class _Block:
                     part, part_lse = merge(into, into_lse, part, part_lse)
                 into.copy_(part)
                 into_lse.copy_(part_lse)
-            if whole.dtype != out.dtype:
+            if self.sinks is not None:
+                whole, own_lse = merge_sinks(whole, lse[:, query_heads], self.sinks[query_heads], whole.dtype)
+                out[:, query_heads], lse[:, query_heads] = whole, own_lse
+            elif whole.dtype != out.dtype:
                 out[:, query_heads].copy_(whole)
         return out, lse
 
@@ -411,6 +415,8 @@ class _Backward:
         if gate is not None:
             # The gradient of the gates overwrites them.
             SIGMOID_GATE.differentiate(grad_value, (attended[1].flatten(1), gate), (), (grad_value, gate), ())
+        if self.sums[4] is not None:
+            self.sums[4].add_(sink_gradient(grad_attended, *attended[1:], block.sinks))
         grad_query = block.attend_backward(grad_attended, attended, self.keys, self.values, self.key_sums, tile.calls)
         del attended, query, grad_attended, value, grad_value
         tables = block.at(block.cos, queries), block.at(block.sin, queries)

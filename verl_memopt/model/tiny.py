@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class TinyShape:
     model_type: str = "qwen3"
-    """Architecture by its name in transformers: qwen3, qwen3_5_text, qwen3_5_moe_text, qwen3_moe, qwen2, llama, mistral or
-    gemma3_text."""
+    """Architecture by its name in transformers: qwen3, qwen3_5_text, qwen3_5_moe_text, qwen3_moe, qwen2, llama, mistral,
+    gemma3_text or gpt_oss."""
     vocab_size: int = 320
     """Number of rows of the embedding. The tokenizer has at most a few hundred tokens, so larger values only cost bytes."""
     hidden_size: int = 64
@@ -95,19 +95,27 @@ def _random_model(shape: TinyShape, tokenizer: Any, seed: int) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    mixture = {
+    mixture: dict[str, Any] = {
         "num_experts": shape.num_experts,
         "num_experts_per_tok": shape.experts_per_token,
         "moe_intermediate_size": shape.expert_size,
         "norm_topk_prob": True,
         "shared_expert_intermediate_size": shape.intermediate_size,
     }
+    width = shape.intermediate_size
+    if shape.model_type == "gpt_oss":
+        width, mixture = shape.expert_size, {"num_experts_per_tok": shape.experts_per_token}
+        mixture["num_local_experts"] = shape.num_experts
+        mixture["rope_parameters"] = {
+            "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": shape.max_positions // 32,
+        }  # fmt: skip
     config = AutoConfig.for_model(
         shape.model_type,
-        **(mixture if "_moe" in shape.model_type else {}),
+        **(mixture if "_moe" in shape.model_type or shape.model_type == "gpt_oss" else {}),
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
+        intermediate_size=width,
         num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,

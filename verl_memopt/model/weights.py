@@ -24,6 +24,7 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import ADAPTERS
 from verl_memopt.memory.quantized_frozen import QUANTIZED_AT_ONCE
 from verl_memopt.memory.quantized_frozen_torch import Packing, quantized_layers
+from verl_memopt.model.attention import REGISTERED
 from verl_memopt.model.families import (
     POLICY_KEY,
     UNEVEN,
@@ -114,15 +115,19 @@ def empty_model(
     config._attn_implementation = attention
     # Training does not use a KV cache, and building it would waste memory.
     config.use_cache = False
+    # Transformers looks for "sdpa" in the name of an attention, and refuses it for models whose attention has sinks. It may build
+    # them with the name of another of our kernels: these read sinks.
+    named = REGISTERED["eager"] if family_of(config.model_type).sinks else attention
     storage: AbstractContextManager[Any] = torch.device("meta") if detect_fake_mode() is None else nullcontext()
     with storage:
         try:
             model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+                config, dtype=dtype, attn_implementation=named, trust_remote_code=trust_remote_code
             )
         except Exception as error:  # classes of transformers or code in a folder may raise anything
             reason = f"cannot be built with attention over packed rows ({type(error).__name__}: {one_line(error)})"
             raise refused(config, source, reason, key) from error
+    model.config._attn_implementation = attention
     return model.eval()
 
 
@@ -156,8 +161,8 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 class WeightFolder:
     """Reads the safetensors files of a model folder slice by slice. Only the requested slice is in memory.
 
-    Most files store the experts of a block one by one, and models hold them as one tensor. Here they have the names and shapes of
-    the model: ``experts.gate_up_proj`` [E, 2 x I, h], gate before up, and ``experts.down_proj`` [E, h, I].
+    Files of most types store the experts of a block one by one, and models hold them as one tensor. Here they have the names and
+    shapes of the model: ``experts.gate_up_proj`` [E, 2 x I, h], gate before up, and ``experts.down_proj`` [E, h, I].
 
     Attributes:
         folder: The folder.
@@ -308,10 +313,11 @@ def refuse_stacked(weights: WeightFolder) -> None:
         )
 
 
-def stored_tensors(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) pairs as files store them: experts one by one. The tensors are views of those of the model."""
+def stored_tensors(weights: Iterable[tuple[str, Tensor]], model_type: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) pairs as files of a type store them: of most types experts one by one, as views of the whole."""
+    whole = family_of(model_type).whole_experts
     for name, tensor in weights:
-        yield from stored_parts(name, tensor)
+        yield from ((name, tensor),) if whole else stored_parts(name, tensor)
 
 
 def stored_parts(name: str, tensor: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:

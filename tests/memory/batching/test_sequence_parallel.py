@@ -45,6 +45,7 @@ CASES = {
     "gemma2": {"attn_implementation": "auto"},
     "shared prompts, mistral": {**ELEMENTWISE, "shared": True, "budget": WHOLE},
     "shared prompts, gemma3_text": {**ELEMENTWISE, "recompute": True, "shared": True, "budget": WHOLE},
+    "shared prompts, gpt_oss": {**ELEMENTWISE, "shared": True, "budget": WHOLE},
     "three key heads": PLAIN,
 }
 """Options of :func:`gradients`. Two ranks repeat three key heads.
@@ -137,7 +138,8 @@ def folders(tmp_path_factory):
     folders["three key heads"] = make_tiny_model(at / "three", heads, seed=4)
     folders["critic"] = with_value_head(folders["qwen3"], at / "critic")
     return folders | {
-        kind: architectures.tiny_folder(at / kind, kind, sliding_window=4) for kind in ("gemma2", "gemma3_text", "mistral")
+        kind: architectures.tiny_folder(at / kind, kind, sliding_window=4)
+        for kind in ("gemma2", "gemma3_text", "gpt_oss", "mistral")
     }
 
 
