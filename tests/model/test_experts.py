@@ -343,16 +343,20 @@ def test_a_block_keeps_its_input_and_a_byte_for_each_expert_of_a_token_and_witho
     [({}, 0.1), ({"tiled_mlp": TiledMlp(True, 4)}, 0.05), ({"block_tile_tokens": 128}, 0.05), (PLAIN, 0.1)],
     ids=str,
 )
-def test_the_activations_of_an_update_are_those_of_the_formula(tmp_path, one_rank, options, more):
-    shape = replace(act.SHAPE, model_type="qwen3_moe", num_experts=16, experts_per_token=4, expert_size=256, vocab_size=512)
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_the_activations_of_an_update_are_those_of_the_formula(tmp_path, one_rank, kind, options, more):
+    shape = replace(act.SHAPE, model_type=kind, num_experts=16, experts_per_token=4, expert_size=256, vocab_size=512)
     folder, batch = make_tiny_model(tmp_path / "model", shape), sharing(grouped(100, [150] * 4))
     options = {**OWN, "prune_last_block": False, **options}
+    if kind == "gpt_oss":
+        options["override_config"] = {"sliding_window": None}
     policy, micro = act.build(folder, one_rank, **options), [micro_batch(batch, range(4))]
     found = act.tracked_step(policy, micro, counts_of(batch), steps=1).most()["activations"]
     formula = replace(
         shapes(batch, enable_gradient_checkpointing=False, **options), mlp=4 * 256, mixture=MixtureSize(16, 256, 4), vocab=512
     )
-    assert act.close(found, formula.activation_bytes, more)
+    # Without norms of queries and keys, which the formula counts, there is less.
+    assert act.close(found, formula.activation_bytes, more if kind == "qwen3_moe" else max(more, 0.13))
 
 
 OTHERS = (OWN, PLAIN, {**PLAIN, **TILES}, {**OWN, "block_tile_tokens": 128})

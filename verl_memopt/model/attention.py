@@ -75,19 +75,12 @@ def windowed_attention(
     """Compute sliding-window attention [1, heads, Q, D] by torch's SDPA, one segment at a time.
 
     Arguments are as in :func:`eager_attention`. A segment sees the last ``window - 1`` keys of its path before it. SDPA has no
-    sinks, so they are a key of their own: heads get further elements, in which only this key is not zero.
+    sinks, so a sink is a key of its own there.
     """
     dtype, grouped, outputs = query.dtype, query.shape[1] != key.shape[1], []
     if layout.rounds:
         # Several segments see the keys at the end of a prefix, so that the gradients of these keys are sums.
         query, key, value = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key, value))
-    sink = None
-    if sinks is not None:
-        element = (sinks.to(query.dtype) / scale).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
-        query = torch.cat((query, pad(element, (0, HEAD_MULTIPLE - 1))), 3)
-        sink = torch.zeros_like(key[:, :, :1])
-        sink = pad(pad(sink, (0, 1), value=1.0), (0, HEAD_MULTIPLE - 1))
-        key, value = (pad(x, (0, HEAD_MULTIPLE)) for x in (key, value))
     ends = np.cumsum(layout.segments)
     firsts = layout.query_places[ends - layout.segments].tolist()
     for q, first, above in zip(query.split(layout.segments, 2), firsts, layout.above(window), strict=True):
@@ -98,14 +91,26 @@ def windowed_attention(
         else:
             k, v = key[:, :, own], value[:, :, own]
         keys = k.shape[2]
-        whole = keys <= window and not len(above) and sink is None
+        whole = keys <= window and not len(above) and sinks is None
         rows = np.arange(len(above), keys)
         mask = None if whole else visible(np.full(keys, keys), window, query.device, rows)
-        if mask is not None and sink is not None:
-            k, v, mask = torch.cat((k, sink), 2), pad(v, (0, 0, 0, 1)), pad(mask, (0, 1), value=True)
-        outputs.append(scaled_dot_product_attention(q, k, v, mask, is_causal=whole, scale=scale, enable_gqa=grouped))
-    out = torch.cat(outputs, dim=2).to(dtype)
-    return out if sink is None else out[..., :-HEAD_MULTIPLE]
+        size = v.shape[3]
+        if mask is not None and sinks is not None:
+            q, k, v, mask = _with_sink_key(q, k, v, mask, sinks / scale)
+        out = scaled_dot_product_attention(q, k, v, mask, is_causal=whole, scale=scale, enable_gqa=grouped)
+        outputs.append(out[..., :size])
+    return torch.cat(outputs, dim=2).to(dtype)
+
+
+def _with_sink_key(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, score: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # A key behind the others is all zeros but for one further element, with which a query of head h makes the product score[h].
+    element = score.to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
+    query = torch.cat((query, pad(element, (0, HEAD_MULTIPLE - 1))), 3)
+    sink = pad(pad(torch.zeros_like(key[:, :, :1]), (0, 1), value=1.0), (0, HEAD_MULTIPLE - 1))
+    key = torch.cat((pad(key, (0, HEAD_MULTIPLE)), sink), 2)
+    return query, key, pad(value, (0, HEAD_MULTIPLE, 0, 1)), pad(mask, (0, 1), value=True)
 
 
 def visible(stops: np.ndarray, window: int | None, device: torch.device, rows: np.ndarray | None = None) -> Tensor:

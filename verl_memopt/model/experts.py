@@ -137,12 +137,13 @@ def _clamped_gate(both: Tensor, out: Tensor, alpha: float, limit: float) -> None
 def _clamped_gate_gradient(both: Tensor, grad: Tensor, alpha: float, limit: float) -> None:
     first, second = both[:, ::2], both[:, 1::2]
     gate, up = first.clamp(max=limit), second.clamp(-limit, limit)
-    share = torch.sigmoid(gate * alpha)
-    slope = share + alpha * gate * share * (1 - share)
-    grad_gate = (grad * (up + 1) * slope).masked_fill(first > limit, 0)
-    grad_up = (grad * gate * share).masked_fill(second.abs() > limit, 0)
+    share = (gate * alpha).sigmoid_()
+    value = gate.mul_(share)
+    slope = (1 - share).mul_(value).mul_(alpha).add_(share)
+    del share  # in place and freed early, because a tile has room for four tensors
+    grad_gate = up.add_(1).mul_(slope).mul_(grad).masked_fill_(first > limit, 0)
     first.copy_(grad_gate)
-    second.copy_(grad_up)
+    second.copy_(value.mul_(grad).masked_fill_((second > limit) | (second < -limit), 0))
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,10 @@ PUBLISHED = {
         2048, 6144, 48, 32, 4, 128, 151_936, False, qk_norm=True, positions=40_960, counted=(30_532_122_624, 623_120_640),
         mixture=MixtureSize(128, 768, 8),
     ),
+    "openai/gpt-oss-20b": ModelSize(
+        2880, 11_520, 24, 64, 8, 64, 201_088, False, qkv_bias=True, window=128, positions=2**17,
+        counted=(20_914_757_184, 823_186_976), mixture=MixtureSize(32, 2880, 4),
+    ),
     "Qwen/Qwen3.5-0.8B": ModelSize(
         1024, 3584, 24, 8, 2, 256, 248_320, True, qk_norm=True, positions=2**18, counted=(752_393_024, 21_555_360),
         gated=True, rule=DeltaShape(16, 16, 128, 128), linear_layers=18,
