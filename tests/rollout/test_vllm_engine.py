@@ -145,6 +145,12 @@ def test_experts_are_synced_again_and_again_and_stay_in_the_order_of_the_kernel(
         engine.shutdown()
 
 
+def test_experts_that_vllm_cannot_load_again_are_refused(tmp_path, no_shared_engine):
+    folder = make_tiny_model(tmp_path / "model", TinyShape(model_type="gpt_oss"))
+    with pytest.raises(ConfigError, match=r"name=vllm: vLLM loads the experts of gpt_oss models only when it starts.*name=hf"):
+        engine_at("vllm", folder)
+
+
 def test_the_kv_cache_has_the_size_asked_for(vllm_engine):
     asked = int(0.02 * 2**30)
     assert 0.98 * asked <= kv_bytes(vllm_engine) <= asked

@@ -90,7 +90,7 @@ FAMILIES = (
         "GptOss",
         sinks=True,
         whole_experts=True,
-        note="LoRA leaves its experts as they are. `quantization` and an auxiliary loss are refused.",
+        note="It needs the engine `hf`. LoRA leaves its experts as they are. `quantization` and an auxiliary loss are refused.",
     ),
     Family("granite", "Granite, dense", divided_by="logits_scaling"),
     Family("hunyuan_v1_dense", "Hunyuan, dense"),

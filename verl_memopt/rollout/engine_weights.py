@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_memopt.errors import RolloutError
 from verl_memopt.memory.weight_buckets_torch import Weights, WeightSlice, as_slice, joined, num_rows
-from verl_memopt.model.families import family_of
 from verl_memopt.model.weights import is_stack, stored_parts
 from verl_memopt.rollout.engine import KEY, RolloutEngine, SamplingSettings, WeightComparison
 
@@ -26,16 +25,12 @@ class ExpectedWeights:
     """Shape of each parameter by its Hugging Face name. Tied parameters appear under their first name."""
     ignored: frozenset[str]
     """Further names of tied parameters, and constant buffers: allowed but not needed."""
-    whole_experts: bool = False
-    """Whether checkpoints have all experts of a block as one tensor."""
 
     @classmethod
     def of(cls, model: nn.Module) -> ExpectedWeights:
         """Take names and shapes from a transformers model, which may be on the meta device."""
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        model_type = getattr(getattr(model, "config", None), "model_type", "")
-        ignored = frozenset(model.state_dict(keep_vars=True)) - frozenset(shapes)
-        return cls(shapes, ignored, family_of(model_type).whole_experts)
+        return cls(shapes, frozenset(model.state_dict(keep_vars=True)) - frozenset(shapes))
 
     def checked(self, weights: Weights) -> Iterator[WeightSlice]:
         """Yield the weights as slices, without ignored names.

@@ -223,8 +223,7 @@ class VllmEngine:
             else:
                 # vLLM gets copies. A tensor may share the memory of a bucket, and the next tensor overwrites this memory before
                 # vLLM has used the first.
-                stored = checked if self._expected.whole_experts else one_by_one(checked)
-                copies = ((name, tensor.clone()) for name, tensor in joined(stored, self._dtype))
+                copies = ((name, tensor.clone()) for name, tensor in joined(one_by_one(checked), self._dtype))
                 with _without_adapters(self._model):
                     pack_experts_again(self._model)
                     self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})

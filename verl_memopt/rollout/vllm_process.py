@@ -26,7 +26,7 @@ from verl_memopt.distributed.device import empty_cache, is_gpu, memory_info
 from verl_memopt.errors import ConfigError, RolloutError
 from verl_memopt.memory.lora import slot_rank
 from verl_memopt.memory.rollout_memory import AUTO, host_bytes_asleep
-from verl_memopt.model.families import STATE_LAYER, layer_types
+from verl_memopt.model.families import STATE_LAYER, family_of, layer_types
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.observe.device_ledger import Asleep
 from verl_memopt.rollout.engine import KEEP_WEIGHTS, KEY, EnginePlace, SamplingSettings, max_model_len, random_state_kept
@@ -127,10 +127,17 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace, with_state: bo
 
 
 def carries_state(place: EnginePlace) -> bool:
-    # Whether the model has layers of linear attention, which carry a state from token to token.
+    # Whether the model has layers of linear attention, which carry a state from token to token. Refuse one whose weights vLLM
+    # cannot load a second time.
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(place.model_folder, trust_remote_code=place.trust_remote_code)
+    if family_of(config.model_type).whole_experts:
+        # Its loader (0.32) copies experts that are one tensor past the code that takes weights at a later load.
+        raise ConfigError(
+            f"{KEY}.name=vllm: vLLM loads the experts of {config.model_type} models only when it starts, so after an update it "
+            f"would generate with the old ones. Set {KEY}.name=hf."
+        )
     return STATE_LAYER in layer_types(config.get_text_config())
 
 
