@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.end_to_end.runs import LOCAL, assert_equal_runs, metrics, start, succeeded, train, train_here, wait_for_step
+from tests.model import mxfp4
 from verl_memopt.data import toy as toy_task
 from verl_memopt.model.families import FAMILIES
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
@@ -43,6 +44,23 @@ def test_a_family_is_trained_and_saved(toy, tmp_path, kind, more):
     before, after = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), saved(tmp_path / "run")
     assert [name for name, _ in after.named_parameters()] == [name for name, _ in before.named_parameters()]
     assert any(not torch.equal(one, other) for one, other in zip(before.parameters(), after.parameters(), strict=True))
+
+
+def test_adapters_over_experts_in_mxfp4_are_trained_and_a_saved_model_is_decoded(toy, tmp_path):
+    (tmp_path / "reward.py").write_text(REWARD)
+    rewarded = f"custom_reward_function.path={tmp_path / 'reward.py'}"
+    adapters = [f"{AR}.model.lora_rank=4", f"{AR}.model.lora_alpha=8", "trainer.total_training_steps=2"]
+    folders, rows = mxfp4.folders(tmp_path), []
+    for folder in folders:
+        given = [f"{AR}.model.path={folder}", rewarded, *adapters, *LOCAL, *SMALL, *FP32]
+        assert train_here(toy, tmp_path / "runs" / folder.name, *given) == 0
+        rows.append(metrics(tmp_path / "runs" / folder.name))
+    for step in (1, 2):
+        assert rows[0][step]["training/rollout_probs_diff_mean"] < 1e-6
+        assert rows[0][step]["actor/grad_norm"] == pytest.approx(rows[1][step]["actor/grad_norm"], rel=1e-5)
+    packed, plain = (dict(saved(tmp_path / "runs" / folder.name).named_parameters()) for folder in folders)
+    assert packed.keys() == plain.keys()
+    assert all(torch.equal(packed[name], plain[name]) for name in packed if ".experts." in name)
 
 
 def test_every_family_of_our_own_decoder_is_among_them():

@@ -26,7 +26,7 @@ from torch.nn.functional import linear
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_buffer
 from verl_memopt.memory.lora import Lora
-from verl_memopt.memory.quantized_frozen_torch import QuantizedLinear, quantized_layers, stored_weight
+from verl_memopt.memory.quantized_frozen_torch import PACKED, QuantizedLinear, mxfp4_experts, quantized_layers, stored_weight
 from verl_memopt.model.families import text_name, whole_name
 from verl_memopt.observe.byte_tracker import scope
 
@@ -329,6 +329,8 @@ def merged_weights(
         # Adapters are not yielded: they are merged into their base tensor.
         if name.rsplit(".", 1)[-1] in ADAPTERS:
             continue
+        if stored.endswith(PACKED):
+            name, weight = stored.removesuffix(PACKED), mxfp4_experts(value.detach())
         if stored in packed:
             name, layer = stored.removesuffix("qweight") + "weight", packed[stored]
             # The adapter is merged into the exact weight, if that can be read.

@@ -22,7 +22,7 @@ from verl_memopt.memory import shared_weights
 from verl_memopt.memory.knob import DEVICES, Claim, Knob, LadderRow, Refusal, num_devices
 
 if TYPE_CHECKING:
-    from verl_memopt.config.schema import Settings
+    from verl_memopt.config.schema import Fsdp, Settings
     from verl_memopt.plan.formulas import Shapes
 
 KEY = "actor_rollout_ref.model.quantization"
@@ -48,6 +48,15 @@ def _would_be_sharded(settings: Settings) -> bool:
 
 def _packed(shapes: Shapes) -> int:
     return shapes.packed_bytes(shapes.settings.model.quantization)
+
+
+def experts_stay_packed(lora_rank: int, fsdp: Fsdp, devices: int, shares: bool) -> bool:
+    """Return whether experts that a folder stores in MXFP4 rest in these bytes, because they are a frozen base.
+
+    ``shares``: the engine computes with the trainer's weights. FSDP2 would shard and cast the bytes like weights, so there must
+    be one device without ``offload_policy``.
+    """
+    return lora_rank > 0 and devices == 1 and not fsdp.offload_policy and not shares
 
 
 KNOB = Knob(

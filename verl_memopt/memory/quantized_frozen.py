@@ -40,6 +40,18 @@ def row_bytes(kind: str, width: int) -> int:
     return code_bytes(kind, width) + 4 * groups_of(kind, width)
 
 
+MXFP4_GROUP = 32
+"""Weights along the input that share a scale of one byte in MXFP4, the format in which gpt-oss is published."""
+
+
+def mxfp4_row_bytes(width: int) -> int:
+    return width // 2 + width // MXFP4_GROUP
+
+
+def mxfp4_width(row_bytes: int) -> int:
+    return row_bytes * 2 * MXFP4_GROUP // (MXFP4_GROUP + 2)
+
+
 _KEY = "actor_rollout_ref.ref.quantization"
 
 

@@ -13,7 +13,7 @@ Source of the nf4 levels: QLoRA, arXiv 2305.14314.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.quantized_frozen import FORMATS, code_bytes, groups_of, row_bytes
+from verl_memopt.memory.quantized_frozen import (
+    FORMATS,
+    MXFP4_GROUP,
+    code_bytes,
+    groups_of,
+    mxfp4_row_bytes,
+    mxfp4_width,
+    row_bytes,
+)
 
 NF4_LEVELS = (
     -1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.09105003, 0.0,
@@ -156,6 +164,51 @@ def nf4_pairs(dtype: torch.dtype) -> Tensor:
     """Table [256, 2]: for each byte, the levels of its two nf4 codes."""
     levels, codes = torch.tensor(NF4_LEVELS, dtype=dtype, device="cpu"), torch.arange(256, device="cpu")
     return torch.stack([levels[codes & 15], levels[codes >> 4]], dim=-1)
+
+
+# MXFP4, in which experts of gpt-oss are published: two codes per byte, the first in the low half, and a power of two per group.
+
+PACKED = "_packed"
+"""Behind the name of experts whose parameter has the bytes of MXFP4: uint8 [E, m, codes of a row, then its scales]."""
+MXFP4_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of codes 0 to 7. Codes 8 to 15 are the same with a minus."""
+
+
+def mxfp4_decoded(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decode codes, uint8 [..., n / 2], and scales, uint8 [..., n / 32], to weights [..., n] in ``dtype``. bfloat16 is exact."""
+    levels = torch.tensor(MXFP4_LEVELS, dtype=dtype, device="cpu")
+    levels, both = torch.cat((levels, -levels)), torch.arange(256, device="cpu")
+    pairs = torch.stack([levels[both & 15], levels[both >> 4]], dim=-1).to(codes.device, non_blocking=True)
+    powers = torch.exp2(both.float() - 127).to(dtype).to(codes.device, non_blocking=True)
+    out = pairs[codes.int()].view(*scales.shape, MXFP4_GROUP)
+    return out.mul_(powers[scales.int()][..., None]).flatten(-2)
+
+
+def mxfp4_weight(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decode the bytes of one expert or of several, uint8 [..., m, row bytes], to [..., m, n]."""
+    half = mxfp4_width(packed.shape[-1]) // 2
+    return mxfp4_decoded(packed[..., :half], packed[..., half:], dtype)
+
+
+def mxfp4_experts(packed: Tensor) -> Tensor:
+    """Decode the bytes of all experts, uint8 [E, m, row bytes], to bfloat16 [E, n, m], as transformers stores them."""
+    width = mxfp4_width(packed.shape[2])
+    out = torch.empty((packed.shape[0], width, packed.shape[1]), dtype=torch.bfloat16, device=packed.device)
+    for expert, one in enumerate(packed):
+        out[expert].copy_(mxfp4_weight(one, out.dtype).t())
+    return out
+
+
+def pack_experts(blocks: Sequence[nn.Module]) -> None:
+    """Replace the experts' weights of blocks of gpt-oss by parameters for the bytes of MXFP4, uninitialised."""
+    for block in blocks:
+        experts: Any = block.mlp.experts
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(experts, name)
+            count, width, outputs = weight.shape  # stored with the input first
+            delattr(experts, name)
+            packed = torch.empty((count, outputs, mxfp4_row_bytes(width)), dtype=torch.uint8, device=weight.device)
+            setattr(experts, name + PACKED, nn.Parameter(packed, requires_grad=False))
 
 
 def check_quantizable(blocks: list[nn.Module], key: str) -> None:

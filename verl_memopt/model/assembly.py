@@ -24,7 +24,8 @@ from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
 from verl_memopt.memory.lora import base_rests_as_computed
 from verl_memopt.memory.lora_torch import apply_lora
 from verl_memopt.memory.precision_torch import CastUnits
-from verl_memopt.memory.quantized_frozen_torch import check_quantizable, quantize_blocks
+from verl_memopt.memory.quantized_base import experts_stay_packed
+from verl_memopt.memory.quantized_frozen_torch import check_quantizable, pack_experts, quantize_blocks
 from verl_memopt.memory.sequence_parallel import check_heads, key_copies
 from verl_memopt.memory.sequence_parallel_torch import sequence_group
 from verl_memopt.memory.shared_weights_torch import GatheredWeights
@@ -33,7 +34,7 @@ from verl_memopt.model.attention import choose_attention
 from verl_memopt.model.captured_block import CapturedBlocks, why_not_captured
 from verl_memopt.model.decoder import Decoder, DecoderBlock, block_options, class_name
 from verl_memopt.model.experts import Experts
-from verl_memopt.model.families import POLICY_KEY, SCORE_CAP, STATE_LAYER, layer_types
+from verl_memopt.model.families import POLICY_KEY, SCORE_CAP, STATE_LAYER, is_mxfp4, layer_types
 from verl_memopt.model.packed_model import PackedModel, PolicyModel, dtype_of
 from verl_memopt.model.packing_check import REWARD_KEY, frozen_value_model
 from verl_memopt.model.value_model import CRITIC_KEY, ValueHead, ValueModel, stored_head
@@ -73,6 +74,8 @@ class ModelUse:
     """Quantization of a frozen model's blocks, or of the frozen base model under adapters."""
     compiled: bool = False
     """Compile the functions that compute a chunk of the LM head."""
+    shared: bool = False
+    """The model computes with the weights of an engine."""
     replicated: bool = False
     """The model computes with an engine's weights, and each of several devices has all of them."""
 
@@ -224,7 +227,9 @@ def build_trained_policy(
     ``shares`` says whether it will compute with the weights of an engine.
     """
     recompute, quantization, replicated = model.enable_gradient_checkpointing, model.quantization, shares and mesh.size() > 1
-    use = ModelUse(recompute=recompute, trained=True, quantization=quantization, compiled=compiled, replicated=replicated)
+    use = ModelUse(
+        recompute=recompute, trained=True, quantization=quantization, compiled=compiled, shared=shares, replicated=replicated
+    )
     return build_policy(model, fsdp, folder, mesh, device, use)
 
 
@@ -272,6 +277,9 @@ def _build(
     # Tiled blocks keep no keys and values that answers could reuse. Ranks that share a sequence have only parts of them.
     whole = blocks is not None and blocks[0].recompute and blocks[0].tile_tokens is None
     packed.supports_prefix_kv = whole and packed.sequence is None
+    is_base = use.trained and isinstance(packed.decoder, Decoder) and is_mxfp4(config)
+    if is_base and experts_stay_packed(model.lora_rank, fsdp, mesh.size(), use.shared):
+        pack_experts(packed.blocks())
     parallelize(packed, model, fsdp, mesh, (resting, compute, reduce), use)
     return packed
 

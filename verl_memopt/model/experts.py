@@ -31,6 +31,8 @@ from torch.autograd.function import once_differentiable
 
 from verl_memopt.memory.activation_checkpointing_torch import Forward
 from verl_memopt.memory.fused import over_rows
+from verl_memopt.memory.quantized_frozen import mxfp4_width
+from verl_memopt.memory.quantized_frozen_torch import PACKED, mxfp4_weight
 from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS
 from verl_memopt.memory.recompute_elementwise_torch import (
     RMSNorm,
@@ -188,7 +190,8 @@ class Experts(nn.Module):
     def mixture(self) -> Mixture:
         # Read at each pass: FSDP2 replaces parameters while a block computes.
         own, shared = self.experts, getattr(self, "shared_expert", None)
-        weights = own.gate_up_proj, own.down_proj
+        stored = PACKED if hasattr(own, f"down_proj{PACKED}") else ""
+        weights = getattr(own, f"gate_up_proj{stored}"), getattr(own, f"down_proj{stored}")
         if not hasattr(self, "gate"):
             router: Any = self.router
             return Mixture(self.kind, (router.weight, *weights, router.bias, own.gate_up_proj_bias, own.down_proj_bias))
@@ -223,7 +226,8 @@ class Mixture(NamedTuple):
     kind: MixtureKind
     tensors: tuple[Any, ...]
     """The weights of the router [E, h], of gate and up [E, 2 x I, h], and of down [E, h, I]. Then their biases, if they have any:
-    [E], [E, 2 x I] and [E, h]. If there is a shared expert, then the tensors of its gate, up and down, and of its own gate, as
+    [E], [E, 2 x I] and [E, h]. Frozen weights of experts may be the bytes of MXFP4 (:data:`PACKED`). They are decoded one by one
+    for each product. If there is a shared expert, then the tensors of its gate, up and down, and of its own gate, as
     :func:`tensors_and_traits` returns them."""
     traits: tuple[Traits, ...] = ()
     """Those of the shared expert's layers. () = there is no shared expert."""
@@ -329,7 +333,7 @@ class _Mixed(torch.autograd.Function):
             return x.new_empty(1).expand(x[None].shape)
         gates = None
         if shape.keeps:
-            gates = x.new_empty(prepared[0].chosen.numel(), tensors[1].shape[2 if shape.kind.transposed else 1])
+            gates = x.new_empty(prepared[0].chosen.numel(), _turned(tensors[1], shape.kind.transposed).shape[1])
             ctx.save_for_backward(gates)
         # Popped, so that the caller's list does not keep the normed input.
         return _computed(prepared.pop(), shape, tensors, gates)
@@ -593,7 +597,12 @@ def _of_experts(tile: _Tile) -> Iterator[tuple[int, slice]]:
 
 
 def _turned(weights: Tensor, turn: bool) -> Tensor:
-    return weights.transpose(1, 2) if turn else weights
+    # Bytes of MXFP4 always have the input last.
+    return weights.transpose(1, 2) if turn and weights.is_floating_point() else weights
+
+
+def _decoded(weights: Tensor, expert: int, dtype: torch.dtype) -> Tensor:
+    return weights[expert] if weights.is_floating_point() else mxfp4_weight(weights[expert], dtype)
 
 
 def _products(x: Tensor, weights: Tensor, tile: _Tile, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
@@ -612,10 +621,12 @@ def _products(x: Tensor, weights: Tensor, tile: _Tile, out: Tensor | None = None
     # Written into ``out``, because selective checkpointing would keep the output of a plain product.
     out = x.new_empty(x.shape[0], weights.shape[1]) if out is None else out
     for expert, rows in _of_experts(tile):
+        weight = _decoded(weights, expert, x.dtype)
         if bias is None:
-            torch.mm(x[rows], weights[expert].t(), out=out[rows])
+            torch.mm(x[rows], weight.t(), out=out[rows])
         else:
-            torch.addmm(bias[expert], x[rows], weights[expert].t(), out=out[rows])
+            torch.addmm(bias[expert], x[rows], weight.t(), out=out[rows])
+        del weight  # before the next one is decoded
     return out
 
 
@@ -623,9 +634,12 @@ def _products_back(grad: Tensor, weights: Tensor, tile: _Tile) -> Tensor:
     """Return ``grad @ weights[e]`` [r, n] for the rows of each expert e in a tile. grad [r, m], weights [E, m, n]."""
     if _has_kernel(grad, weights):
         return torch._grouped_mm(grad, weights[tile.experts.start : tile.experts.stop], offs=_ends(tile, grad.device))
-    out = grad.new_empty(grad.shape[0], weights.shape[2])
+    width = weights.shape[2] if weights.is_floating_point() else mxfp4_width(weights.shape[2])
+    out = grad.new_empty(grad.shape[0], width)
     for expert, rows in _of_experts(tile):
-        torch.mm(grad[rows], weights[expert], out=out[rows])
+        weight = _decoded(weights, expert, grad.dtype)
+        torch.mm(grad[rows], weight, out=out[rows])
+        del weight  # before the next one is decoded
     return out
 
 

@@ -19,6 +19,7 @@ from verl_memopt.config.schema import Fsdp
 from verl_memopt.distributed.file_records import sync_folder, sync_tree
 from verl_memopt.errors import CheckpointError, ConfigError
 from verl_memopt.memory.host_buffers import host_buffer
+from verl_memopt.model.families import is_mxfp4
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.model.text_part import is_part, stated_dtype, whole_config, with_dtype
 from verl_memopt.model.weights import WeightFolder, stored_parts, stored_tensors
@@ -203,6 +204,9 @@ def _write_config(folder: Path, config: PretrainedConfig, dtype: torch.dtype | N
         plain["dtype"] = dtype_name(dtype)
     # Training disables the KV cache, but generation with the exported model should use it.
     plain["use_cache"] = True
+    # Weights are written decoded.
+    if is_mxfp4(config):
+        plain.pop("quantization_config")
     # Only this package knows the name of the kernel.
     plain.pop("_attn_implementation", None)
     _write_json(folder / "config.json", plain)

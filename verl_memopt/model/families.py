@@ -90,7 +90,9 @@ FAMILIES = (
         "GptOss",
         sinks=True,
         whole_experts=True,
-        note="It needs the engine `hf`. LoRA leaves its experts as they are. `quantization` and an auxiliary loss are refused.",
+        note="It needs the engine `hf`. LoRA leaves its experts as they are: on one device, beside an engine with weights of its "
+        "own, also in MXFP4. Else folders in MXFP4 are decoded to the dtype of the model. Saved models are never in MXFP4. "
+        "`quantization` and an auxiliary loss are refused.",
     ),
     Family("granite", "Granite, dense", divided_by="logits_scaling"),
     Family("hunyuan_v1_dense", "Hunyuan, dense"),
@@ -287,6 +289,12 @@ def unsupported(config: PretrainedConfig) -> str | None:
 def num_experts(config: PretrainedConfig) -> int:
     counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
     return max((count for count in counts if isinstance(count, int)), default=0)
+
+
+def is_mxfp4(config: PretrainedConfig) -> bool:
+    """Whether the experts of a folder of gpt-oss are stored in MXFP4, by its config."""
+    stated = getattr(config, "quantization_config", None)
+    return isinstance(stated, dict) and stated.get("quant_method") == "mxfp4"
 
 
 def logit_shape(config: PretrainedConfig) -> tuple[float, float | None]:

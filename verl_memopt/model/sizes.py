@@ -12,9 +12,10 @@ from torch import nn
 
 from verl_memopt.config.schema import CriticModel, Model
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.quantized_frozen import mxfp4_row_bytes
 from verl_memopt.model.attention import REGISTERED
 from verl_memopt.model.delta_rule import DeltaShape
-from verl_memopt.model.families import NO_LIST, OWN_BLOCKS, num_experts, refused, window
+from verl_memopt.model.families import NO_LIST, OWN_BLOCKS, is_mxfp4, num_experts, refused, window
 from verl_memopt.model.folder import HUB_ID, fetch, refuse_odd_files
 from verl_memopt.model.weights import empty_model, load_model_config
 
@@ -65,6 +66,10 @@ class ModelSize:
     """How many of ``layers`` carry a state."""
     mixture: MixtureSize | None = None
     """None = it has no experts."""
+    sinks: bool = False
+    """Whether attention has sinks (gpt-oss)."""
+    mxfp4: bool = False
+    """Its folder stores the experts in MXFP4."""
 
     @property
     def widest(self) -> int:
@@ -89,6 +94,19 @@ class ModelSize:
         mixture = self.mixture
         idle = 0 if mixture is None else (mixture.experts - mixture.top_k) * mixture.width
         return self.params - self.layers * 3 * self.hidden * idle
+
+    @property
+    def expert_params(self) -> int:
+        # Weights of all experts, without biases.
+        return 0 if self.mixture is None else self.layers * self.mixture.experts * 3 * self.mixture.width * self.hidden
+
+    @property
+    def mxfp4_bytes(self) -> int:
+        """Bytes of all experts in MXFP4."""
+        if self.mixture is None:
+            return 0
+        one = 2 * self.mixture.width * mxfp4_row_bytes(self.hidden) + self.hidden * mxfp4_row_bytes(self.mixture.width)
+        return self.layers * self.mixture.experts * one
 
     @property
     def attention_layers(self) -> int:
@@ -120,7 +138,7 @@ PUBLISHED = {
     ),
     "openai/gpt-oss-20b": ModelSize(
         2880, 11_520, 24, 64, 8, 64, 201_088, False, qkv_bias=True, window=128, positions=2**17,
-        counted=(20_914_757_184, 823_186_976), mixture=MixtureSize(32, 2880, 4),
+        counted=(20_914_757_184, 823_186_976), mixture=MixtureSize(32, 2880, 4), sinks=True, mxfp4=True,
     ),
     "Qwen/Qwen3.5-0.8B": ModelSize(
         1024, 3584, 24, 8, 2, 256, 248_320, True, qk_norm=True, positions=2**18, counted=(752_393_024, 21_555_360),
@@ -229,6 +247,8 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
         rule=rule,
         linear_layers=0 if rule is None else len(linear),
         mixture=mixture,
+        sinks=hasattr(attention, "sinks"),
+        mxfp4=is_mxfp4(config),
     )
 
 

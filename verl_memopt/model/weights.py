@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from verl_memopt.config.schema import CriticModel, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import ADAPTERS
-from verl_memopt.memory.quantized_frozen import QUANTIZED_AT_ONCE
-from verl_memopt.memory.quantized_frozen_torch import Packing, quantized_layers
+from verl_memopt.memory.quantized_frozen import QUANTIZED_AT_ONCE, mxfp4_width
+from verl_memopt.memory.quantized_frozen_torch import PACKED, Packing, mxfp4_decoded, quantized_layers
 from verl_memopt.model.attention import REGISTERED
 from verl_memopt.model.families import (
     POLICY_KEY,
@@ -162,13 +162,15 @@ class WeightFolder:
     """Reads the safetensors files of a model folder slice by slice. Only the requested slice is in memory.
 
     Files of most types store the experts of a block one by one, and models hold them as one tensor. Here they have the names and
-    shapes of the model: ``experts.gate_up_proj`` [E, 2 x I, h], gate before up, and ``experts.down_proj`` [E, h, I].
+    shapes of the model: ``experts.gate_up_proj`` [E, 2 x I, h], gate before up, and ``experts.down_proj`` [E, h, I]. Experts that
+    are stored in MXFP4 are decoded when they are read.
 
     Attributes:
         folder: The folder.
         names: Name of each weight of the text model -> the file that has it, or that has its first part.
         stored: Name of each weight or part of the text model -> its name in that file.
         apart: Names of the other weights, which are not trained.
+        mxfp4: Names of the experts that are stored in MXFP4.
     """
 
     def __init__(self, folder: Path, key: str = POLICY_KEY) -> None:
@@ -188,8 +190,13 @@ class WeightFolder:
         self.stored, self.apart = split_names(folder, self._places)
         self._stacks = _stacks(self.stored, f"{key}.path={folder}")
         inside = {part for parts in self._stacks.values() for expert in parts for part in expert}
+        self.mxfp4 = frozenset(name.removesuffix(BLOCKS) for name in self.stored if name.endswith(f"_proj{BLOCKS}"))
+        inside |= {name + part for name in self.mxfp4 for part in (BLOCKS, SCALES)}
+        lost = next((name + SCALES for name in sorted(self.mxfp4) if name + SCALES not in self.stored), None)
+        if lost is not None:
+            raise ConfigError(f"{key}.path={folder}: {lost} is missing. Fetch the model again.")
         firsts = {name: name for name in self.stored if name not in inside}
-        firsts |= {name: parts[0][0] for name, parts in self._stacks.items()}
+        firsts |= {name: parts[0][0] for name, parts in self._stacks.items()} | {name: name + BLOCKS for name in self.mxfp4}
         self.names = {name: self._places[self.stored[first]] for name, first in firsts.items()}
 
     def _open(self, path: Path) -> Any:
@@ -199,6 +206,9 @@ class WeightFolder:
             raise ConfigError(f"{path}: not a whole safetensors file ({error}). Fetch or save it again.") from error
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if name in self.mxfp4:
+            count, outputs, groups, size = self._slice(name + BLOCKS).get_shape()
+            return count, groups * size * 2, outputs
         if name not in self._stacks:
             return tuple(self._slice(name).get_shape())
         parts = self._stacks[name]
@@ -209,6 +219,8 @@ class WeightFolder:
         return len(parts), first[0] * len(parts[0]), first[1]
 
     def dtype(self, name: str) -> str:
+        if name in self.mxfp4:
+            return "BF16"
         stated: str = self._slice(self._stacks[name][0][0] if name in self._stacks else name).get_dtype()
         return stated
 
@@ -225,16 +237,23 @@ class WeightFolder:
         Raises:
             ConfigError: By the file's header the tensor has integers, or another dtype that weights cannot have.
         """
-        if name not in self._stacks:
+        if name not in self._stacks and name not in self.mxfp4:
             return self._read(name, region)
         region = region or tuple(slice(0, size) for size in self.shape(name))
-        like = self._read(self._stacks[name][0][0], (slice(0, 0), slice(0, 0)))
-        out = torch.empty([part.stop - part.start for part in region], dtype=like.dtype)
+        first = (slice(0, 0), slice(0, 0))
+        dtype = torch.bfloat16 if name in self.mxfp4 else self._read(self._stacks[name][0][0], first).dtype
+        out = torch.empty([part.stop - part.start for part in region], dtype=dtype)
         self.copy_into(out, name, region)
         return out
 
     def copy_into(self, out: Tensor, name: str, region: tuple[slice, ...]) -> None:
         """Copy a region of a tensor into ``out``, on any device and in any dtype. Errors are those of :meth:`read`."""
+        if name in self.mxfp4:
+            experts, rows, columns = region
+            for place, expert in enumerate(range(experts.start, experts.stop)):
+                codes, scales = (part.to(out.device) for part in self._codes(name, (slice(expert, expert + 1), columns)))
+                out[place].copy_(mxfp4_decoded(codes[0], scales[0], torch.bfloat16)[:, rows].t())
+            return
         if name not in self._stacks:
             out.copy_(self._read(name, region))
             return
@@ -246,6 +265,18 @@ class WeightFolder:
                 if low < high:
                     inside = slice(low - number * height, high - number * height)
                     out[place, low - rows.start : high - rows.start].copy_(self._read(part, (inside, columns)))
+
+    def copy_packed_into(self, out: Tensor, name: str) -> None:
+        """Copy the bytes of experts that are stored in MXFP4 into ``out``, uint8 [E, m, row bytes]."""
+        for expert in range(len(out)):
+            codes, scales = self._codes(name, (slice(expert, expert + 1), slice(0, out.shape[1])))
+            out[expert, :, : codes.shape[2]].copy_(codes[0])
+            out[expert, :, codes.shape[2] :].copy_(scales[0])
+
+    def _codes(self, name: str, region: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
+        # Of some experts and outputs the codes, uint8 [e, m, n / 2], and the scales, uint8 [e, m, n / 32].
+        with mapping():
+            return self._slice(name + BLOCKS)[region].flatten(2), self._slice(name + SCALES)[region]
 
     def _slice(self, name: str) -> Any:
         return self._file(name).get_slice(self.stored[name])
@@ -278,6 +309,8 @@ class WeightFolder:
 # Files store the experts of a block one by one, as `experts.7.gate_proj.weight`. A model holds them as one tensor.
 
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Behind the name of experts that are stored in MXFP4: codes, uint8 [E, m, n / 32, 16], and scales, uint8 [E, m, n / 32]."""
 STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Name of a tensor of all experts -> the tensors of one expert of which it consists, one above the other."""
 
@@ -303,8 +336,13 @@ def refuse_stacked(weights: WeightFolder) -> None:
     """Refuse weights that are no part of a file, for a model that computes from its mapped files.
 
     Raises:
-        ConfigError: The files store experts one by one.
+        ConfigError: The files store experts one by one, or in MXFP4.
     """
+    if weights.mxfp4:
+        raise ConfigError(
+            f"actor_rollout_ref.model.load_mode=mmap: the files in {weights.folder} store experts in MXFP4, which must be "
+            "decoded. Set load_mode=stream."
+        )
     stacked = next(filter(weights.is_stacked, weights.names), None)
     if stacked is not None:
         raise ConfigError(
@@ -412,6 +450,10 @@ def fill_from_folder(
     ignored = TIED if stored is None else LM_HEAD
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items() if name not in layers}
     shapes |= {_stored(name): (layer.out_features, layer.in_features) for name, layer in layers.items()}
+    for name in [name for name in shapes if name.endswith(PACKED)]:
+        count, outputs, row = shapes.pop(name)
+        shapes[name.removesuffix(PACKED)] = count, mxfp4_width(row), outputs
+    _tell_mxfp4(weights, parameters, key)
     _check_names(weights, shapes, folder, key, ignored)
     for name, parameter in parameters.items():
         # Each rank reads only its own rows, so no rank holds a whole tensor.
@@ -419,10 +461,27 @@ def fill_from_folder(
         # A rank may have no row of a small tensor, so it has nothing to read.
         if not local.numel():
             continue
-        if name in layers:
+        if name.endswith(PACKED):
+            weights.copy_packed_into(local, name.removesuffix(PACKED))
+        elif name in layers:
             _quantize_into(local, weights, _stored(name), region[0].start, layers[name].packing)
         else:
             weights.copy_into(local, name, region)
+
+
+def _tell_mxfp4(weights: WeightFolder, parameters: Mapping[str, Tensor], key: str) -> None:
+    packed = {name.removesuffix(PACKED) for name in parameters if name.endswith(PACKED)}
+    if packed - weights.mxfp4:
+        raise ConfigError(
+            f"{key}.path={weights.folder}: its config says that experts are stored in MXFP4 (quantization_config), and its files "
+            f"have {min(packed - weights.mxfp4)} otherwise. Remove quantization_config from config.json."
+        )
+    if weights.mxfp4 - packed:
+        dtype = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
+        logger.info(
+            "%s.path=%s: experts are stored in MXFP4, and decoded to %s. They stay as they are only in the frozen base of "
+            "adapters, on one device, if trainer and engine have weights of their own", key, weights.folder, dtype,
+        )  # fmt: skip
 
 
 def _quantize_into(local: Tensor, weights: WeightFolder, name: str, first: int, packing: Packing) -> None:

@@ -65,6 +65,8 @@ class Held:
     taught: Taught | None = None
     """What its update learns from a teacher besides."""
     quantization: str = "none"
+    packs_experts: bool = False
+    """Its experts rest in the bytes of MXFP4."""
     whole: bool = False
     """Each rank holds all weights, because its engine computes with them too."""
     replicas: int = 1
@@ -97,6 +99,7 @@ class Held:
         shapes = self.at_rest
         per_param = shapes.compute_bytes if self._base_rests_as_computed else shapes.master_bytes
         saved = shapes.linear_params * per_param - shapes.packed_bytes(self.quantization) if self.is_quantized else 0
+        saved += self.size.expert_params * per_param - self.size.mxfp4_bytes if self.packs_experts else 0
         return (self.params_count * per_param - saved) / (1 if self.whole else self.ranks)
 
     @property
@@ -106,7 +109,17 @@ class Held:
     @property
     def decode_scratch(self) -> float:
         # Upper bound of the temporary bytes of a quantised layer: its decoded weight, the positions of its codes and its scales.
-        return (2.25 + self.at_rest.compute_bytes) * self.size.hidden * self.size.widest if self.is_quantized else 0
+        width = self.size.widest if self.is_quantized else 0
+        if self.packs_experts and self.size.mixture is not None:  # gate and up of one expert
+            width = 2 * self.size.mixture.width
+        return (2.25 + self.at_rest.compute_bytes) * self.size.hidden * width
+
+    @property
+    def whole_experts(self) -> float:
+        """Bytes of a block's experts, decoded from MXFP4 for an engine or a file. Gates and ups are freed behind downs."""
+        if not self.packs_experts or self.size.mixture is None:
+            return 0
+        return 6 * self.size.mixture.experts * self.size.mixture.width * self.size.hidden + self.decode_scratch
 
     @property
     def _base_rests_as_computed(self) -> bool:
@@ -218,7 +231,8 @@ class Held:
             query_elements = query // (s.kv_heads * s.key_copies)
             turned = s.efficient_heads() * (4 * query_elements + s.head_dim)
             attention = b * work.tokens * (2 * h + 2 * query + 2 * key + 2 * s.head_dim + s.sequence_ranks * turned)
-        attention += 2 * b * work.tokens * query * self.size.gated  # gates, and copies of both parts of a product
+        # Gates, and copies of both parts of a product; or the output before its sinks are merged.
+        attention += b * work.tokens * query * (2 * self.size.gated + self.size.sinks)
         attention = max(attention + (norm if self.size.qk_norm else 0), 2 * b * work.tokens * h + norm)
         # The MLP's peak also has the state before the block, and rotary tables.
         mlp = b * work.tokens * (4 * h + wide * s.mlp + 2 * s.head_dim)

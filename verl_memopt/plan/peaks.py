@@ -31,6 +31,7 @@ from verl_memopt.memory.knob import (
 )
 from verl_memopt.memory.lora import slot_rank
 from verl_memopt.memory.precision import width
+from verl_memopt.memory.quantized_base import experts_stay_packed
 from verl_memopt.memory.quantized_frozen import QUANTIZED_AT_ONCE
 from verl_memopt.memory.residency import CRITIC, NEEDS, POLICY, REFERENCE, REWARD_MODEL, TEACHER
 from verl_memopt.memory.rollout_memory import AUTO, kv_bytes_per_token, sampler_bytes
@@ -225,7 +226,11 @@ class _Prediction:
     def policy(self) -> Held:
         whole = self.shares and self.ranks > 1
         quantization = self.roles.model.quantization
-        return self._held(POLICY, self.roles, self.sizes.policy, trained=True, quantization=quantization, whole=whole)
+        size = self.sizes.policy
+        packs = size.mxfp4 and experts_stay_packed(
+            self.roles.model.lora_rank, self.roles.actor.fsdp_config, self.ranks, self.shares
+        )
+        return self._held(POLICY, self.roles, size, trained=True, quantization=quantization, packs_experts=packs, whole=whole)
 
     @cached_property
     def reference(self) -> Held | None:
@@ -541,7 +546,8 @@ class _Prediction:
 
     def _init(self) -> list[Kinds]:
         check = Pass(CHECK_TOKENS, CHECK_RESPONSES, 4, CHECK_TOKENS * 3)
-        moments: list[Kinds] = []
+        # An engine that sleeps is built before the models, and its weights are freed.
+        moments: list[Kinds] = [{"rollout weights": self.engine_weights}] if self.sleeps and not self.shares else []
         built: Kinds = {}
         engine: Kinds = {} if self.sleeps else self._idle_engine
         for model in self.models:
@@ -580,13 +586,14 @@ class _Prediction:
             merged = 3 * width(rollout.dtype) * policy.adapters if rollout.name == "vllm" else 0
         merged = merged if policy.adapters else 0
         whole = width(rollout.dtype) * policy.size.params
-        parts.append({"sync bucket": 2 * min(bucket, whole), "activations": merged})
+        parts.append({"sync bucket": 2 * min(bucket, whole), "activations": max(merged, policy.whole_experts)})
         return parts
 
     def _save(self) -> list[Kinds]:
         # While a checkpoint is written, the engine's weights are on the device already, for the next sync.
         awake = self.engine_weights if self.sleeps and not self.shares else 0
         parts: list[Kinds] = [self._others("save_checkpoint"), {"rollout weights": awake}]
+        parts.append({"activations": 0 if self.pool is not None else self.policy.whole_experts})
         if self.device == "cpu":
             # Adapters are copied to the host to write peft's file. On a CPU this copy counts as device memory.
             copied = [model.at_rest.master_bytes * model.adapters for model in self.models if model.trained]
