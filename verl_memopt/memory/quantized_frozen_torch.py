@@ -199,10 +199,10 @@ def mxfp4_experts(packed: Tensor) -> Tensor:
     return out
 
 
-def pack_experts(blocks: Sequence[nn.Module]) -> None:
+def pack_experts(blocks: Sequence[Any]) -> None:
     """Replace the experts' weights of blocks of gpt-oss by parameters for the bytes of MXFP4, uninitialised."""
     for block in blocks:
-        experts: Any = block.mlp.experts
+        experts = block.mlp.experts
         for name in ("gate_up_proj", "down_proj"):
             weight = getattr(experts, name)
             count, width, outputs = weight.shape  # stored with the input first

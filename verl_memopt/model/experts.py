@@ -161,9 +161,6 @@ class MixtureKind:
 class Experts(nn.Module):
     """The experts of a block and their router."""
 
-    gate: Any
-    experts: Any
-
     def __init__(self, source: Any, options: Any) -> None:
         """``source`` is the block's mixture in transformers, and ``options`` are the block's ``BlockOptions``."""
         super().__init__()
@@ -174,12 +171,14 @@ class Experts(nn.Module):
         # order of the parameters.
         for name, part in source.named_children():
             self.add_module(name, part)
-        if isinstance(gate := getattr(source, "gate", None), nn.Module):
+        self._router_name = "gate" if hasattr(source, "gate") else "router"
+        router: Any = getattr(source, self._router_name)
+        if self._router_name == "gate":
             # Families without this field always divide.
-            self.kind = MixtureKind(Router(gate.top_k, getattr(gate, "norm_topk_prob", True)))
+            self.kind = MixtureKind(Router(router.top_k, getattr(router, "norm_topk_prob", True)))
         else:
             clamped = ClampedGate(source.experts.alpha, source.experts.limit)
-            self.kind = MixtureKind(Router(source.router.top_k, False, over_chosen=True), clamped, transposed=True)
+            self.kind = MixtureKind(Router(router.top_k, False, over_chosen=True), clamped, transposed=True)
 
     @property
     def sums(self) -> bool:
@@ -189,15 +188,15 @@ class Experts(nn.Module):
     @property
     def mixture(self) -> Mixture:
         # Read at each pass: FSDP2 replaces parameters while a block computes.
-        own, shared = self.experts, getattr(self, "shared_expert", None)
+        own, router = self.get_submodule("experts"), self.get_submodule(self._router_name)
         stored = PACKED if hasattr(own, f"down_proj{PACKED}") else ""
-        weights = getattr(own, f"gate_up_proj{stored}"), getattr(own, f"down_proj{stored}")
-        if not hasattr(self, "gate"):
-            router: Any = self.router
-            return Mixture(self.kind, (router.weight, *weights, router.bias, own.gate_up_proj_bias, own.down_proj_bias))
+        found: Any = [router.weight, getattr(own, f"gate_up_proj{stored}"), getattr(own, f"down_proj{stored}")]
+        if hasattr(own, "down_proj_bias"):
+            found += [router.bias, own.gate_up_proj_bias, own.down_proj_bias]
+        shared: Any = getattr(self, "shared_expert", None)
         layers = [] if shared is None else [*(getattr(shared, name) for name in LAYERS), self.shared_expert_gate]
         tensors, traits = tensors_and_traits(layers)
-        return Mixture(self.kind, (self.gate.weight, *weights, *tensors), tuple(traits))
+        return Mixture(self.kind, (*found, *tensors), tuple(traits))
 
     def forward_sum(
         self,
@@ -368,17 +367,17 @@ class TiledExperts:
     def __init__(self, mixture: Mixture, tiles: int = 1, needed: Sequence[bool] | None = None) -> None:
         kind, tensors, traits = mixture
         self._router, self._value, self._tiles = kind.router, kind.gate, tiles
-        needed, routed = (False,) * len(tensors) if needed is None else needed, mixture.num_routed
-        weights, biases = tensors[:3], tensors[3:routed] or (None,) * 3
-        self._gate, self._gate_bias, self._gate_up_bias, self._down_bias = weights[0], *biases
-        self._gate_up, self._down = (_turned(weight, kind.transposed) for weight in weights[1:])
+        wanted, routed = (False,) * len(tensors) if needed is None else needed, mixture.num_routed
+        self._gate, (self._gate_up, self._down) = tensors[0], (_turned(weight, kind.transposed) for weight in tensors[1:3])
+        biases: Sequence[Tensor | None] = tensors[3:routed] or (None,) * 3
+        self._gate_bias, self._gate_up_bias, self._down_bias = biases
         turned = (False, kind.transposed, kind.transposed, False, False, False)
         self._sums = [
-            _ExpertSum(tensor, turn) if wanted else None
-            for tensor, turn, wanted in zip(tensors[:routed], turned, needed, strict=False)
+            _ExpertSum(tensor, turn) if want else None
+            for tensor, turn, want in zip(tensors[:routed], turned, wanted, strict=False)
         ]
         self._bias_sums = self._sums[3:] or [None] * 3
-        self._shared = _SharedExpert(tensors[routed:], traits, needed[routed:]) if traits else None
+        self._shared = _SharedExpert(tensors[routed:], traits, wanted[routed:]) if traits else None
 
     def add_output(
         self, normal: Tensor, out: Tensor, routes: tuple[Tensor, Tensor] | None = None, gates: Tensor | None = None
