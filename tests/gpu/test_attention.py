@@ -79,9 +79,9 @@ def applies(path, dtype):
 def attend(path, layout, window):
     kernel = KERNELS[REGISTERED[path]]
 
-    def run(query, key, value, rotary=None):
+    def run(query, key, value, sinks=None, rotary=None):
         tokens_first = (x[0].transpose(0, 1) for x in (query, key, value))
-        return kernel(*tokens_first, AttentionArgs(layout, 0.125, window, rotary))[None]
+        return kernel(*tokens_first, AttentionArgs(layout, 0.125, window, rotary, sinks=sinks))[None]
 
     return run
 
@@ -122,6 +122,23 @@ def test_attention_is_as_near_to_fp32_on_a_cpu_as_written_out_in_its_dtype(devic
     with machine.gpu_kernels():
         found = with_gradients(attend(path, there, window), inputs)
     assert all(torch.isfinite(tensor).all() for tensor in found)
+    no_worse(found, naive, truth, dtype)
+
+
+@pytest.mark.parametrize("window", [None, pytest.param(30, marks=pytest.mark.rehearsed)])
+@pytest.mark.parametrize(
+    ("path", "dtype"), [(path, dtype) for path in PATHS for dtype in ("fp32", "bf16") if applies(path, dtype)]
+)
+def test_sinks_are_as_near_to_fp32_on_a_cpu_as_written_out_in_its_dtype(device, path, dtype, window):
+    dtype = DTYPES[dtype]
+    needs(path, dtype, device)
+    layout = layout_of(SHARED, None, machine.size(9, 1))
+    rounded = [*random_inputs(layout, 4, 2, size=64, dtype=dtype), torch.tensor([-1.0, 0.0, 2.0, 5.0], dtype=dtype)]
+    truth = with_gradients(attend("eager", layout, window), [tensor.float() for tensor in rounded])
+    there, inputs = layout.map(lambda tensor: tensor.to(device)), [tensor.to(device) for tensor in rounded]
+    naive = with_gradients(attend("eager", there, window), inputs)
+    with machine.gpu_kernels():
+        found = with_gradients(attend(path, there, window), inputs)
     no_worse(found, naive, truth, dtype)
 
 

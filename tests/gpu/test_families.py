@@ -1,5 +1,7 @@
 """Layers that carry a state, and experts, on a GPU, beside loops over tokens in fp64 on a CPU."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -43,15 +45,17 @@ def test_the_gated_delta_rule_gives_the_exact_outputs_and_gradients(dtype):
 
 
 @pytest.mark.rehearsed
-def test_experts_give_the_exact_outputs_and_gradients():
+@pytest.mark.parametrize("kind", [MixtureKind(Router(mixtures.CHOSEN, True)), mixtures.OSS], ids=["qwen3_moe", "gpt_oss"])
+def test_experts_give_the_exact_outputs_and_gradients(kind):
     # In fp32 only: rounded logits of the router can choose other experts.
-    router, dtype = Router(mixtures.CHOSEN, True), torch.float32
-    given = [tensor.detach().to(dtype) for tensor in mixtures.weights()]
+    dtype, is_oss = torch.float32, kind is mixtures.OSS
+    given = [tensor.detach().to(dtype) for tensor in (mixtures.oss_weights() if is_oss else mixtures.weights())]
     x = torch.randn(300, given[0].shape[1], generator=torch.Generator().manual_seed(2)).to(dtype)
     exact = [tensor.double().requires_grad_() for tensor in (x, *given)]
     own = [tensor.to(machine.device()).requires_grad_() for tensor in (x, *given)]
-    expected = mixtures.by_token(exact[0], router, exact[1:])
-    found = mixed(None, own[0], None, Mixture(MixtureKind(router), tuple(own[1:])), None)[0]
+    by_token = mixtures.oss_by_token if is_oss else partial(mixtures.by_token, router=kind.router)
+    expected = by_token(exact[0], tensors=exact[1:])
+    found = mixed(None, own[0], None, Mixture(kind, tuple(own[1:])), None)[0]
     near([found], [expected.detach()], dtype)
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     (found * weights.to(found)).sum().backward()
