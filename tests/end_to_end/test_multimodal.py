@@ -15,7 +15,12 @@ from verl_memopt.cli import main
 from verl_memopt.model.weights import WeightFolder
 
 AR = "actor_rollout_ref"
-KINDS = ("qwen3_vl", "gemma3", "qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.slow))
+KINDS = (
+    "qwen3_vl",
+    "gemma3",
+    "qwen3_5",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_5_moe", "qwen3_vl_moe")),
+)
 
 
 def tensors_of(folder):

@@ -60,6 +60,7 @@ VISION: dict[str, Any] = {
     "qwen3_5": {"vision_config": _QWEN_EYES},
     "qwen3_5_moe": {"vision_config": _QWEN_EYES},
     "qwen3_vl": {"vision_config": {**_QWEN_EYES, "deepstack_visual_indexes": [0, 1]}},
+    "qwen3_vl_moe": {"vision_config": {**_QWEN_EYES, "deepstack_visual_indexes": [0, 1]}},
 }  # fmt: skip
 """Small parts for images, for the multimodal types of which a whole model is built."""
 

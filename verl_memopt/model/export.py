@@ -102,7 +102,7 @@ def _whole(weights: Weights, source: WeightFolder, writes: bool) -> Weights:
     # Experts are one tensor or one by one, as the folder has them.
     for whole in weights:
         for name, tensor in [whole] if whole[0] in source.stored else stored_parts(*whole):
-            yield source.stored[name], tensor
+            yield source.stored[name], source.in_file(name, tensor)
     if writes:
         yield from source.read_apart()
 

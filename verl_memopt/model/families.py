@@ -38,6 +38,8 @@ class Family:
     """Type of its text part, for a model that reads more than text. Only this part is trained."""
     apart: tuple[str, ...] = ()
     """Beginnings of the names of weights beside the text model: other parts, and heads for drafting. They are not trained."""
+    turned: bool = False
+    """Whether its files may have rows and columns of the experts exchanged, in one tensor for all experts of a block."""
     note: str = ""
     """A sentence with other facts that a user must know."""
     refused: str | None = None
@@ -55,6 +57,7 @@ CAPPED = "Its capped scores of attention need `attn_implementation=eager`, which
 MORE = "take more than text"
 FIXED = "cannot be built with attention over packed rows"
 BESIDE = "Its vision tower is not trained: it stays on disk, and every saved model gets a copy of it."
+PLAIN_EXPERTS = "LoRA leaves its experts as they are. `quantization`, `load_mode=mmap` and an auxiliary loss are refused."
 SHARED = (
     "LoRA leaves its routed experts as they are. `quantization` and an auxiliary loss are refused; `load_mode=mmap` too, if the "
     "files have experts one by one."
@@ -141,9 +144,17 @@ FAMILIES = (
         "qwen3_moe",
         "Qwen3, mixture of experts",
         "Qwen3Moe",
-        note="LoRA leaves its experts as they are. `quantization`, `load_mode=mmap` and an auxiliary loss are refused.",
+        note=PLAIN_EXPERTS,
     ),
     Family("qwen3_vl", "Qwen3-VL, dense, as text", text="qwen3", apart=("model.visual.",), note=BESIDE),
+    Family(
+        "qwen3_vl_moe",
+        "Qwen3-VL, mixture of experts, as text",
+        text="qwen3_moe",
+        apart=("model.visual.",),
+        turned=True,
+        note=f"{BESIDE} {PLAIN_EXPERTS}",
+    ),
     Family("seed_oss", "Seed-OSS", note="Dropout in its config drops nothing."),
     Family("smollm3", "SmolLM3"),
     Family("starcoder2", "StarCoder2"),

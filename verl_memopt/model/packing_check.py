@@ -297,7 +297,7 @@ def check_architecture(model: Model | CriticModel, folder: Path, longest: int, k
         name = next(name for name, parameter in named_weights(packed_model) if parameter is embedding)
         check_tied_head(weights, name, folder)
     renamed = any(name != stored_name for name, stored_name in weights.stored.items())
-    whole_experts = any(is_stack(name) and not weights.is_stacked(name) for name in weights.names)
+    whole_experts = any(map(is_stack, weights.stored))
     has_more = bool(weights.apart) or renamed or whole_experts
     return Checked(shapes, int(embedding.shape[0]), features(config), has_more, tuple(weights.apart))
 

@@ -34,6 +34,14 @@ class _Typed(TypedDict):
     model_type: NotRequired[str]
 
 
+class _Sized(TypedDict):
+    hidden_size: int
+
+
+class _WithText(TypedDict):
+    text_config: _Sized
+
+
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the config of the text part as that of a causal language model. A config of text alone is returned as it is."""
     family = family_of(config.model_type)
@@ -42,16 +50,28 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
     part = config.get_text_config()
     text = copy.deepcopy(part) if part.model_type == family.text else _as_type(part, family.text)
     # Transformers does not hand this field on to the text part, whose head would then be random.
-    text.tie_word_embeddings = bool(getattr(config, TIED, False) or getattr(part, TIED, False))
+    text.tie_word_embeddings = _tied(config) or (_tied(part) and not _ties_by_mistake(config, part))
     text.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.text]]
     text.name_or_path = config.name_or_path
     return text
 
 
+def _tied(config: PretrainedConfig) -> bool:
+    return bool(getattr(config, TIED, False))
+
+
+def _ties_by_mistake(config: PretrainedConfig, part: PretrainedConfig) -> bool:
+    # The default of one type ties in its text part alone, which transformers does not read there.
+    return _tied(type(part)()) and not _tied(type(config)())
+
+
 def _as_type(part: PretrainedConfig, model_type: str) -> PretrainedConfig:
     # The same layers under other class names.
     known, fields = CONFIG_MAPPING[model_type](), part.to_dict()
-    fields = {name: value for name, value in fields.items() if hasattr(known, name) and name != "model_type"}
+    # Some configs have no default for the size of a head, which their models read all the same.
+    fields = {name: fields[name] for name in fields if (hasattr(known, name) or name == "head_dim") and name != "model_type"}
+    if hasattr(known, "norm_topk_prob"):
+        fields["norm_topk_prob"] = True  # the router of a multimodal type always divides, and its config does not say so
     fields["rope_parameters"] = {name: value for name, value in fields["rope_parameters"].items() if name not in AXES}
     text: PretrainedConfig = type(known)(**fields)
     return text
@@ -65,6 +85,14 @@ def auto_class(config: PretrainedConfig) -> Any:
 def is_part(config: PretrainedConfig) -> bool:
     """Whether a config of :func:`text_config` describes only a part of the model in its folder."""
     return family_of(_model_type(Path(str(config.name_or_path)))).text is not None
+
+
+def turned_hidden(folder: Path) -> int | None:
+    """Return the hidden size of a model whose files may have the experts turned. None = they have none or plain ones."""
+    if not family_of(_model_type(folder)).turned:
+        return None
+    config = json_of(folder / "config.json", _WithText, "Fetch or save the model again.", ConfigError)
+    return config["text_config"]["hidden_size"]
 
 
 def has_more(folder: Path) -> bool:

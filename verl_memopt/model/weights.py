@@ -36,7 +36,7 @@ from verl_memopt.model.families import (
 )
 from verl_memopt.model.folder import files_of_index
 from verl_memopt.model.packed_model import register_kernels
-from verl_memopt.model.text_part import split_names, stated_dtype, text_config
+from verl_memopt.model.text_part import split_names, stated_dtype, text_config, turned_hidden
 from verl_memopt.observe.byte_tracker import HOST, declare_host, mark, scope
 from verl_memopt.observe.own_files import MODEL_RECORD
 from verl_memopt.records import RecordError, json_of, read_json
@@ -198,6 +198,7 @@ class WeightFolder:
         firsts = {name: name for name in self.stored if name not in inside}
         firsts |= {name: parts[0][0] for name, parts in self._stacks.items()} | {name: name + BLOCKS for name in self.mxfp4}
         self.names = {name: self._places[self.stored[first]] for name, first in firsts.items()}
+        self._turned = self._turned_names()
 
     def _open(self, path: Path) -> Any:
         try:
@@ -205,12 +206,26 @@ class WeightFolder:
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path}: not a whole safetensors file ({error}). Fetch or save it again.") from error
 
+    def _turned_names(self) -> frozenset[str]:
+        # Experts whose rows are columns in the file. As in transformers the shape decides.
+        hidden = turned_hidden(self.folder)
+        if hidden is None:
+            return frozenset()
+        whole = [name for name in self.stored if is_stack(name)]
+        sides = {name: 1 if name.endswith("down_proj") else 2 for name in whole}
+        return frozenset(name for name in whole if self._slice(name).get_shape()[sides[name]] != hidden)
+
+    def in_file(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a whole tensor of the model as the files of the folder have it. It may be a view."""
+        return tensor.transpose(1, 2) if name in self._turned else tensor
+
     def shape(self, name: str) -> tuple[int, ...]:
         if name in self.mxfp4:
             count, outputs, groups, size = self._slice(name + BLOCKS).get_shape()
             return count, groups * size * 2, outputs
         if name not in self._stacks:
-            return tuple(self._slice(name).get_shape())
+            shape = tuple(self._slice(name).get_shape())
+            return (shape[0], shape[2], shape[1]) if name in self._turned else shape
         parts = self._stacks[name]
         first = self._slice(parts[0][0]).get_shape()
         for part in (part for expert in parts for part in expert):
@@ -225,18 +240,21 @@ class WeightFolder:
         return stated
 
     def is_stacked(self, name: str) -> bool:
-        """Whether a tensor is put together from several in the files, so that no view of a file is the whole tensor."""
-        return name in self._stacks
+        """Whether a tensor is put together from several in the files, or turned, so that no part of a file is the tensor."""
+        return name in self._stacks or name in self._turned
 
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
         """Return a region of one tensor in the file's dtype, as a view of the mapped file on the host.
 
         ``region`` has a slice per dimension. An empty tuple means the whole tensor. The region of a tensor that is stacked is a
-        copy. :meth:`copy_into` makes none.
+        copy. :meth:`copy_into` makes none. A turned tensor is a view with other strides.
 
         Raises:
             ConfigError: By the file's header the tensor has integers, or another dtype that weights cannot have.
         """
+        if name in self._turned:
+            experts, rows, columns = region or (slice(None),) * 3
+            return self._read(name, (experts, columns, rows)).transpose(1, 2)
         if name not in self._stacks and name not in self.mxfp4:
             return self._read(name, region)
         region = region or tuple(slice(0, size) for size in self.shape(name))
@@ -255,7 +273,7 @@ class WeightFolder:
                 out[place].copy_(mxfp4_decoded(codes[0], scales[0], torch.bfloat16)[:, rows].t())
             return
         if name not in self._stacks:
-            out.copy_(self._read(name, region))
+            out.copy_(self.read(name, region))
             return
         experts, rows, columns = region
         height = self.shape(name)[1] // len(self._stacks[name][0])
@@ -336,7 +354,7 @@ def refuse_stacked(weights: WeightFolder) -> None:
     """Refuse weights that are no part of a file, for a model that computes from its mapped files.
 
     Raises:
-        ConfigError: The files store experts one by one, or in MXFP4.
+        ConfigError: The files store experts one by one, turned, or in MXFP4.
     """
     if weights.mxfp4:
         raise ConfigError(
@@ -346,8 +364,8 @@ def refuse_stacked(weights: WeightFolder) -> None:
     stacked = next(filter(weights.is_stacked, weights.names), None)
     if stacked is not None:
         raise ConfigError(
-            f"actor_rollout_ref.model.load_mode=mmap: the files in {weights.folder} store experts one by one, and {stacked} "
-            "holds all of a block, so it is no part of a file. Set load_mode=stream."
+            f"actor_rollout_ref.model.load_mode=mmap: the files in {weights.folder} store experts in another form than the "
+            f"model, in which {stacked} holds all of a block. So it is no part of a file. Set load_mode=stream."
         )
 
 
