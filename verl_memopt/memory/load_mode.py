@@ -6,7 +6,7 @@ Saves: with ``mmap``, the host buffer that would hold the frozen model. With eit
 Costs: the system may drop pages of the file from memory and read them again from disk. Copies to the device are slower, because a
     mapped file is not page-locked.
 Works with: ``ref.fsdp_config.param_offload``, which it needs, and a ``ref.fsdp_config.model_dtype`` equal to the dtype of the
-    files. It refuses ``ref.quantization``, and mixtures whose files store experts one by one. It also refuses LoRA and
+    files. It refuses ``ref.quantization``, and mixtures whose files store experts one by one or turned. It also refuses LoRA and
     ``offload_policy``, unless the frozen model of a recipe rests on the host.
 """
 
