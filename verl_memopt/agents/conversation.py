@@ -21,6 +21,8 @@ class Turn:
     """The tokens that it sampled."""
     log_probs: list[float] | None
     """The engine's log-probs of the sampled tokens. None = not requested."""
+    routes: Any = None
+    """The experts of all tokens but the last, a tensor as in :class:`Generation`. None = not requested."""
 
 
 @dataclass

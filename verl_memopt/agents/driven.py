@@ -148,7 +148,8 @@ def turns_of(
             assert output is not None
             if number not in found or length > len(found[number].output_ids):
                 log_probs = None if output.log_probs is None else output.log_probs[:length]
-                found[number] = Turn(ids[:place], output.response_ids[:length], log_probs)
+                routes = None if output.routes is None else output.routes[: place + length - 1]
+                found[number] = Turn(ids[:place], output.response_ids[:length], log_probs, routes)
             place += length
             is_whole = length == len(output.response_ids) and output.finish_reason != "length"
     return [found[number] for number in sorted(found)], is_whole

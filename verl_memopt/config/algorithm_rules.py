@@ -31,6 +31,7 @@ from verl_memopt.recipes import RECIPES
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 KEY = "algorithm.rollout_correction"
+REPLAY_MODE = f"{_ACTOR}.router_replay.mode"
 _ESTIMATOR, _LOSS = "algorithm.adv_estimator", f"{_ACTOR}.policy_loss"
 
 
@@ -74,8 +75,21 @@ def _losses() -> Iterator[Refusal]:
     yield refused({quantile: other_than(1.0), bypass: True}, entropies, f"Set {quantile}=1.0, or {bypass}=false.")
     lowest, highest = (f"{_ACTOR}.entropy_ctrl.{name}" for name in ("min", "max"))
     yield Refusal((lowest, highest), _has_no_weight, "the smallest weight is above the largest", f"Lower {lowest}.")
+    yield from _router_replay()
     endless = "with ignore_eos every response is truncated, so nothing would be learned"
     yield refused({mask: True, f"{_ROLLOUT}.ignore_eos": True}, endless, f"Set {mask}=false.")
+
+
+def _router_replay() -> Iterator[Refusal]:
+    mode, skip = REPLAY_MODE, f"{_ROLLOUT}.skip_rollout"
+    way_out = f"Set {mode}=R3, or disabled."
+    recorded = "R2 records experts in the pass for old log-probs, which bypass mode skips"
+    yield refused({mode: "R2", f"{KEY}.bypass_mode": True}, recorded, way_out)
+    spread = "each of these ranks would record a part of the tokens"
+    yield refused({mode: "R2", f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size": above(1)}, spread, way_out)
+    stored, off = "stored and forged rollouts have no record of experts", f"Set {mode}=R2, or disabled."
+    yield refused({mode: "R3", skip: True}, stored, off)
+    yield refused({mode: "R3", "debug.mode": "forge"}, stored, off)
 
 
 def _custom(choice: str, section: str) -> Iterator[Refusal]:
@@ -173,6 +187,7 @@ _ONLY: dict[str, tuple[tuple[str, Any], ...]] = {
     "the dataset has one response per prompt": ((f"{_ROLLOUT}.n", 1),),
     NO_ROLLOUT: (
         (f"{_ROLLOUT}.skip_rollout", False), (f"{KEY}.bypass_mode", False), (f"{KEY}.rollout_is", None),
+        (REPLAY_MODE, "disabled"),
         (f"{KEY}.rollout_rs", None), ("custom_reward_function.path", None), ("algorithm.filter_groups.enable", False),
         ("algorithm.use_pf_ppo", False), (ENABLE, False), ("algorithm.mask_truncated_responses", False),
         ("algorithm.reward_clip_range", None),

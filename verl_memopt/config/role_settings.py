@@ -168,6 +168,18 @@ class EntropyControl:
 
 
 @dataclass(frozen=True)
+class RouterReplay:
+    mode: Literal["disabled", "R2", "R3"] = "disabled"
+    """Mixtures of experts: which experts compute a token in the update. Rounding and optimizer steps change the router's choice,
+    so that the ratio of a token compares two functions, not two policies. disabled = the router chooses in each pass. R2 = those
+    that the pass for old log-probs chose. R3 = those that the engine chose, also in the pass for old log-probs. Use it when
+    ``actor/ppo_kl`` or ``training/rollout_probs_diff_mean`` is large. Only the choice is replayed: its weights are computed from
+    the router, which keeps its gradient. The reference chooses for itself, as in verl. It costs a byte for each layer and each
+    expert of a token, two bytes with more than 256 experts: 384 bytes a token with 48 layers and 8 experts. For ``qwen3_moe``.
+    R3 needs ``rollout.name=hf``, or vLLM on a GPU."""
+
+
+@dataclass(frozen=True)
 class Actor(UpdateBudget, SharedPrompt):
     strategy: Literal["fsdp2"] = "fsdp2"
     """Sharding backend; fsdp2 is the only one."""
@@ -231,6 +243,8 @@ class Actor(UpdateBudget, SharedPrompt):
     away from 1."""
     policy_loss: PolicyLoss = field(default_factory=PolicyLoss)
     """The policy loss."""
+    router_replay: RouterReplay = field(default_factory=RouterReplay)
+    """Replays the experts of an earlier pass in the update."""
     optim: Optim = field(default_factory=Optim)
     """Optimizer and schedule."""
     fsdp_config: TrainedFsdp = field(default_factory=TrainedFsdp)

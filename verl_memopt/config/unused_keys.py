@@ -52,6 +52,7 @@ _COMPILED = "actor_rollout_ref.actor.use_torch_compile decides whether models ar
 _CHUNKED = "actor_rollout_ref.model.logprob_chunk_tokens limits the memory of logits"
 _TWO_ENGINES = "the engines are vllm and hf. Use actor_rollout_ref.rollout.engine_kwargs.vllm"
 _NOT_HERE = "this feature of verl does not exist here. Remove the key"
+_NO_RECORD_FILE = "a record of experts travels with its step, and is not written to a file. Remove the key"
 _PACKED = "rows are always packed, so no pad token is computed"
 _USE_TENSOR_PARALLEL = "Use actor_rollout_ref.rollout.tensor_model_parallel_size"
 _TENSOR_PARALLEL = f"an engine is split only by tensor parallelism. {_USE_TENSOR_PARALLEL}"
@@ -110,8 +111,7 @@ _MODEL = {
 
 _ACTOR_KEYS = {
     "freeze_vision_tower": NoEffect((False,), _TEXT_ONLY),
-    "router_replay.mode": NoEffect(("disabled",), _NOT_HERE),
-    "router_replay.*": NoEffect((), _NOT_HERE),
+    **dict.fromkeys(("router_replay.record_file", "router_replay.replay_file"), NoEffect((), _NO_RECORD_FILE)),
     **_absent("qat.enable"),
 }
 
@@ -153,7 +153,7 @@ _ROLLOUT_KEYS = {
     ),
     **dict.fromkeys(("pipeline_model_parallel_size", "expert_parallel_size"), NoEffect((1,), _TENSOR_PARALLEL)),
     "over_sample_rate": NoEffect((0, 0.0), "exactly rollout.n responses per prompt are generated. Remove the key"),
-    "enable_rollout_routing_replay": NoEffect((False,), _NOT_HERE),
+    "enable_rollout_routing_replay": NoEffect(EITHER, "the engine records experts if actor.router_replay.mode is R3"),
     "multi_stage_wake_up": NoEffect(ANY, "the engine always wakes up its weights before its KV cache. Remove the key"),
     "skip_tokenizer_init": NoEffect(ANY, "the engine always gets token ids. Remove the key"),
     **dict.fromkeys(

@@ -19,7 +19,7 @@ from verl_memopt.model.prefix_layout import ranges
 TOKEN_FIELDS = (
     "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "selected", "old_values", "returns", "weights", "kept",
     "sampled_log_probs", "teacher_log_probs", "teacher_weights", "teacher_ids", "teacher_top",
-    "teacher_rest", "places",
+    "teacher_rest", "places", "routes",
 )  # fmt: skip
 """Fields with one entry per response token, in the order of ``responses.flat``."""
 
@@ -49,6 +49,9 @@ class RolloutBatch(TensorClass):
         teacher_prompts: The prompt of each row that the teacher reads. None = it reads ``prompts``.
         teacher: int64 [B], the number of each row's teacher. None = all rows have the first one.
         places: int64 [R], numbers by which the update finds the teacher's states of the tokens.
+        routes: The experts of each token for router replay, uint8 or int16 [R, L, k] (L layers, k experts of a token). In the
+            pass that records them they are int32 [R], the places of the tokens in the record. With a forest it has them.
+        prompt_routes: The same for the prompts. Rows that compute their common prompt once have one set.
 
     The other optional fields are fp32 [R] too.
     """
@@ -76,6 +79,8 @@ class RolloutBatch(TensorClass):
     places: Tensor | None = None
     teacher_prompts: Ragged | SharedRows | None = None
     teacher: Tensor | None = None
+    routes: Tensor | None = None
+    prompt_routes: Ragged | SharedRows | None = None
 
     @property
     def num_rows(self) -> int:
@@ -118,6 +123,80 @@ class RolloutBatch(TensorClass):
         batch.prompts, batch.forest = self.teacher_prompts, None
         return batch
 
+    @property
+    def is_routed(self) -> bool:
+        return self.routes is not None or (self.forest is not None and self.forest.routes is not None)
+
+    def unrouted(self) -> RolloutBatch:
+        """Return the batch without routes, for models that choose experts themselves."""
+        return self._with_routes(None) if self.is_routed else self
+
+    def for_record(self) -> RolloutBatch:
+        """Return the batch with the places of its tokens in a record, int32. See :meth:`replaying`."""
+        return self._with_routes(torch.arange(self._routed_tokens, dtype=torch.int32))
+
+    def replaying(self, parts: Sequence[tuple[Tensor, Tensor]]) -> RolloutBatch:
+        """Return the batch with the experts of a record: pairs of places int64 [n] and experts [n, L, k].
+
+        If several parts have a token, the first one counts. A token in no part has expert 0 everywhere.
+        """
+        experts = parts[0][1]
+        record = experts.new_zeros(self._routed_tokens, *experts.shape[1:])
+        for places, some in reversed(parts):
+            record[places] = some
+        return self._with_routes(record)
+
+    @property
+    def _routed_tokens(self) -> int:
+        if self.forest is not None:
+            return len(self.forest.tokens)
+        return sum(self._prompts_once()[1].sizes()) + int(self.responses.lengths.sum())
+
+    def _prompts_once(self) -> tuple[Tensor, Ragged]:
+        # The number of each row's group, int64 [B], and the prompts of these groups.
+        numbers: dict[int, int] = {}
+        index = [numbers.setdefault(group, len(numbers)) for group in self.prompt_groups()]
+        firsts = [index.index(number) for number in range(len(numbers))]
+        chosen = self.prompts.select(firsts)
+        return torch.tensor(index), Ragged(flat=chosen.flat, lengths=chosen.lengths, batch_size=[])
+
+    def _with_routes(self, values: Tensor | None) -> RolloutBatch:
+        batch: RolloutBatch = self.clone(recurse=False)
+        if self.forest is not None:
+            batch.forest = self.forest.clone(recurse=False)
+            batch.forest.routes = values
+            return batch
+        batch.routes = batch.prompt_routes = None
+        if values is not None:
+            index, prompts = self._prompts_once()
+            of_prompts, batch.routes = values.split([len(prompts.flat), len(values) - len(prompts.flat)])
+            stored = Ragged(flat=of_prompts, lengths=prompts.lengths, batch_size=[])
+            batch.prompt_routes = SharedRows(stored=stored, index=index, batch_size=[])
+        return batch
+
+    def record_places(self, rows: Sequence[Sequence[int]]) -> list[list[Tensor]]:
+        """Return for each run of sampled tokens the places of all tokens that the engine read in a record.
+
+        ``rows`` has for each row the number of tokens of its runs, one for each turn. The places, int64, are of the prompt and of
+        all sampled tokens of the run but the last one.
+        """
+        found: list[list[Tensor]] = []
+        if self.forest is not None:
+            ends = iter(self.forest.place.split([size for runs in rows for size in runs]))
+            for runs in rows:
+                own = [next(ends) for _ in runs]
+                paths = [torch.from_numpy(self.forest.path(int(run[0]))) if len(run) else run for run in own]
+                found.append([torch.cat(pair)[:-1] for pair in zip(paths, own, strict=True)])
+            return found
+        index, prompts = self._prompts_once()
+        starts = prompts.lengths.cumsum(0) - prompts.lengths
+        first = len(prompts.flat)
+        for group, (size,) in zip(index.tolist(), rows, strict=True):
+            prompt = torch.arange(int(prompts.lengths[group])) + starts[group]
+            found.append([torch.cat([prompt, torch.arange(first, first + max(size - 1, 0))])])
+            first += size
+        return found
+
     def kept_sizes(self) -> list[int]:
         if self.kept is None:
             return self.responses.sizes()
@@ -138,6 +217,7 @@ class RolloutBatch(TensorClass):
             forest=None if self.forest is None else self.forest.select(tokens),
             teacher_prompts=None if self.teacher_prompts is None else self.teacher_prompts.select(rows),
             teacher=None if self.teacher is None else self.teacher[index],
+            prompt_routes=None if self.prompt_routes is None else self.prompt_routes.select(rows),
             **{name: value[tokens] for name, value in flat.items() if value is not None},
             batch_size=[],
         )

@@ -8,7 +8,7 @@ weight sync find the same parameters. Models of other architectures keep the mod
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,6 +43,7 @@ from verl_memopt.model.gated_delta_net import GatedDeltaNet
 from verl_memopt.model.prefix_kv import Prefix, Tables
 from verl_memopt.model.prefix_layout import PrefixLayout
 from verl_memopt.model.rotary import Rotary
+from verl_memopt.model.router_replay import LayerRoutes, Routes
 from verl_memopt.model.tiled_block import BlockShape, tiled_block
 
 logger = logging.getLogger(__name__)
@@ -268,6 +269,7 @@ class DecoderBlock(nn.Module):
         layout: PrefixLayout,
         attend: Attend | None,
         prefix_kv: Prefix | None = None,
+        routed: LayerRoutes | None = None,
     ) -> Tensor:
         """Return the block's output [1, Q, h] for the Q queries. These are all T tokens, unless the block is pruned.
 
@@ -278,19 +280,21 @@ class DecoderBlock(nn.Module):
             layout: Which of the T tokens share a prefix.
             attend: The attention kernel. None = run the block over tiles, which has its own kernel.
             prefix_kv: The prefix KV of these answers, or a recorder if this is the forward of the prompt.
+            routed: The experts of the T tokens, if a block with experts replays or records them.
         """
         if attend is None:
             assert prefix_kv is None, "a tiled block cannot use prefix KV"
             assert layout.split is None, "a tiled block needs the keys of all tokens on this rank"
-            return self._tiled(hidden, cos, sin, layout)
+            return self._tiled(hidden, cos, sin, layout, routed)
         if self.captured is not None and self._can_replay(hidden, layout, prefix_kv):
             return self.captured.compute(self, hidden, (cos, sin), layout, attend)
         # FSDP2's hooks are outside of this call, so a block is gathered only once for its second forward and its backward.
         if self.options.checkpoint == "full" and self._is_one_output(hidden, prefix_kv):
-            return checkpointed_block(self.compute, hidden, cos, sin, layout, attend, None)
+            return checkpointed_block(self.compute, hidden, cos, sin, layout, attend, None, routed)
         if self.options.checkpoint is not None:
-            return checkpointed(self.compute, hidden, cos, sin, layout, attend, prefix_kv, mode=self.options.checkpoint)
-        return self.compute(hidden, cos, sin, layout, attend, prefix_kv)
+            others = (cos, sin, layout, attend, prefix_kv, routed)
+            return checkpointed(self.compute, hidden, *others, mode=self.options.checkpoint)
+        return self.compute(hidden, cos, sin, layout, attend, prefix_kv, routed)
 
     def _is_one_output(self, hidden: Tensor, prefix_kv: Prefix | None) -> bool:
         # A prefix KV has gradients of its own. A first block whose input needs no gradient has nothing to start a backward from.
@@ -311,14 +315,15 @@ class DecoderBlock(nn.Module):
     def is_linear(self) -> bool:
         return hasattr(self, "linear_attn")
 
-    def _tiled(self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: PrefixLayout) -> Tensor:
+    def _tiled(self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: PrefixLayout, routed: LayerRoutes | None) -> Tensor:
         mlp = self.mlp
+        mixture = mlp.mixture._replace(routed=routed) if isinstance(mlp, Experts) else None
         assert self.tile_tokens is not None
         if self.is_linear:
             return self.linear_attn.tiled(
                 hidden.squeeze(0), layout, self.tile_tokens, self.options.mlp_tiles or 1,
                 (self.input_layernorm, self.post_attention_layernorm),
-                mlp.mixture if isinstance(mlp, Experts) else (mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+                mixture or (mlp.gate_proj, mlp.up_proj, mlp.down_proj),
             )  # fmt: skip
         attention = self.self_attn
         norms = (self.input_layernorm, self.post_attention_layernorm, attention.q_norm, attention.k_norm)
@@ -333,11 +338,11 @@ class DecoderBlock(nn.Module):
             own_norms[:2],
             0.0 if own_norms[2] is None else own_norms[2].eps,
             attention.gated,
-            SwiGLU() if isinstance(mlp, Experts) or mlp.gate is None else mlp.gate,
+            SwiGLU() if mixture is not None or mlp.gate is None else mlp.gate,
         )
         layers = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-        if isinstance(mlp, Experts):
-            return tiled_block(hidden.squeeze(0), cos[0], sin[0], layout, shape, vectors, layers, mlp.mixture)
+        if mixture is not None:
+            return tiled_block(hidden.squeeze(0), cos[0], sin[0], layout, shape, vectors, layers, mixture)
         of_mlp = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         return tiled_block(hidden.squeeze(0), cos[0], sin[0], layout, shape, vectors, (*layers, *of_mlp))
 
@@ -349,6 +354,7 @@ class DecoderBlock(nn.Module):
         layout: PrefixLayout,
         attend: Attend,
         prefix_kv: Prefix | None,
+        routed: LayerRoutes | None = None,
         checkpoint: Forward | None = None,
     ) -> Tensor:
         # squeeze, not [0]: the backward of an index allocates zeros and copies the gradient into them.
@@ -364,14 +370,15 @@ class DecoderBlock(nn.Module):
             after: Any = self.post_attention_layernorm
             attended = _recomputed(after, attended) if self.options.recompute else after(attended)
         norm, post = self.mlp_norms
+        own = {} if routed is None else {"routed": routed.at(None if rows is None else rows.index)}
         if self.mlp.sums:
             # As many tiles as for all tokens, so that the tiles of a pruned block are not larger.
             tiles = len(product_tiles(x))
-            return self.mlp.forward_sum(residual, attended, norm, tiles, checkpoint, post)
+            return self.mlp.forward_sum(residual, attended, norm, tiles, checkpoint, post, **own)
         # The sum has three dimensions, so that the block does not return a view to FSDP2.
         hidden = residual[None] + attended[None]
         del attended  # freed before the MLP allocates
-        return self.mlp(hidden, norm, post)
+        return self.mlp(hidden, norm, post, **own)
 
     def _residual(self, x: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
         # Returns x [T, h], and the rows of the queries [Q, h] for the residual sum.
@@ -393,6 +400,9 @@ class Decoder(nn.Module):
         self.norm, self.rotary_emb = source.norm, source.rotary_emb
         # The tables of all types of layers, such as local and global ones, are side by side in one.
         self.kinds: Sequence[str] = getattr(source.rotary_emb, "layer_types", ())
+        for place, own in enumerate(self.layers):
+            if isinstance(own.mlp, Experts):
+                own.mlp.place = place
         for block, own in zip(source.layers, self.layers, strict=True) if self.kinds else ():
             attention: Any = own.self_attn
             first = self.kinds.index(block.self_attn.layer_type) * attention.head_dim
@@ -406,6 +416,7 @@ class Decoder(nn.Module):
         needed: PrefixLayout | None = None,
         prefix_kv: Prefix | None = None,
         attend: Attend | None = None,
+        routes: Routes | None = None,
     ) -> Tensor:
         """Return the states [Q, h] after the last block, before the final norm.
 
@@ -416,6 +427,7 @@ class Decoder(nn.Module):
             needed: The same layout with only Q tokens as queries, for a pruned last block. None = all tokens are queries.
             prefix_kv: As in :meth:`DecoderBlock.forward`.
             attend: A kernel that replaces the decoder's own, for comparisons.
+            routes: The experts of the T tokens. None = the routers choose.
         """
         # All blocks use the same tables of cos and sin.
         hidden = self.embed_tokens(input_ids)
@@ -425,7 +437,8 @@ class Decoder(nn.Module):
             # Only the last block can be pruned, because attention in the next block reads all tokens.
             pruned = options.prune and needed is not None
             over_tiles = attend is None and block.tile_tokens is not None
-            hidden = block(hidden, cos, sin, needed if pruned else layout, None if over_tiles else kernel, prefix_kv)
+            own = routes.of_layer(block.mlp.place) if routes is not None and isinstance(block.mlp, Experts) else None
+            hidden = block(hidden, cos, sin, needed if pruned else layout, None if over_tiles else kernel, prefix_kv, own)
         return hidden.squeeze(0)
 
     def _tables(self, hidden: Tensor, position_ids: Tensor) -> Tables:
@@ -450,6 +463,10 @@ class Decoder(nn.Module):
 
     def get_decoder(self) -> Decoder:
         return self
+
+
+def mixtures(blocks: Iterable[nn.Module]) -> list[Experts]:
+    return [block.mlp for block in blocks if isinstance(block, DecoderBlock) and isinstance(block.mlp, Experts)]
 
 
 def query_rows(layout: PrefixLayout, prefix_kv: Prefix | None) -> Rows | None:

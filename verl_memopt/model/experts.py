@@ -46,6 +46,7 @@ from verl_memopt.memory.recompute_elementwise_torch import (
     wide_dtype,
 )
 from verl_memopt.memory.tiled_mlp_torch import LAYERS, TiledMlp, Traits, tensors_and_traits, tiled_linears
+from verl_memopt.model.router_replay import ALL, LayerRoutes, number_dtype
 
 SWIGLU = SwiGLU()
 
@@ -74,7 +75,7 @@ class Router:
         """Return the numbers of the likeliest experts, uint8 or int16 [T, k], the likeliest first."""
         # The largest probabilities where transformers takes these, not logits: ties are then broken as there.
         chosen = scores.topk(self.top_k, dim=-1).indices
-        return chosen.to(torch.uint8 if scores.shape[1] <= 256 else torch.int16)
+        return chosen.to(number_dtype(scores.shape[1]))
 
     def weights(self, scores: Tensor, chosen: Tensor) -> Tensor:
         found = scores.gather(1, chosen.long())
@@ -179,6 +180,8 @@ class Experts(nn.Module):
         else:
             clamped = ClampedGate(source.experts.alpha, source.experts.limit)
             self.kind = MixtureKind(Router(router.top_k, False, over_chosen=True), clamped, transposed=True)
+        self.place = 0
+        """The number of its block, set by the decoder."""
 
     @property
     def sums(self) -> bool:
@@ -206,6 +209,7 @@ class Experts(nn.Module):
         least_tiles: int,
         checkpoint: Forward | None = None,
         post: Any = None,
+        routed: LayerRoutes | None = None,
     ) -> Tensor:
         """Return z + experts(norm(z)) [1, T, h], where z = residual + attended [T, h]. See :meth:`MLP.forward_sum`.
 
@@ -213,12 +217,14 @@ class Experts(nn.Module):
         """
         del least_tiles
         assert post is None, "no family has a norm of the outputs of experts"
-        return mixed(residual, attended, norm_and_weight(norm), self.mixture, self.options.mlp_tiles, checkpoint)
+        mixture = self.mixture._replace(routed=routed)
+        return mixed(residual, attended, norm_and_weight(norm), mixture, self.options.mlp_tiles, checkpoint)
 
-    def forward(self, hidden: Tensor, norm: Any, post: Any = None) -> Tensor:
+    def forward(self, hidden: Tensor, norm: Any, post: Any = None, routed: LayerRoutes | None = None) -> Tensor:
         """Return ``hidden`` plus the experts' output for it. ``hidden`` [1, T, h] is the input of ``norm``."""
         assert post is None, "no family has a norm of the outputs of experts"
-        return hidden + mixed(None, norm(hidden.squeeze(0)), None, self.mixture, self.options.mlp_tiles)
+        mixture = self.mixture._replace(routed=routed)
+        return hidden + mixed(None, norm(hidden.squeeze(0)), None, mixture, self.options.mlp_tiles)
 
 
 class Mixture(NamedTuple):
@@ -230,6 +236,8 @@ class Mixture(NamedTuple):
     :func:`tensors_and_traits` returns them."""
     traits: tuple[Traits, ...] = ()
     """Those of the shared expert's layers. () = there is no shared expert."""
+    routed: LayerRoutes | None = None
+    """Replays or records the experts of the tokens. None = the router chooses, and nothing is recorded."""
 
     @property
     def num_routed(self) -> int:
@@ -263,15 +271,15 @@ def mixed(
         tiles: Compute in at least this many tiles of experts. None = also keep the outputs of gate and up.
         checkpoint: As in :func:`verl_memopt.memory.tiled_mlp_torch.recomputed_mlp`.
     """
-    kind, tensors, traits = mixture
+    kind, tensors, traits, routed = mixture
     keeps = tiles is None and torch.is_grad_enabled() and checkpoint is None
     shape = MixShape(kind, traits, 1 if tiles is None else tiles, keeps)
     norm_weight = None if norm is None else norm[1]
     if checkpoint == "again":
-        node = keep(x, residual, norm_weight, *tensors, None)
+        node = keep(x, residual, norm_weight, *tensors, None if routed is None else routed.experts)
         return _Mixed.apply(shape, norm and norm[0], node, None, residual, x, norm_weight, *tensors)
     with torch.no_grad():
-        prepared = _prepare(residual, x, norm, kind.router, mixture.gate)
+        prepared = _prepare(residual, x, norm, mixture)
     if checkpoint == "first" or not torch.is_grad_enabled():
         return _computed(prepared, shape, tensors, None)
     # Before the products, so that the second forward of a checkpointed block stops here.
@@ -294,16 +302,15 @@ class _Prepared(NamedTuple):
     weights: Tensor  # fp32 [T, k]
 
 
-def _prepare(
-    residual: Tensor | None, x: Tensor, norm: tuple[RMSNorm, Tensor] | None, router: Router, gate: Sequence[Tensor]
-) -> _Prepared:
+def _prepare(residual: Tensor | None, x: Tensor, norm: tuple[RMSNorm, Tensor] | None, mixture: Mixture) -> _Prepared:
+    router, routed = mixture.kind.router, mixture.routed
     if norm is None or residual is None:
         normal, out = x, torch.zeros_like(x[None])
     else:
         out = torch.empty_like(x[None])
         normal = norm[0].compute_sum(residual, x, out[0], norm[1])
-    scores = router.scores(normal, *gate)
-    chosen = router.choose(scores)
+    scores = router.scores(normal, *mixture.gate)
+    chosen = router.choose(scores) if routed is None else routed.choose(router, scores)
     return _Prepared(normal, out, chosen, router.weights(scores, chosen))
 
 
@@ -365,7 +372,7 @@ class TiledExperts:
     """
 
     def __init__(self, mixture: Mixture, tiles: int = 1, needed: Sequence[bool] | None = None) -> None:
-        kind, tensors, traits = mixture
+        kind, tensors, traits, self._routed = mixture
         self._router, self._value, self._tiles = kind.router, kind.gate, tiles
         wanted, routed = (False,) * len(tensors) if needed is None else needed, mixture.num_routed
         self._gate, (self._gate_up, self._down) = tensors[0], (_turned(weight, kind.transposed) for weight in tensors[1:3])
@@ -380,7 +387,12 @@ class TiledExperts:
         self._shared = _SharedExpert(tensors[routed:], traits, wanted[routed:]) if traits else None
 
     def add_output(
-        self, normal: Tensor, out: Tensor, routes: tuple[Tensor, Tensor] | None = None, gates: Tensor | None = None
+        self,
+        normal: Tensor,
+        out: Tensor,
+        routes: tuple[Tensor, Tensor] | None = None,
+        gates: Tensor | None = None,
+        part: slice = ALL,
     ) -> None:
         """Add the experts' output for ``normal`` to ``out``, [t, h] each.
 
@@ -389,10 +401,11 @@ class TiledExperts:
             out: Gets the sum.
             routes: The experts of each token and their weights, [t, k] each. None = the router chooses.
             gates: [t x k, 2 x I], gets the outputs of gate and up, in the order of the experts. None = they are not needed.
+            part: Which of the routed tokens these are.
         """
         if routes is None:
-            scores = self._router.scores(normal, self._gate, self._gate_bias)
-            chosen = self._router.choose(scores)
+            scores, routed = self._router.scores(normal, self._gate, self._gate_bias), self._routed
+            chosen = self._router.choose(scores) if routed is None else routed.choose(self._router, scores, part)
             routes = chosen, self._router.weights(scores, chosen)
             del scores
         chosen, weights = routes
@@ -422,6 +435,7 @@ class TiledExperts:
         through: bool = True,
         chosen: Tensor | None = None,
         gates: Tensor | None = None,
+        part: slice = ALL,
     ) -> None:
         """Add the gradients of the parameters, and overwrite ``normal`` with its gradient.
 
@@ -432,9 +446,11 @@ class TiledExperts:
             through: Whether the input needs a gradient.
             chosen: The experts of each token, [t, k]. None = the router chooses again.
             gates: What :meth:`add_output` wrote into its ``gates``. It is overwritten. None = computed again.
+            part: As in :meth:`add_output`.
         """
-        scores = self._router.scores(normal, self._gate, self._gate_bias)
-        chosen = self._router.choose(scores) if chosen is None else chosen
+        scores, routed = self._router.scores(normal, self._gate, self._gate_bias), self._routed
+        if chosen is None:
+            chosen = self._router.choose(scores) if routed is None else routed.again(self._router, scores, part)
         weights = self._router.weights(scores, chosen)
         rows, by_row, grad_weights = _Rows(chosen, len(self._gate_up)), weights.flatten(), torch.empty_like(weights)
         total = torch.zeros_like(normal, dtype=weights.dtype) if through else None

@@ -308,6 +308,13 @@ def is_mxfp4(config: PretrainedConfig) -> bool:
     return isinstance(stated, dict) and stated.get("quant_method") == "mxfp4"
 
 
+def why_not_replayed(config: PretrainedConfig) -> str | None:
+    """Return why the experts of a model cannot be replayed. The text continues "models of type X ...". None = they can."""
+    if num_experts(config) <= 1:
+        return "have no experts to replay"
+    return "have experts that transformers computes" if family_of(config.model_type).classes is None else None
+
+
 def logit_shape(config: PretrainedConfig) -> tuple[float, float | None]:
     """Return the factor of the logits, and the bound to which they are capped afterwards (None = no bound)."""
     family = family_of(config.model_type)

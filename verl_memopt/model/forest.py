@@ -34,12 +34,25 @@ class Forest(TensorClass):
         parent: int64 [N], the number of the parent, which is below the node's own number. -1 = a root.
         place: int64 [R], for each sampled token its place in ``tokens``, in the order of the batch's rows. Rows that sampled the
             same tokens after the same tokens have the same places.
+        routes: Experts to replay [T, L, k], or places of a record [T], as in :class:`~verl_memopt.data.batch.RolloutBatch`.
     """
 
     tokens: Tensor
     sizes: Tensor
     parent: Tensor
     place: Tensor
+    routes: Tensor | None = None
+
+    def path(self, place: int) -> np.ndarray:
+        """Return the places of all tokens before a token on its path, int64, from the root on."""
+        sizes, pieces = self.sizes.numpy(), []
+        start = np.cumsum(sizes) - sizes
+        node = int(np.searchsorted(start, place, "right")) - 1
+        while node >= 0:
+            pieces.append(np.arange(start[node], place))
+            node = int(self.parent[node])
+            place = int(start[node] + sizes[node])
+        return np.concatenate(pieces[::-1])
 
     def select(self, entries: Tensor) -> Forest:  # type: ignore[override]
         """Return the nodes that some sampled tokens need. A node without children ends at the last of them.
@@ -60,11 +73,13 @@ class Forest(TensorClass):
         number = np.full(len(sizes) + 1, -1)
         number[chosen] = np.arange(len(chosen))
         begin = np.cumsum(kept) - kept
+        tokens = torch.from_numpy(ranges(start[chosen], kept[chosen]))
         return Forest(
-            tokens=self.tokens[torch.from_numpy(ranges(start[chosen], kept[chosen]))],
+            tokens=self.tokens[tokens],
             sizes=torch.from_numpy(kept[chosen]),
             parent=torch.from_numpy(number[parent[chosen]]),
             place=torch.from_numpy(place - start[node] + begin[node]),
+            routes=None if self.routes is None else self.routes[tokens],
             batch_size=[],
         )
 

@@ -24,7 +24,7 @@ from verl_memopt.model.prefix_layout import on_host, ranges
 def in_pieces(forest: Forest, budget: int) -> Forest:
     """Return the same forest, in which longer nodes are chains of nodes with at most ``budget`` tokens."""
     sizes, parent = map(on_host, pieces(forest.sizes.numpy(), forest.parent.numpy(), budget))
-    return Forest(tokens=forest.tokens, sizes=sizes, parent=parent, place=forest.place, batch_size=[])
+    return Forest(tokens=forest.tokens, sizes=sizes, parent=parent, place=forest.place, routes=forest.routes, batch_size=[])
 
 
 def computed_tokens(forest: Forest) -> list[int]:
@@ -80,7 +80,7 @@ class _Packs:
     """Makes the packs of one step after the other, and knows which nodes are open."""
 
     def __init__(self, forest: Forest) -> None:
-        self.tokens, self.place = forest.tokens, forest.place.numpy()
+        self.tokens, self.place, self.routes = forest.tokens, forest.place.numpy(), forest.routes
         self.sizes, self.parent = forest.sizes.numpy(), forest.parent.numpy()
         self.start = np.cumsum(self.sizes) - self.sizes
         self.before = np.zeros_like(self.sizes)  # number of tokens on the path above each node
@@ -113,7 +113,8 @@ class _Packs:
         self.states.append(states)
         self.waiting = np.concatenate([self.waiting, entries])
         ends = self.before[nodes] + self.sizes[nodes] - 1 - before
-        return OpenPack(pack_path(self._tokens(np.array(nodes)), before, states - before, ends))
+        tokens = self._places(np.array(nodes))
+        return OpenPack(self._routed(pack_path(self.tokens[tokens], before, states - before, ends), tokens))
 
     def run(self, step: Run) -> RunPack:
         opened = [node for trunk in self.trunks for node in trunk]
@@ -130,16 +131,20 @@ class _Packs:
         place = begin[self.node[entries]] + self.place[entries] - self.start[self.node[entries]]
         sizes, parent, at = map(on_host, (self.sizes[chosen], number[self.parent[chosen]], place))
         states = np.concatenate(self.states) if opened else None
-        pack = pack_forest(self._tokens(chosen), sizes, parent, at, [len(entries)], len(opened), states)
-        return RunPack(pack, on_host(entries), on_host(entries))
+        tokens = self._places(chosen)
+        pack = pack_forest(self.tokens[tokens], sizes, parent, at, [len(entries)], len(opened), states)
+        return RunPack(self._routed(pack, tokens), on_host(entries), on_host(entries))
 
     def close(self, step: Close) -> Close:
         self.trunks.pop()
         self.states.pop()
         return step
 
-    def _tokens(self, nodes: np.ndarray) -> Tensor:
-        return self.tokens[on_host(ranges(self.start[nodes], self.sizes[nodes]))]
+    def _places(self, nodes: np.ndarray) -> Tensor:
+        return on_host(ranges(self.start[nodes], self.sizes[nodes]))
+
+    def _routed(self, pack: Pack, tokens: Tensor) -> Pack:
+        return pack if self.routes is None else pack.routed(self.routes[tokens])
 
     def _entries(self, nodes: Sequence[int]) -> np.ndarray:
         return np.concatenate([self.order[:0], *(self.order[self.borders[node] : self.borders[node + 1]] for node in nodes)])

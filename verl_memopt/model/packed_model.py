@@ -130,7 +130,8 @@ class PackedModel(nn.Module):
             return states_of_pack(decoder, pack).index_select(0, pack.predicts)
         # Without pruning all states are computed, so use the places in ``pack.predicts``.
         needed = pack.last_block if decoder.prunes else None
-        hidden = decoder(pack.input_ids, pack.position_ids, pack.layout, None if needed is None else needed.layout, prefix)
+        layouts = pack.layout, None if needed is None else needed.layout
+        hidden = decoder(pack.input_ids, pack.position_ids, *layouts, prefix, routes=pack.routes)
         if prefix is not None:
             # The prompt's last token predicts the first token of each answer, and is not in this pack.
             hidden = prefix.prepend_state(hidden)
@@ -154,7 +155,7 @@ class PackedModel(nn.Module):
         """
         decoder = self.decoder
         needed = prompt.last_block.layout if decoder.prunes and prompt.last_block is not None else None
-        hidden = decoder(prompt.input_ids, prompt.position_ids, prompt.layout, needed, recorder)
+        hidden = decoder(prompt.input_ids, prompt.position_ids, prompt.layout, needed, recorder, routes=prompt.routes)
         # Copy the rows, because a view would keep the states of the whole prompt alive as long as the prefix KV.
         at = prompt.predicts if needed is None or prompt.last_block is None else prompt.last_block.predicts
         return hidden.index_select(0, at), *recorder.outputs()

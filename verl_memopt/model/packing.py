@@ -16,6 +16,7 @@ from verl_memopt.memory.recompute_elementwise_torch import Rows
 from verl_memopt.memory.sequence_parallel_torch import SequenceGroup, TokenSplit
 from verl_memopt.memory.token_packing import skipped_if_many
 from verl_memopt.model.prefix_layout import PrefixGroup, PrefixLayout, PrefixSpan, changed, on_host, ranges, span_of
+from verl_memopt.model.router_replay import Routes
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,9 @@ class Pack:
         last_block: The queries of a pruned last block. None = pruning would skip too few tokens.
         entry: int64 [R], the place of each response token among the U computed ones. None = R equals U, in the same order.
         entry_on_host: A copy of ``entry`` on the host.
+        sources: int64 [T] on the host, the place of each token in the tensors from which the pack was made, one after another.
+            None = a placeholder, or one rank's share.
+        routes: The experts of the T tokens. None = the routers of the model choose, if it has any.
     """
 
     input_ids: Tensor
@@ -63,6 +67,8 @@ class Pack:
     last_block: LastBlockQueries | None = None
     entry: Tensor | None = None
     entry_on_host: np.ndarray | None = None
+    sources: np.ndarray | None = None
+    routes: Routes | None = None
 
     @property
     def num_rows(self) -> int:
@@ -74,7 +80,15 @@ class Pack:
     def map(self, change: Callable[[Tensor], Tensor]) -> Pack:
         last = self.last_block
         last = None if last is None else LastBlockQueries(last.layout.map(change), change(last.predicts))
-        return replace(self, layout=self.layout.map(change), last_block=last, **changed(self, change))
+        routes = None if self.routes is None else self.routes.map(change)
+        return replace(self, layout=self.layout.map(change), last_block=last, routes=routes, **changed(self, change))
+
+    def routed(self, values: Tensor | None) -> Pack:
+        """Return the pack with routes, made of ``values`` of the tensors from which it was made, as in :meth:`Routes.of`.
+
+        None, or a placeholder: the routers choose.
+        """
+        return self if values is None or self.sources is None else replace(self, routes=Routes.of(values, self.sources))
 
     def of_entries(self, values: Tensor) -> Tensor:
         """Return the values of all response tokens, [R], from those of the computed ones, [U]."""
@@ -141,7 +155,9 @@ class Pack:
             rows = Rows(queries, found - first)
             last_split = TokenSplit(group, sizes, tuple(np.diff(borders).tolist()), rows)
             last = LastBlockQueries(replace(last.layout, split=last_split), among_queries)
+        routes = None if self.routes is None else self.routes.part(split.own)
         share = replace(share, input_ids=self.input_ids[:, split.own], layout=replace(self.layout, split=split), last_block=last)
+        share = replace(share, sources=None, routes=routes)
         return replace(share, predicts=predicts), places
 
 
@@ -198,9 +214,10 @@ def pack_groups(
             token += int(r[row]) - 1
     first, sizes, positions = np.array(pieces, dtype=np.int64).T
     # Gather all tokens of the pack at once.
-    tokens = torch.cat([prompts, responses])[on_host(ranges(first, sizes))]
+    sources = ranges(first, sizes)
+    tokens = torch.cat([prompts, responses])[on_host(sources)]
     layout, predicts = PrefixLayout.of(tuple(prefix_groups)), _predicts(prompt_end - 1, suffix_start, r)
-    pack = _pack(tokens, ranges(positions, sizes), layout, predicts, responses, r)
+    pack = _pack(tokens, ranges(positions, sizes), layout, predicts, responses, r, sources)
     # Pruning copies the remaining rows. If few rows are skipped, this costs more than it saves.
     if not skipped_if_many(sum(skipped), token):
         return pack
@@ -227,10 +244,11 @@ def pack_suffixes(prompt_size: int, responses: Tensor, response_sizes: Sequence[
     # The pack has all tokens of an answer except the last one.
     own = np.maximum(r - 1, 0)
     start = np.cumsum(own) - own
-    tokens = responses[on_host(ranges(np.cumsum(r) - r, own))]
+    sources = ranges(np.cumsum(r) - r, own)
+    tokens = responses[on_host(sources)]
     layout = PrefixLayout.of(((0, tuple(own[own > 0].tolist())),), (prompt_size,))
     predicts = _predicts(np.zeros_like(r), 1 + start, r)
-    return _pack(tokens, ranges(np.full_like(own, prompt_size), own), layout, predicts, responses, r)
+    return _pack(tokens, ranges(np.full_like(own, prompt_size), own), layout, predicts, responses, r, sources)
 
 
 def pack_forest(
@@ -272,13 +290,15 @@ def pack_forest(
     trees = _Trees(size, above, node, learned - starts[node], carried)
     nodes, predicts = trees.order, trees.predicts
     computed, positions = (ranges(first[nodes], trees.need[nodes]) for first in (starts, trees.before))
+    sources: np.ndarray | None = computed
     if states is None:
         layout = trees.layout()
     else:
         path = int(size[:carried].sum())
         predicts = np.where(predicts < path, np.searchsorted(states, predicts), len(states) + predicts - path)
+        sources = computed[path:] if len(computed) > path else None
         computed, positions, layout = _behind(path, computed, positions, trees)
-    pack = _pack(tokens[on_host(computed)], positions, layout, predicts, tokens[on_host(learned)], r)
+    pack = _pack(tokens[on_host(computed)], positions, layout, predicts, tokens[on_host(learned)], r, sources)
     if len(learned) < len(at):
         pack = replace(pack, entry=on_host(entry), entry_on_host=entry)
     # With prefix KV no block is pruned.
@@ -305,7 +325,7 @@ def pack_path(tokens: Tensor, before: int, states: np.ndarray, ends: np.ndarray)
     layout = PrefixLayout.of(((0, (len(tokens),)),), (before,)) if before else PrefixLayout.of(((len(tokens), ()),))
     none = np.zeros(0, dtype=np.int64)
     layout = replace(layout, branches=before + ends)
-    return _pack(tokens, np.arange(before, before + len(tokens)), layout, states, tokens[:0], none)
+    return _pack(tokens, np.arange(before, before + len(tokens)), layout, states, tokens[:0], none, np.arange(len(tokens)))
 
 
 def _predicts(prompt_end: np.ndarray, suffix_start: np.ndarray, r: np.ndarray) -> np.ndarray:
@@ -318,11 +338,18 @@ def _predicts(prompt_end: np.ndarray, suffix_start: np.ndarray, r: np.ndarray) -
 
 
 def _pack(
-    tokens: Tensor, positions: np.ndarray, layout: PrefixLayout, predicts: np.ndarray, targets: Tensor, r: np.ndarray
+    tokens: Tensor,
+    positions: np.ndarray,
+    layout: PrefixLayout,
+    predicts: np.ndarray,
+    targets: Tensor,
+    r: np.ndarray,
+    sources: np.ndarray | None = None,
 ) -> Pack:
     # numpy builds all index tensors on the host, so nothing here waits for a device.
     rows = np.repeat(np.arange(len(r)), r)
-    return Pack(tokens[None], on_host(positions)[None], layout, on_host(predicts), targets, on_host(rows), on_host(r), predicts)
+    on_device = (tokens[None], on_host(positions)[None], layout, on_host(predicts), targets, on_host(rows), on_host(r))
+    return Pack(*on_device, predicts, sources=sources)
 
 
 def _last_block(groups: Sequence[PrefixGroup], skipped: Sequence[int], predicts: np.ndarray) -> LastBlockQueries:

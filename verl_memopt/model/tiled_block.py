@@ -163,6 +163,8 @@ def tiled_block(
             without gradients they may be layers of any kind.
         mixture: Experts, which take the place of gate, up and down. None = there are none.
     """
+    if mixture is not None and mixture.routed is not None:
+        mixture = mixture._replace(routed=mixture.routed.at(layout.query_index))
     if not torch.is_grad_enabled():
         experts = None if mixture is None else TiledExperts(mixture)
         return _Block(shape, layout, (x, cos, sin, *vectors), layers, experts).forward()
@@ -232,7 +234,7 @@ class _Block:
                 tile_hidden = hidden[rows.start - tile.queries.start : rows.stop - tile.queries.start]
                 normal = self.shape.norms[1].compute((tile_hidden,), (self.mlp_norm,))
                 if self.experts is not None:
-                    self.experts.add_output(normal, out[rows].copy_(tile_hidden))
+                    self.experts.add_output(normal, out[rows].copy_(tile_hidden), part=rows)
                     continue
                 sources = self.project(4, normal), self.project(5, normal)
                 value = self.shape.gate.compute(sources, (), sources[0])
@@ -453,7 +455,8 @@ class _Backward:
         for rows in block.mlp_rows(queries):
             tile_rows = slice(rows.start - queries.start, rows.stop - queries.start)
             normal = block.shape.norms[1].compute((hidden[tile_rows],), (block.mlp_norm,))
-            self.mlp.backward(grad[tile_rows], normal, self.mlp_alone)
+            part = {"part": rows} if isinstance(self.mlp, TiledExperts) else {}
+            self.mlp.backward(grad[tile_rows], normal, self.mlp_alone, **part)
             self._add_norm(1, normal, hidden[tile_rows], block.mlp_norm, grad[tile_rows])
             del normal
 

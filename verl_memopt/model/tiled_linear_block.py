@@ -143,7 +143,7 @@ class _Block:
                 part = hidden[rows.start - tile.rows.start : rows.stop - tile.rows.start]
                 normal = self.shape.norms[1].compute((part,), (self.norm_weights[1],))
                 if self.experts is not None:
-                    self.experts.add_output(normal, whole[0, rows].copy_(part))
+                    self.experts.add_output(normal, whole[0, rows].copy_(part), part=rows)
                     continue
                 sources = self.layers[5](normal), self.layers[6](normal)
                 product = SWIGLU.compute(sources, (), sources[0])
@@ -205,7 +205,8 @@ class _Backward:
         for rows in block.mlp_rows(tile):
             part = slice(rows.start - tile.rows.start, rows.stop - tile.rows.start)
             normal = block.shape.norms[1].compute((hidden[part],), (block.norm_weights[1],))
-            self.mlp.backward(grad[part], normal, self.mlp_alone)
+            place = {"part": rows} if isinstance(self.mlp, TiledExperts) else {}
+            self.mlp.backward(grad[part], normal, self.mlp_alone, **place)
             self._add_norm(1, normal, hidden[part], grad[part])
             del normal
         del hidden

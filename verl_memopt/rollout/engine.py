@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from verl_memopt.config import schema
 from verl_memopt.distributed.device import device_rng_state, set_device_rng_state
@@ -39,6 +40,17 @@ class Generation:
     """stop = an end-of-sequence token, stop token or stop text ended the row; length = ``max_tokens`` was reached."""
     cached_tokens: int = 0
     """Prompt tokens that were not computed, because their keys and values were in the prefix cache."""
+    routes: list[tuple[Tensor, Tensor]] | None = None
+    """The experts of each row's tokens, uint8 or int16 [tokens, layers, k] on the host: of the prompt, and of all response tokens
+    but the last. Rows with one prompt have the same tensor, that of the first of them. None = not requested."""
+
+
+def routes_of_rows(prompt_ids: list[list[int]], routes: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return what :class:`Generation` has, from the experts of all tokens of each row but the last."""
+    firsts: dict[tuple[int, ...], Tensor] = {}
+    # Copies, because a part would be sent with the whole.
+    pairs = ((tuple(ids), own[: len(ids)], own[len(ids) :].clone()) for ids, own in zip(prompt_ids, routes, strict=True))
+    return [(firsts[ids] if ids in firsts else firsts.setdefault(ids, own.clone()), rest) for ids, own, rest in pairs]
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,8 @@ class Output:
     """As in :class:`Generation`."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values were in the prefix cache."""
+    routes: Tensor | None = None
+    """The experts of all tokens but the last, as in :class:`Generation`."""
 
 
 class Requests(Protocol):
@@ -229,6 +243,8 @@ class EnginePlace:
     """Factor by which the output of the adapters is multiplied."""
     quantization: str = "none"
     """Storage format of the linear layers of a base model that the engine shares with the trainer."""
+    records_routes: bool = False
+    """Whether the engine can be asked for the experts of each token."""
     cache_bytes: int | None = None
     """Size of the KV cache with ``kv_cache_memory_gb=auto``. None = the settings give the size."""
 
@@ -312,6 +328,8 @@ class SamplingSettings:
     """Stop texts. A response ends with the token that completes one of them."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, whatever ``ignore_eos`` says."""
+    routes: bool = False
+    """Return the experts that compute each token. The engine must be built with ``records_routes``."""
 
 
 def train_sampling(rollout: schema.Rollout) -> SamplingSettings:

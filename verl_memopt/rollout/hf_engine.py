@@ -18,7 +18,9 @@ from verl_memopt.memory.lora_torch import copy_adapters, stored_adapters
 from verl_memopt.memory.quantized_frozen_torch import quantize_blocks
 from verl_memopt.memory.weight_buckets_torch import Weights, WeightSlice
 from verl_memopt.model.attention import plain_attention
+from verl_memopt.model.families import num_experts
 from verl_memopt.model.packed_model import dtype_of
+from verl_memopt.model.router_replay import number_dtype
 from verl_memopt.model.weights import rebuild_buffers
 from verl_memopt.observe.byte_tracker import scope
 from verl_memopt.rollout.engine import (
@@ -37,6 +39,7 @@ from verl_memopt.rollout.engine import (
     ignore_row,
     max_model_len,
     random_state_kept,
+    routes_of_rows,
     sleep_level,
 )
 from verl_memopt.rollout.engine_weights import BitComparison, ExpectedWeights, SharedPlaces
@@ -70,6 +73,7 @@ class HfEngine:
         self._keeps_weights = sleep_level(rollout) == KEEP_WEIGHTS
         self._kept: list[torch.Tensor] = []
         self._shared: SharedPlaces | None = None
+        self._recording: RouteRecord | None = None
         self._state = EngineState(whole=rollout.load_format != "dummy")
 
     def generate(
@@ -85,16 +89,39 @@ class HfEngine:
         ids: list[list[int]] = []
         log_probs: list[list[float]] = []
         reasons: list[str] = []
+        routes: list[Tensor] = []
         for start in range(0, len(prompt_ids), self._chunk):
             rows = slice(start, start + self._chunk)
-            chunk_ids, chunk_log_probs, ended = self._generate_chunk(prompt_ids[rows], seeds[rows], sampling, stopped)
+            with self._record(sampling.routes) as record:
+                chunk_ids, chunk_log_probs, ended = self._generate_chunk(prompt_ids[rows], seeds[rows], sampling, stopped)
+            if record is not None:
+                routes += record.of_rows(prompt_ids[rows], chunk_ids)
             # Transformers returns all rows of a chunk at once, so only now any of them is complete.
             for number, row in enumerate(chunk_ids, len(ids)):
                 finished(number, row)
             ids += chunk_ids
             log_probs += chunk_log_probs
             reasons += ["stop" if has_stopped else "length" for has_stopped in ended]
-        return Generation(ids, log_probs if sampling.log_probs else None, reasons)
+        found = routes_of_rows(prompt_ids, routes) if sampling.routes else None
+        return Generation(ids, log_probs if sampling.log_probs else None, reasons, routes=found)
+
+    @contextmanager
+    def _record(self, wanted: bool) -> Iterator[RouteRecord | None]:
+        if not wanted:
+            yield None
+            return
+        layers: Any = self._model.get_decoder().layers
+        config: Any = self._model.config
+        record = self._recording = RouteRecord(len(layers), number_dtype(num_experts(config)))
+        mixtures = [(place, block.mlp.experts) for place, block in enumerate(layers) if hasattr(block.mlp, "experts")]
+        # Each family passes the numbers of the experts behind the states.
+        hooks = [experts.register_forward_pre_hook(record.hook(place)) for place, experts in mixtures]
+        try:
+            yield record
+        finally:
+            self._recording = None
+            for hook in hooks:
+                hook.remove()
 
     @contextmanager
     def serving(self, stopped: Callable[[], bool] = never) -> Iterator[Requests]:
@@ -220,6 +247,8 @@ class HfEngine:
         rows = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
         if len(numbers) == len(prompts) or min(map(len, prompts)) == 1:
             return None
+        if self._recording is not None:
+            self._recording.shared = rows
         first = [rows.index(number) for number in range(len(numbers))]
         generate: Any = self._model.generate
         options = {"do_sample": False, "max_new_tokens": 1, "pad_token_id": PAD, "return_dict_in_generate": True}
@@ -259,7 +288,8 @@ class _HfRequests:
             )
             for place, number in enumerate(rows):
                 log_probs = None if made.log_probs is None else made.log_probs[place]
-                complete[number] = Output(made.response_ids[place], log_probs, made.finish_reasons[place])
+                routes = None if made.routes is None else torch.cat(made.routes[place])
+                complete[number] = Output(made.response_ids[place], log_probs, made.finish_reasons[place], routes=routes)
         self._waiting.clear()
         return complete
 
@@ -273,6 +303,38 @@ class _HfRequests:
 
     def follow(self) -> None:
         raise AssertionError("this engine has one rank")
+
+
+class RouteRecord:
+    """The experts that transformers' routers choose while they generate for rows that are padded on the left."""
+
+    def __init__(self, layers: int, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._calls: list[list[Tensor]] = [[] for _ in range(layers)]  # [rows x tokens, k] of each forward
+        self.shared: list[int] | None = None
+        """If different prompts without their last token were computed before, the row of that forward for each row."""
+
+    def hook(self, layer: int) -> Callable[..., None]:
+        def keep(_: Any, arguments: tuple[Tensor, ...]) -> None:
+            self._calls[layer].append(arguments[1].to(self._dtype).cpu())
+
+        return keep
+
+    def of_rows(self, prompts: list[list[int]], responses: list[list[int]]) -> list[Tensor]:
+        """Return the experts of each row, [prompt and response tokens - 1, layers, k]."""
+        found = {layer: self._whole(calls, len(prompts)) for layer, calls in enumerate(self._calls) if calls}
+        zeros = torch.zeros_like(next(iter(found.values())))
+        # [rows, all tokens, layers, k]. The last token of a response is never read.
+        whole = torch.stack([found.get(layer, zeros) for layer in range(len(self._calls))], dim=2)
+        width = max(map(len, prompts))
+        pairs = zip(whole, prompts, responses, strict=True)
+        return [row[width - len(prompt) : width + len(response) - 1].clone() for row, prompt, response in pairs]
+
+    def _whole(self, calls: list[Tensor], rows: int) -> Tensor:
+        begun: list[Tensor] = []
+        if self.shared is not None:
+            begun, calls = [calls[0].unflatten(0, (max(self.shared) + 1, -1))[self.shared]], calls[1:]
+        return torch.cat([*begun, *(call.unflatten(0, (rows, -1)) for call in calls)], dim=1)
 
 
 class StopTexts:

@@ -43,6 +43,7 @@ from verl_memopt.rollout.engine import (
     ignore_row,
     max_model_len,
     random_state_kept,
+    routes_of_rows,
     sleep_level,
 )
 from verl_memopt.rollout.engine_weights import ExpectedWeights, SharedPlaces, WeightMap, meta_model, one_by_one
@@ -154,6 +155,7 @@ class VllmEngine:
             log_probs=[_log_probs(answer) for answer in answers] if sampling.log_probs else None,
             finish_reasons=[answer.finish_reason for answer in answers],
             cached_tokens=sum(output.num_cached_tokens or 0 for output in outputs),
+            routes=routes_of_rows(prompt_ids, list(map(_routes, answers))) if sampling.routes else None,
         )
 
     @contextmanager
@@ -453,7 +455,7 @@ class _VllmRequests:
         stopped: Callable[[], bool],
     ) -> None:
         self._engine, self._longest, self._parameters, self._adapter = llm.llm_engine, longest, parameters, adapter
-        self._stopped, self._with_log_probs = stopped, dict[int, bool]()
+        self._stopped, self._asked = stopped, dict[int, SamplingSettings]()
         self._new: Added = []
         self._group: Any = None
         if place.tensor_parallel_size > 1:
@@ -467,8 +469,8 @@ class _VllmRequests:
 
     def add(self, number: int, prompt_ids: list[int], seed: int, sampling: SamplingSettings) -> None:
         check_rows([prompt_ids], [seed], sampling.max_tokens, self._longest)
-        assert number not in self._with_log_probs, number
-        self._with_log_probs[number] = sampling.log_probs
+        assert number not in self._asked, number
+        self._asked[number] = sampling
         self._new.append((number, prompt_ids, seed, sampling))
 
     def step(self) -> dict[int, Output]:
@@ -476,12 +478,12 @@ class _VllmRequests:
             raise Stopped
         self._shared(self._new)
         added, self._new = self._new, []
-        return self._stepped(added) if self._with_log_probs else {}
+        return self._stepped(added) if self._asked else {}
 
     def follow(self) -> None:
         while (added := self._shared(None)) is not None:
-            self._with_log_probs |= {number: sampling.log_probs for number, *_, sampling in added}
-            if self._with_log_probs:
+            self._asked |= {number: sampling for number, *_, sampling in added}
+            if self._asked:
                 self._stepped(added)
 
     def end(self) -> None:
@@ -490,7 +492,7 @@ class _VllmRequests:
 
     @property
     def under_way(self) -> int:
-        return len(self._with_log_probs)
+        return len(self._asked)
 
     def _shared(self, added: Added | None) -> Added | None:
         # What the first rank passed. None = it has ended.
@@ -508,9 +510,10 @@ class _VllmRequests:
         for output in self._engine.step():
             if output.finished:
                 number, answer = int(output.request_id), output.outputs[0]
-                log_probs = _log_probs(answer) if self._with_log_probs.pop(number) else None
-                cached = output.num_cached_tokens or 0
-                complete[number] = Output(list(answer.token_ids), log_probs, answer.finish_reason, cached)
+                asked, cached = self._asked.pop(number), output.num_cached_tokens or 0
+                log_probs = _log_probs(answer) if asked.log_probs else None
+                routes = _routes(answer) if asked.routes else None
+                complete[number] = Output(list(answer.token_ids), log_probs, answer.finish_reason, cached, routes)
         return complete
 
 
@@ -720,3 +723,9 @@ def _prefer_plain_torch(platform: type) -> None:
 
 def _log_probs(answer: Any) -> list[float]:
     return [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
+
+
+def _routes(answer: Any) -> torch.Tensor:
+    # A copy, because vLLM's array may be read-only. Torch computes with int16, not with uint16.
+    experts = answer.routed_experts
+    return torch.from_numpy(experts.astype("uint8" if experts.dtype.itemsize == 1 else "int16"))

@@ -45,6 +45,7 @@ SET_BY = {
     "tensor_parallel_size": f"{KEY}.tensor_model_parallel_size",
     "kv_cache_memory_bytes": f"{KEY}.kv_cache_memory_gb",
     "enable_sleep_mode": f"{KEY}.free_cache_engine",
+    "enable_return_routed_experts": "actor_rollout_ref.actor.router_replay.mode",
     "compilation_config": f"{KEY}.cudagraph_capture_sizes",
     "distributed_executor_backend": f"{KEY}.tensor_model_parallel_size",
     "generation_config": f"{KEY}.temperature and its neighbours",
@@ -103,6 +104,9 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace, with_state: bo
     }
     if place.quantization != "none":
         arguments["quantization"] = own_quantization(place.quantization)
+    if place.records_routes:
+        # Needs vLLM's second model runner, which no CPU has.
+        arguments["enable_return_routed_experts"] = True
     if place.lora_rank:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slot_rank(place.lora_rank)}
     cache_bytes = _cache_bytes(rollout, place)

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.config.schema import Critic, RayKwargs, ResourcePool, Rollout, Settings, Trainer
+from verl_memopt.config.schema import ActorRolloutRef, Critic, RayKwargs, ResourcePool, Rollout, Settings, Trainer
 from verl_memopt.distributed.device import device_count, resolve_device
 from verl_memopt.errors import ConfigError
+from verl_memopt.model.families import why_not_replayed
 from verl_memopt.model.folder import (
     TOKENIZER_FILES,
     check_vocabulary,
@@ -27,7 +28,7 @@ from verl_memopt.model.folder import (
     resolve_folder,
 )
 from verl_memopt.model.packing_check import TEACHER_KEY, adapter_shape, check_architecture, frozen_causal_model
-from verl_memopt.model.weights import WeightFolder, refuse_stacked
+from verl_memopt.model.weights import WeightFolder, load_model_config, refuse_stacked
 from verl_memopt.run.builds import vllm_build
 
 CRITIC_PATH = "critic.model.path"
@@ -120,6 +121,8 @@ def resolve_environment(
     # Build the model once without its weights, to find an architecture that cannot be trained before any worker starts.
     longest = data.max_prompt_length + data.max_response_length
     checked = check_architecture(model, folder, longest)
+    if roles.actor.router_replay.mode != "disabled":
+        _check_router_replay(roles, load_model_config(model, folder), device)
     if checked.apart:
         logger.info(
             "%s: %d weights beside the text model, such as %s, stay on disk as they are, and every saved model gets a copy",
@@ -185,6 +188,18 @@ def resolve_environment(
         has_more=checked.has_more,
         features=checked.features,
     )
+
+
+def _check_router_replay(roles: ActorRolloutRef, config: Any, device: str) -> None:
+    key, mode = "actor_rollout_ref.actor.router_replay.mode", roles.actor.router_replay.mode
+    reason = why_not_replayed(config)
+    if reason is not None:
+        raise ConfigError(f"{key}={mode}: models of type {config.model_type} {reason}. Set {key}=disabled.")
+    if mode == "R3" and roles.rollout.name == "vllm" and device == "cpu":
+        raise ConfigError(
+            f"{key}=R3, actor_rollout_ref.rollout.name=vllm: on a CPU vLLM does not say which experts it chose. "
+            f"Set {key}=R2, or actor_rollout_ref.rollout.name=hf."
+        )
 
 
 def _find_teacher(

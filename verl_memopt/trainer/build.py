@@ -573,7 +573,7 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     # A scorer that reads log-probs runs before the update, so the update cannot compute them.
     on_policy = mode.updates and not scorer.reads and update_gives_old_log_probs(settings)
     options = reads_entropy(actor, algorithm), statistics_of(algorithm)
-    old_pass = LogProbPass(workers, "old_log_prob", Worker.old_log_probs, old_budget, balance, options)
+    old_pass = LogProbPass(workers, "old_log_prob", Worker.old_log_probs, old_budget, balance, options, routed=True)
     cutter = MiniBatchCutter(workers.world_size, actor, rollout.n, update_budget, balance)
     adapts_entropy = actor.entropy_ctrl.target is not None
     entropy = EntropyController(actor.entropy_ctrl, actor.entropy_coeff) if adapts_entropy else None
@@ -595,7 +595,9 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
         workers=workers,
         rollouts=Rollouts(
             prompts=_build_prefetcher(data, context.loader, environment, rollout.n, algorithm.expansion),
-            generator=Generator(rollout, environment.tokenizer, workers, frees_engine, mode.has_engine, follower),
+            generator=Generator(
+                rollout, environment.tokenizer, workers, frees_engine, mode.has_engine, follower, actor.router_replay.mode == "R3"
+            ),
             scorer=scorer,
             actor=actor,
             greedy_baseline=algorithm.adv_estimator in WITH_GREEDY_RESPONSES,

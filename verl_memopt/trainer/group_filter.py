@@ -124,6 +124,7 @@ def select(batch: StepBatch, prompts: Sequence[int], samples: int) -> Kept:
         log_probs=None if generation.log_probs is None else [generation.log_probs[row] for row in rows],
         finish_reasons=[generation.finish_reasons[row] for row in rows],
         cached_tokens=round(generation.cached_tokens * share),
+        routes=None if generation.routes is None else [generation.routes[row] for row in rows],
     )
     chosen = [batch.prompts.prompts[index] for index in prompts]
     return Kept(

@@ -21,6 +21,7 @@ from verl_memopt.memory.token_budget import LearnedBudget, PassFigures
 from verl_memopt.memory.token_packing import RowTokens, alike, balance, largest_pass, pack_fixed, pack_groups_under
 from verl_memopt.run.checkpoints import CheckpointStore
 from verl_memopt.trainer.update_guard import recovery_advice
+from verl_memopt.worker.policy import REPLAY_DIFFERS, REPLAYED
 from verl_memopt.worker.trained_model import ACTOR, MiniBatch, Role
 
 
@@ -357,7 +358,7 @@ class PolicyUpdate:
         learned = batch.clone(recurse=False)
         learned.teacher_ids = learned.teacher_top = learned.teacher_rest = None
         per_rank = cut(learned)
-        self.teacher_states(batch, names, per_rank)
+        self.teacher_states(batch.unrouted(), names, per_rank)
         return per_rank
 
     def _cut(self, batch: RolloutBatch, names: Sequence[str], step: int) -> list[list[MiniBatch]]:
@@ -380,6 +381,8 @@ class PolicyUpdate:
             TrainingError: A skipped update had already changed some weights.
         """
         metrics = update_metrics(per_rank, ACTOR, step, self.actor.optim.lr, self.store)
+        if REPLAYED in metrics:
+            metrics[REPLAY_DIFFERS] /= max(metrics.pop(REPLAYED), 1)
         if self.actor.use_kl_loss:
             metrics["actor/kl_coef"] = self.actor.kl_loss_coef
         return metrics

@@ -82,6 +82,7 @@ def _join_generations(parts: Sequence[Generation], with_log_probs: bool) -> Gene
         log_probs=[row for part in parts for row in part.log_probs or ()] if with_log_probs else None,
         finish_reasons=[reason for part in parts for reason in part.finish_reasons],
         cached_tokens=sum(part.cached_tokens for part in parts),
+        routes=None if any(part.routes is None for part in parts) else [row for part in parts for row in part.routes or ()],
     )
 
 
@@ -94,6 +95,7 @@ class Generator:
         frees_engine: There is an engine, and it releases its memory after each rollout.
         has_engine: The workers have an engine. False = the responses come from elsewhere.
         follower: Scores answers while others are generated; None = all answers are scored after the rollout.
+        with_routes: The engine returns the experts of each token of a training response (router replay).
     """
 
     rollout: Rollout
@@ -102,6 +104,7 @@ class Generator:
     frees_engine: bool
     has_engine: bool = True
     follower: ScoringFollower | None = None
+    with_routes: bool = False
 
     def generate(self, prompts: StepPrompts, step: int, earlier_rounds: int = 0, stays_awake: bool = False) -> RowAnswers:
         """Return ``rollout.n`` answers to each prompt of a training step. The engine releases its memory afterwards.
@@ -113,7 +116,7 @@ class Generator:
             Stopped: A stop was requested, and the rollout was abandoned.
         """
         # A later round must not repeat the samples of an earlier round, so the sample numbers continue.
-        first, sampling = earlier_rounds * self.rollout.n, train_sampling(self.rollout)
+        first, sampling = earlier_rounds * self.rollout.n, replace(train_sampling(self.rollout), routes=self.with_routes)
         try:
             answers = self._answers("gen", prompts.prompts, self.rollout.n, prompts.prompt_ids, sampling, step, first)
         except Stopped:
@@ -473,6 +476,7 @@ class ForwardPass(Generic[Result]):
         method: Method of the worker. It is called with the rank's rows and micro-batches.
         budget: Cuts the rows of a rank into micro-batches.
         even_rows: Each rank gets about the same number of rows. False = about the same number of tokens, in any number of rows.
+        routed: The model replays or records experts, if the batch says so. False = it chooses them itself.
     """
 
     workers: TimedGroup
@@ -482,12 +486,14 @@ class ForwardPass(Generic[Result]):
     balance: bool
     options: tuple[Any, ...] = ()
     even_rows: bool = True
+    routed: bool = False
 
     def begin(self, batch: RolloutBatch, names: Sequence[str]) -> Pending[list[tuple[list[int], Result]]]:
         """Begin the pass, see :meth:`TimedGroup.begin`. The result has one pair (row numbers, result of ``method``) per rank.
 
         Ranks that share their micro-batches count as one rank. ``names``: names of the rows for errors.
         """
+        batch = batch if self.routed else batch.unrouted()
         tokens, parts = batch.row_tokens(), self.budget.shares(self.workers.world_size)
         rows = range(batch.num_rows)
         shares = rows_per_rank(tokens, rows, parts, self.balance) if self.even_rows else uneven_shares(tokens, parts)
@@ -516,7 +522,7 @@ def to_batch(answers: RowAnswers, samples: int, actor: Actor) -> RolloutBatch:
         forest = build_forest(turns, None if shares_prompts(actor) else range(len(turns)))
     log_probs = generation.log_probs
     assert len(answers.prompt_ids) % samples == 0, f"{len(answers.prompt_ids)} rows are no groups of {samples}"
-    return rollout_batch(
+    batch = rollout_batch(
         prompts=prompt_rows(answers.prompt_ids),
         responses=Ragged.from_rows(generation.response_ids, torch.int64),
         group=torch.arange(len(answers.prompt_ids)) // samples,
@@ -524,6 +530,31 @@ def to_batch(answers: RowAnswers, samples: int, actor: Actor) -> RolloutBatch:
         rollout_log_probs=None if log_probs is None else Ragged.from_rows(log_probs, torch.float32).flat,
         forest=forest,
     )
+    return batch if not _has_routes(answers) else batch.replaying(_record(batch, answers))
+
+
+def _has_routes(answers: RowAnswers) -> bool:
+    if answers.conversations is None:
+        return answers.generation.routes is not None
+    return any(turn.routes is not None for each in answers.conversations for turn in each.turns)
+
+
+def _record(batch: RolloutBatch, answers: RowAnswers) -> list[tuple[Tensor, Tensor]]:
+    """Return the engine's choice of experts as parts of a record. Of several answers to a prompt, the first counts."""
+    if answers.conversations is not None:
+        turns = [[turn for turn in each.turns if turn.output_ids] for each in answers.conversations]
+        tokens = batch.record_places([[len(turn.output_ids) for turn in own] for own in turns])
+        return [(at, turn.routes) for own, row in zip(tokens, turns, strict=True) for at, turn in zip(own, row, strict=True)]
+    routes = answers.generation.routes
+    assert routes is not None
+    firsts: dict[int, Tensor] = {}
+    parts: list[tuple[Tensor, Tensor]] = []
+    tokens = batch.record_places([[size] for size in batch.responses.sizes()])
+    for group, (at,), (prompt, own) in zip(batch.group.tolist(), tokens, routes, strict=True):
+        # Rows that compute their prompt alone replay the first choice too.
+        experts = torch.cat([firsts.setdefault(group, prompt), own])
+        parts.append((at, experts))
+    return parts
 
 
 def _component(result: RewardResult, key: str, name: str) -> float:

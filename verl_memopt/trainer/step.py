@@ -342,7 +342,12 @@ class PolicyTraining:
         return self.policy_update.metrics(metrics, batch.step)
 
     def add_old_log_probs(self, batch: StepBatch) -> None:
-        old = self.old_pass.compute(batch.rows, batch.names)
+        rows = batch.rows
+        records = self.policy_update.actor.router_replay.mode == "R2"
+        old = self.old_pass.compute(rows.for_record() if records else rows, batch.names)
+        if records:
+            replayed = rows.replaying(old.record)
+            rows.routes, rows.prompt_routes, rows.forest = replayed.routes, replayed.prompt_routes, replayed.forest
         batch.rows.old_log_probs, batch.entropy, batch.statistics = old.log_probs, old.entropy, old.statistics
         self.compare_log_probs(batch)
 
@@ -434,7 +439,7 @@ class CriticTraining:
 
         Reading the result raises TrainingError if a skipped update had already changed some weights.
         """
-        per_rank = self.cutter.cut(batch, names, step)
+        per_rank = self.cutter.cut(batch.unrouted(), names, step)
 
         def metrics(results: list[dict[str, float]]) -> dict[str, float]:
             self.cutter.learn(per_rank, self.workers.figures)

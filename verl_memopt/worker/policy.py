@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -58,6 +58,9 @@ from verl_memopt.worker.trained_model import (
 )
 
 logger = logging.getLogger(__name__)
+
+REPLAY_DIFFERS, REPLAYED = "actor/router_replay_differs", "actor/router_replay_tokens"
+"""Counts of an update. The driver turns the first into a share of the second."""
 
 NO_STATISTICS: Mapping[str, str] = MappingProxyType({})
 
@@ -185,9 +188,19 @@ class Policy:
             if kept is not None:
                 # Detached, because the list outlives the graph of the micro-batch.
                 kept.append(log_probs.detach())
-            return objective.loss(log_probs, *others)
+            found, metrics = objective.loss(log_probs, *others)
+            return found, metrics | replay_metrics(micro)
 
         return loss
+
+
+def replay_metrics(micro: MicroBatch) -> dict[str, Tensor]:
+    """Return how many tokens replay other experts than the router would choose, over all layers, and how many replay any."""
+    if not micro.is_routed:
+        return {}
+    zero = torch.zeros(2, dtype=torch.int64, device=micro.pack.row.device)
+    differing, replayed = sum((part for routes in micro.routes() for part in routes.take_compared()), zero).float()
+    return {REPLAY_DIFFERS: differing, REPLAYED: replayed}
 
 
 # The loss of the policy on one micro-batch, and its gradient per token, which is known before the backward.
@@ -389,6 +402,7 @@ def forward_pass(
     micro_batches: Sequence[Sequence[int]],
     device: torch.device,
     forward: Forward[Output],
+    record: list[tuple[Tensor, Tensor]] | None = None,
 ) -> list[tuple[Sequence[int] | Tensor, Output]]:
     """Run one forward per micro-batch, without gradients, and return (rows, output) of each. Then free gathered parameters.
 
@@ -396,8 +410,10 @@ def forward_pass(
 
     ``micro_batches`` holds the rows of each forward. Every row occurs once, and all ranks have equally many micro-batches.
     After an out-of-memory error :func:`attempts` cuts the remaining rows into smaller micro-batches. If the responses to a
-    prompt are in several micro-batches, the prefix KV of the prompt is computed only once.
+    prompt are in several micro-batches, the prefix KV of the prompt is computed only once. ``record`` gets the experts of the
+    tokens, if the batch asks for them (:meth:`RolloutBatch.for_record`).
     """
+    record = [] if record is None else record
     outputs: list[list[tuple[Sequence[int] | Tensor, Output]]] = []
 
     def append_each(micro_batches: Sequence[Sequence[int]]) -> None:
@@ -409,10 +425,12 @@ def forward_pass(
                     places, passes = token_index(batch.responses.sizes(), rows), micro.parts.passes(model)
                     own = ((places[part.entries_on_host], part, kv) for part, kv in passes)
                     outputs.append([(chosen, forward(part.pack, kv, chosen)) for chosen, part, kv in own])
+                    record.extend(filter(None, (routes.take_record() for routes in micro.routes())))
                     continue
                 if micro.prompt is not None and prefix_kv is None:
                     prefix_kv = model.compute_prefix(micro.prompt)
                 outputs.append([(rows, forward(micro.pack, prefix_kv if micro.reads else None, rows))])
+                record.extend(filter(None, (routes.take_record() for routes in micro.routes())))
                 prefix_kv = None if micro.ends else prefix_kv
 
     for attempt in attempts(model, batch.row_tokens, micro_batches, kept=lambda: len(outputs)):
@@ -427,11 +445,15 @@ def forward_pass(
 
 @dataclass(frozen=True)
 class LogProbs:
-    """The result of a log-prob pass. Each tensor is fp32 [R], on the host, in batch order. ``entropy`` may be None."""
+    """The result of a log-prob pass. Each tensor is fp32 [R], on the host, in batch order. ``entropy`` may be None.
+
+    ``record`` has parts of a record of experts, as in :meth:`RolloutBatch.replaying`. It is empty unless the batch asks for them.
+    """
 
     log_probs: Tensor
     entropy: Tensor | None
     statistics: dict[str, Tensor] = field(default_factory=dict)
+    record: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 def pack_log_probs(
@@ -472,7 +494,9 @@ def compute_log_probs(
         log_probs, entropy = pack_log_probs(policy, pack, temperature, with_entropy, prefix_kv, found)
         return LogProbs(log_probs, entropy, found.values)
 
-    return in_batch_order(forward_pass(policy, batch, micro_batches, device, forward), batch.responses.sizes())
+    record: list[tuple[Tensor, Tensor]] = []
+    parts = forward_pass(policy, batch, micro_batches, device, forward, record)
+    return replace(in_batch_order(parts, batch.responses.sizes()), record=record)
 
 
 def in_batch_order(parts: Sequence[tuple[Sequence[int] | Tensor, LogProbs]], sizes: Sequence[int]) -> LogProbs:
@@ -482,6 +506,7 @@ def in_batch_order(parts: Sequence[tuple[Sequence[int] | Tensor, LogProbs]], siz
         scatter_tokens([(rows, part.log_probs) for rows, part in parts], sizes),
         scatter_tokens(entropies, sizes) if entropies else None,
         {name: scatter_tokens([(rows, part.statistics[name]) for rows, part in parts], sizes) for name in names},
+        [own for _, part in parts for own in part.record],
     )
 
 

@@ -30,10 +30,11 @@ from verl_memopt.memory.sequence_parallel_torch import largest_of_ranks
 from verl_memopt.memory.teaching import AnyTeaching
 from verl_memopt.memory.token_budget_torch import attempts
 from verl_memopt.memory.token_packing import spans
-from verl_memopt.model.open_path import path_packs
+from verl_memopt.model.open_path import OpenPack, RunPack, path_packs
 from verl_memopt.model.packed_model import PackedModel, dtype_of
 from verl_memopt.model.packing import Pack, pack_forest, pack_groups, pack_prompt, pack_rows, pack_suffixes
 from verl_memopt.model.prefix_kv import PrefixKV
+from verl_memopt.model.router_replay import Routes
 from verl_memopt.observe.device_ledger import gradient_kinds, optimizer_scope, state_tensors
 from verl_memopt.worker.optimizer import build_optimizer, build_schedule
 from verl_memopt.worker.parts import Compute, Parts
@@ -70,6 +71,8 @@ class MicroBatch:
 
     ``places`` are those of :class:`RolloutBatch`, int64 [R]. They stay on the host.
 
+    ``is_routed``: its packs replay or record experts.
+
     ``parts`` is None unless the rows are too long for one forward. ``pack`` then has no tokens, only the numbers of rows.
     """
 
@@ -89,6 +92,7 @@ class MicroBatch:
     reads: bool = True
     parts: Parts | None = None
     places: Tensor | None = None
+    is_routed: bool = False
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -115,6 +119,12 @@ class MicroBatch:
         parts = None if self.parts is None else self.parts.map(change)
         return replace(self, pack=self.pack.map(change), prompt=prompt, parts=parts, **fields)
 
+    def routes(self) -> list[Routes]:
+        """Return the routes of all packs of the micro-batch, first that of a prompt that other micro-batches read too."""
+        steps = [] if self.parts is None else self.parts.steps
+        packs = [self.prompt, self.pack, *(step.pack for step in steps if isinstance(step, OpenPack | RunPack))]
+        return [pack.routes for pack in packs if pack is not None and pack.routes is not None]
+
     def outputs(
         self,
         model: PackedModel,
@@ -139,8 +149,10 @@ def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
     if forest is None:
         tokens = (prompts.flat, prompts.sizes(), responses.flat, responses.sizes())
         pack = pack_groups(*tokens, chosen.prompt_groups())
+        if chosen.routes is not None and chosen.prompt_routes is not None:
+            pack = pack.routed(torch.cat([chosen.prompt_routes.flat, chosen.routes]))
     else:
-        pack = pack_forest(forest.tokens, forest.sizes, forest.parent, forest.place, responses.sizes())
+        pack = pack_forest(forest.tokens, forest.sizes, forest.parent, forest.place, responses.sizes()).routed(forest.routes)
     return MicroBatch(pack, **_token_tensors(chosen))
 
 
@@ -163,11 +175,15 @@ def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_pr
             continue
         # The prompt is packed once for the span, and all micro-batches of the span hold the same object. A rank without a shared
         # prompt computes a prompt of one token, so that it runs the same collectives as the other ranks.
-        prompt = pack_prompt(batch.select(span[0][:1]).prompts.flat if reading else torch.zeros(1, dtype=torch.int64))
+        first = batch.select(span[0][:1])
+        prompt = pack_prompt(first.prompts.flat if reading else torch.zeros(1, dtype=torch.int64))
+        if reading and first.prompt_routes is not None:
+            prompt = prompt.routed(first.prompt_routes.flat)
         for place, part in enumerate(span):
             chosen, ends = batch.select(part), place == len(span) - 1
             if place < reading:
                 pack = pack_suffixes(prompt.input_ids.shape[1], chosen.responses.flat, chosen.responses.sizes())
+                pack = pack.routed(chosen.routes)
                 yield MicroBatch(pack, **_token_tensors(chosen), prompt=prompt, ends=ends)
             else:
                 yield replace(micro_batch(batch, part), prompt=prompt, ends=ends, reads=False)
@@ -182,7 +198,7 @@ def _in_parts(batch: RolloutBatch, rows: InParts) -> MicroBatch:
 
 
 def _token_tensors(batch: RolloutBatch) -> dict[str, Any]:
-    return {name: getattr(batch, name) for name in (*TOKEN_TENSORS, "places")}
+    return {name: getattr(batch, name) for name in (*TOKEN_TENSORS, "places")} | {"is_routed": batch.is_routed}
 
 
 @dataclass(frozen=True)
