@@ -44,7 +44,7 @@ from verl_memopt.run.resume import compare_settings
 from verl_memopt.run.run_lock import only_run
 from verl_memopt.trainer.build import RunContext, build_learner, build_run, teacher_columns
 from verl_memopt.trainer.loop import RunState, start_workers
-from verl_memopt.trainer.micro_batching import global_metrics
+from verl_memopt.trainer.micro_batching import global_metrics, with_replayed_share
 from verl_memopt.trainer.rollouts import StepBatch
 from verl_memopt.trainer.step import PolicyTraining, TrainingStep
 from verl_memopt.worker.trained_model import ACTOR
@@ -293,7 +293,7 @@ class Session:
             log_probs = [(share, part.log_probs) for share, part in zip(shares, parts, strict=True)]
             batch.keep_log_probs(scatter_tokens(log_probs, rows.responses.sizes()))
             self._policy.compare_log_probs(batch)
-        return {name: sum(part.metrics[name] for part in parts) for name in parts[0].metrics}
+        return with_replayed_share({name: sum(part.metrics[name] for part in parts) for name in parts[0].metrics})
 
     def optim_step(self, learning_rate: float | None = None) -> dict[str, float]:
         """Take one optimizer step with the gradient of :meth:`forward_backward`; return gradient norm and learning rate.
@@ -425,7 +425,9 @@ class Session:
         if rows.advantages is None:
             self._learner.advantages(batch)  # a teacher alone needs no scores
         self._learner.correct(batch)
-        if rows.old_log_probs is None and LOSSES[self._policy.policy_update.actor.policy_loss.loss_mode].selects is not None:
+        actor = self._policy.policy_update.actor
+        read_before = LOSSES[actor.policy_loss.loss_mode].selects is not None or actor.router_replay.mode == "R2"
+        if rows.old_log_probs is None and read_before:
             self._policy.add_old_log_probs(batch)
 
     def _use_loss(self, loss: str | Callable[..., Any] | None) -> None:

@@ -8,6 +8,7 @@ from tests import rlt
 from tests.docs.pages import DOCS
 from tests.end_to_end.runs import metrics, steps_here
 from tests.trainer.conftest import ready
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
 PAGE = DOCS / "metrics.md"
 AR = "actor_rollout_ref"
@@ -100,6 +101,8 @@ def logged(toy, tmp_path_factory):
     taught = [whole, "algorithm.adv_estimator=distill", f"teacher.model.path={toy}/model"]
     several = [[whole, VESPO], OFF_POLICY, PPO, [*SFT, whole, "trainer.test_freq=1"], [whole, *AGENT]]
     several += [taught, [*taught, "distill.divergence=sampled"]]
+    mixture = make_tiny_model(folder / "mixture", TinyShape("qwen3_moe"))
+    several += [[f"{AR}.model.path={mixture}", f"{AR}.actor.router_replay.mode=R2", f"{AR}.actor.ppo_mini_batch_size=2"]]
     for number, overrides in enumerate(several):
         told = [override.format(reward=folder / "reward.py") for override in overrides]
         rows += steps_here(toy, folder / str(number), *SHORT, *told).values()

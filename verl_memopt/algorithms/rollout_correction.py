@@ -281,6 +281,7 @@ def update_gives_old_log_probs(settings: Settings) -> bool:
     once = actor.ppo_epochs == 1 and settings.data.train_batch_size == actor.ppo_mini_batch_size
     read_before = algorithm.use_kl_in_reward or algorithm.use_pf_ppo or corrects_before_update(algorithm.rollout_correction)
     read_before |= reads_entropy(actor, algorithm) or LOSSES[actor.policy_loss.loss_mode].selects is not None
+    read_before |= actor.router_replay.mode == "R2"  # the pass records the experts
     # The sampled divergence from a teacher is a part of the advantages.
     read_before |= bool(distill.coef) and distill.divergence == SAMPLED
     read_before |= "old_log_probs" in inputs_of(algorithm) or bool(statistics_of(algorithm))

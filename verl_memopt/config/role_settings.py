@@ -170,13 +170,13 @@ class EntropyControl:
 @dataclass(frozen=True)
 class RouterReplay:
     mode: Literal["disabled", "R2", "R3"] = "disabled"
-    """Mixtures of experts: which experts compute a token in the update. Rounding and optimizer steps change the router's choice,
-    so that the ratio of a token compares two functions, not two policies. disabled = the router chooses in each pass. R2 = those
-    that the pass for old log-probs chose. R3 = those that the engine chose, also in the pass for old log-probs. Use it when
-    ``actor/ppo_kl`` or ``training/rollout_probs_diff_mean`` is large. Only the choice is replayed: its weights are computed from
-    the router, which keeps its gradient. The reference chooses for itself, as in verl. It costs a byte for each layer and each
-    expert of a token, two bytes with more than 256 experts: 384 bytes a token with 48 layers and 8 experts. For ``qwen3_moe``.
-    R3 needs ``rollout.name=hf``, or vLLM on a GPU."""
+    """Which experts of a mixture compute a token in the update. Rounding and optimizer steps change the router's choice, so that
+    the ratio of a token compares two functions, not two policies. disabled = the router chooses in each pass. R2 = the experts
+    that the pass for old log-probs chose, which then always runs. R3 = those that the engine chose, in that pass too. Use R3 if
+    ``rollout/logprob_diff_mean`` is large, and R2 with several optimizer steps in a step. Only the choice is replayed: weights
+    are computed from the router, which keeps its gradient. The reference chooses for itself, as in verl. It costs a byte for each
+    layer and each expert of a token, two with more than 256 experts: 384 bytes with 48 layers and 8 experts. Only for models with
+    experts whose blocks our decoder computes. R3 needs ``rollout.name=hf``, or vLLM on a GPU."""
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,7 @@ class Held:
         if self.fsdp.streams:
             moments = [sum_kinds(moment, {"params": params}) for moment, params in zip(moments, self._streamed, strict=True)]
         params = (0 if self._alone else copied) + (0 if self.fsdp.streams else self.params)
-        return sum_kinds(largest(moments), {"activations": _packed(work), "params": params})
+        return sum_kinds(largest(moments), {"activations": self._packed(work), "params": params})
 
     @property
     def _streamed(self) -> tuple[float, float]:
@@ -345,6 +345,13 @@ class Held:
         taught = self.taught if update else None
         return logit_bytes(s, update, taught) + (4 * chunk * min(s.vocab, 4096) if entropy else 0)
 
+    def _packed(self, work: Pass) -> float:
+        packed, mixture = PACKED_TOKEN * work.all_tokens + PACKED_RESPONSE * work.responses, self.size.mixture
+        if mixture is None or not self.trained or self.roles.actor.router_replay.mode == "disabled":
+            return packed
+        # A record of experts while it is taken: what each layer chose, and the whole.
+        return packed + 2 * work.tokens * self.size.layers * mixture.top_k * (1 if mixture.experts <= 256 else 2)
+
     def update(self, work: Pass, exact_ratio: bool) -> dict[str, float]:
         """Kind -> bytes at the peak of an update, with parameters and gradients, without optimizer moments.
 
@@ -365,7 +372,7 @@ class Held:
             matrices = max(*self._matrices, s.vocab * s.hidden) if at_once else matrix_params(s, self.ranks)
             passing = s.block_params + max(s.block_params, matrices)
             grads = min(grads, s.gradient_bytes * passing / self.ranks + SUM_BYTES)
-        held = {"params": 0 if self.fsdp.offload_policy else self.params, "activations": _packed(work)}
+        held = {"params": 0 if self.fsdp.offload_policy else self.params, "activations": self._packed(work)}
         head, top, *later = windows
         whole = {"grads": grads}
         if not work.alone:
@@ -585,10 +592,6 @@ class Held:
         passing = s.state_bytes if self.fsdp.optimizer_offload else 0
         passing += s.gradient_bytes if self.fsdp.grad_offload else 0
         return min(3 * optim.bucket_megabytes * MIB, (moment_scratch + copies + passing) * self.learning)
-
-
-def _packed(work: Pass) -> float:
-    return PACKED_TOKEN * work.all_tokens + PACKED_RESPONSE * work.responses
 
 
 def sum_kinds(*parts: Kinds) -> dict[str, float]:

@@ -380,12 +380,17 @@ class PolicyUpdate:
         Raises:
             TrainingError: A skipped update had already changed some weights.
         """
-        metrics = update_metrics(per_rank, ACTOR, step, self.actor.optim.lr, self.store)
-        if REPLAYED in metrics:
-            metrics[REPLAY_DIFFERS] /= max(metrics.pop(REPLAYED), 1)
+        metrics = with_replayed_share(update_metrics(per_rank, ACTOR, step, self.actor.optim.lr, self.store))
         if self.actor.use_kl_loss:
             metrics["actor/kl_coef"] = self.actor.kl_loss_coef
         return metrics
+
+
+def with_replayed_share(metrics: dict[str, float]) -> dict[str, float]:
+    # Turn the count of tokens and layers that replay other experts into their share.
+    if REPLAYED in metrics:
+        metrics[REPLAY_DIFFERS] /= max(metrics.pop(REPLAYED), 1)
+    return metrics
 
 
 def with_selection(batch: RolloutBatch, rows: Sequence[int], actor: Actor, seed: int) -> RolloutBatch:
