@@ -1,8 +1,8 @@
 """``python -m benchmarks.router_replay``: what the replay of experts changes, on a random mixture of experts, on a CPU.
 
 The engine samples in bfloat16, and the trainer computes in fp32. One optimizer step is taken on the answers. For each mode of
-``router_replay`` two log-ratios of sampled tokens are measured: trainer minus engine before the step, and the policy after the step
-minus the policy before it. Without replay both contain tokens whose experts have changed.
+``router_replay`` two log-ratios of sampled tokens are measured: trainer minus engine before the step, and the policy after the
+step minus the policy before it. Without replay both contain tokens whose experts have changed.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.memory import activation_cases as act
 from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
@@ -143,6 +143,20 @@ def test_other_experts_give_the_values_of_transformers_forced_to_them(folder, on
     for other in (experts.roll(1, 0), experts.roll(1, 1)):  # of another token, or of another layer
         wrong = scores(policy, BATCH.replaying([(own, other[own]) for (own,) in places]), PARTS)
         assert (wrong.log_probs - log_probs).abs().max() > 1e-3
+
+
+def test_layers_without_experts_replay_nothing(tmp_path, one_rank):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    mixed = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]}
+    config = Qwen3MoeConfig(vocab_size=320, num_hidden_layers=3, initializer_range=0.2, **sizes, **mixed)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    policy = act.build(tmp_path, one_rank, **OWN)
+    expected = scores(policy, BATCH, PARTS).log_probs
+    recorded = scores(policy, BATCH.for_record(), PARTS)
+    replayed = BATCH.replaying(recorded.record)
+    assert replayed.routes.shape[1:] == (3, 2)
+    assert not replayed.routes[:, 0].any()
+    assert torch.equal(scores(policy, replayed, PARTS).log_probs, expected)
 
 
 def test_a_turn_replays_the_experts_of_its_own_path(folder, one_rank):

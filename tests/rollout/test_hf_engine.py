@@ -87,3 +87,24 @@ def test_the_engine_computes_what_is_special_in_a_family_as_the_trainer_does(tmp
         expected = policy(pack, 1.0, False)[0]
     found = torch.tensor([value for row in answer.log_probs for value in row])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_the_record_of_experts_is_that_of_whole_rows_and_rows_of_a_prompt_share_its_part(tmp_path):
+    folder = tiny_folder(tmp_path, "qwen3_moe")
+    engine = engine_at("hf", folder, load_format="auto", max_num_seqs=4)
+    asked = [list(range(5, 5 + size)) for size in (21, 3, 12, 21, 3, 1)]
+    answer = engine.generate(asked, list(range(6)), sampling(ignore_eos=False, routes=True))
+    model = model_of(folder)
+    for prompt, response, (first, rest) in zip(asked, answer.response_ids, answer.routes, strict=True):
+        found = []
+        hooks = [
+            block.mlp.gate.register_forward_hook(lambda _, arguments, output, found=found: found.append(output[2]))
+            for block in model.model.layers
+        ]
+        model(torch.tensor([prompt + response[:-1]]))
+        for hook in hooks:
+            hook.remove()
+        assert torch.cat([first, rest]).tolist() == torch.stack(found, 1).tolist()
+        assert len(first) == len(prompt)
+    assert answer.routes[0][0] is answer.routes[3][0]
+    assert engine.generate(asked, list(range(6)), sampling()).routes is None

@@ -86,6 +86,12 @@ def test_one_process_needs_no_launcher_and_several_use_the_callers(tmp_path):
         assert (arguments["distributed_executor_backend"], arguments["tensor_parallel_size"]) == (backend, size)
 
 
+def test_vllm_returns_experts_only_if_they_are_replayed(tmp_path):
+    settings, place = rollout_settings("vllm"), place_at(tmp_path)
+    assert engine_arguments(settings, replace(place, records_routes=True))["enable_return_routed_experts"]
+    assert "enable_return_routed_experts" not in engine_arguments(settings, place)
+
+
 def test_a_further_argument_replaces_the_default(tmp_path):
     settings = rollout_settings("vllm", engine_kwargs=schema.EngineKwargs(vllm={"block_size": 64}))
     assert engine_arguments(settings, place_at(tmp_path))["block_size"] == 64

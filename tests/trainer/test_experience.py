@@ -79,6 +79,19 @@ def test_what_is_not_requested_is_none():
     assert read.statistics == {}
 
 
+class Routed(Reader):
+    def read(self, batch, micro_batches):
+        values = torch.full((len(batch.responses.flat),), float(batch.is_routed))
+        return LogProbs(values, None)
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_only_a_pass_of_the_policy_replays_experts(routed):
+    batch = batch_of(RESPONSES).for_record()
+    passed = LogProbPass(group_of(Routed(0)), "old", Routed.read, Budget(True, 8, None, "key"), True, routed=routed)
+    assert passed.compute(batch, "abcd").log_probs.unique().tolist() == [float(routed)]
+
+
 RLOO = Algorithm(adv_estimator="rloo")
 
 

@@ -57,10 +57,13 @@ CAPPED = "Its capped scores of attention need `attn_implementation=eager`, which
 MORE = "take more than text"
 FIXED = "cannot be built with attention over packed rows"
 BESIDE = "Its vision tower is not trained: it stays on disk, and every saved model gets a copy of it."
-PLAIN_EXPERTS = "LoRA leaves its experts as they are. `quantization`, `load_mode=mmap` and an auxiliary loss are refused."
+REPLAYED = "`router_replay` replays its experts."
+PLAIN_EXPERTS = (
+    f"LoRA leaves its experts as they are. {REPLAYED} `quantization`, `load_mode=mmap` and an auxiliary loss are refused."
+)
 SHARED = (
-    "LoRA leaves its routed experts as they are. `quantization` and an auxiliary loss are refused; `load_mode=mmap` too, if the "
-    "files have experts one by one."
+    f"LoRA leaves its routed experts as they are. {REPLAYED} `quantization` and an auxiliary loss are refused; `load_mode=mmap` "
+    "too, if the files have experts one by one."
 )
 NO_LIST = "do not keep their decoder blocks in a list named layers"
 RENAMED = "use other names for their weights in a checkpoint than in the model"
@@ -95,7 +98,7 @@ FAMILIES = (
         whole_experts=True,
         note="It needs the engine `hf`. LoRA leaves its experts as they are: on one device, beside an engine with weights of its "
         "own, also in MXFP4. Else folders in MXFP4 are decoded to the dtype of the model. Saved models are never in MXFP4. "
-        "`quantization` and an auxiliary loss are refused.",
+        f"{REPLAYED} `quantization` and an auxiliary loss are refused.",
     ),
     Family("granite", "Granite, dense", divided_by="logits_scaling"),
     Family("hunyuan_v1_dense", "Hunyuan, dense"),
