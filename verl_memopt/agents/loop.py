@@ -540,8 +540,8 @@ class _Run:
     def _turn(self, number: int, output: Output) -> None:
         live, loop = self.live[number], self.loop
         conversation, multi_turn = live.conversation, loop.multi_turn
-        sampled = {"output_ids": output.response_ids, "log_probs": output.log_probs, "routes": output.routes}
-        conversation.turns[-1] = replace(conversation.turns[-1], **sampled)
+        prompt = conversation.turns[-1].prompt_ids
+        conversation.turns[-1] = Turn(prompt, output.response_ids, output.log_probs, output.routes)
         conversation.cached_tokens += output.cached_tokens
         text = self._text(output.response_ids)
         parsed = loop.parser(text, live.tools)

@@ -154,11 +154,14 @@ class RolloutBatch(TensorClass):
 
     def _prompts_once(self) -> tuple[Tensor, Ragged]:
         # The number of each row's group, int64 [B], and the prompts of these groups.
-        numbers: dict[int, int] = {}
-        index = [numbers.setdefault(group, len(numbers)) for group in self.prompt_groups()]
-        firsts = [index.index(number) for number in range(len(numbers))]
+        numbers, firsts = dict[int, int](), list[int]()
+        for row, group in enumerate(self.prompt_groups()):
+            if group not in numbers:
+                numbers[group] = len(firsts)
+                firsts.append(row)
+        index = torch.tensor([numbers[group] for group in self.prompt_groups()], dtype=torch.int64)
         chosen = self.prompts.select(firsts)
-        return torch.tensor(index), Ragged(flat=chosen.flat, lengths=chosen.lengths, batch_size=[])
+        return index, Ragged(flat=chosen.flat, lengths=chosen.lengths, batch_size=[])
 
     def _with_routes(self, values: Tensor | None) -> RolloutBatch:
         batch: RolloutBatch = self.clone(recurse=False)

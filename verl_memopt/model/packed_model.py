@@ -28,6 +28,7 @@ from verl_memopt.memory.teaching import AnyTeaching
 from verl_memopt.model.attention import KERNELS, REGISTERED, Attend, AttentionArgs
 from verl_memopt.model.captured_block import CapturedBlocks
 from verl_memopt.model.decoder import BlockOptions, Decoder, is_llama_like
+from verl_memopt.model.experts import Experts
 from verl_memopt.model.families import POLICY_KEY, logit_shape, refused
 from verl_memopt.model.packing import Pack
 from verl_memopt.model.prefix_kv import Prefix, PrefixKV, PrefixRecorder
@@ -103,6 +104,11 @@ class PackedModel(nn.Module):
     @property
     def decoder(self) -> nn.Module:
         return self.lm.get_decoder()
+
+    @property
+    def computes_experts(self) -> bool:
+        """Whether some blocks have experts that this package computes, which can replay and record them."""
+        return any(isinstance(getattr(block, "mlp", None), Experts) for block in self.blocks())
 
     def blocks(self) -> list[nn.Module]:
         layers: Any = self.decoder.layers

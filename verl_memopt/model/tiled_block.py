@@ -455,8 +455,10 @@ class _Backward:
         for rows in block.mlp_rows(queries):
             tile_rows = slice(rows.start - queries.start, rows.stop - queries.start)
             normal = block.shape.norms[1].compute((hidden[tile_rows],), (block.mlp_norm,))
-            part = {"part": rows} if isinstance(self.mlp, TiledExperts) else {}
-            self.mlp.backward(grad[tile_rows], normal, self.mlp_alone, **part)
+            if isinstance(self.mlp, TiledExperts):
+                self.mlp.backward(grad[tile_rows], normal, self.mlp_alone, part=rows)
+            else:
+                self.mlp.backward(grad[tile_rows], normal, self.mlp_alone)
             self._add_norm(1, normal, hidden[tile_rows], block.mlp_norm, grad[tile_rows])
             del normal
 

@@ -110,9 +110,9 @@ class HfEngine:
         if not wanted:
             yield None
             return
-        layers: Any = self._model.get_decoder().layers
-        config: Any = self._model.config
-        record = self._recording = RouteRecord(len(layers), number_dtype(num_experts(config)))
+        model: Any = self._model
+        layers = model.get_decoder().layers
+        record = self._recording = RouteRecord(len(layers), number_dtype(num_experts(model.config)))
         mixtures = [(place, block.mlp.experts) for place, block in enumerate(layers) if hasattr(block.mlp, "experts")]
         # Each family passes the numbers of the experts behind the states.
         hooks = [experts.register_forward_pre_hook(record.hook(place)) for place, experts in mixtures]

@@ -115,6 +115,9 @@ class Policy:
             )
         compiled = compiles_functions(actor.use_torch_compile, fsdp, roles.device)
         policy_model = build_trained_policy(model, fsdp, folder, roles.mesh(fsdp), roles.device, compiled, shares)
+        if actor.router_replay.mode != "disabled" and not policy_model.computes_experts:
+            key, name = f"{ACTOR.key}.router_replay.mode", type(policy_model.lm).__name__
+            raise ConfigError(f"{key}={actor.router_replay.mode}: {name} computes its experts itself. Set {key}=disabled.")
         materialize(policy_model, folder, roles.device, roles.shared)
         start_adapters(policy_model, model, fsdp.seed, POLICY_KEY)
         if model.quantization != "none":

@@ -175,9 +175,9 @@ def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_pr
             continue
         # The prompt is packed once for the span, and all micro-batches of the span hold the same object. A rank without a shared
         # prompt computes a prompt of one token, so that it runs the same collectives as the other ranks.
-        first = batch.select(span[0][:1])
-        prompt = pack_prompt(first.prompts.flat if reading else torch.zeros(1, dtype=torch.int64))
-        if reading and first.prompt_routes is not None:
+        first = batch.select(span[0][:1]) if reading else None
+        prompt = pack_prompt(torch.zeros(1, dtype=torch.int64) if first is None else first.prompts.flat)
+        if first is not None and first.prompt_routes is not None:
             prompt = prompt.routed(first.prompt_routes.flat)
         for place, part in enumerate(span):
             chosen, ends = batch.select(part), place == len(span) - 1
