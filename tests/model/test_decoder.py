@@ -7,6 +7,7 @@ from tests.model.test_pack import packed
 from verl_memopt.model.decoder import Attention, BlockOptions, Decoder, DecoderBlock, class_name, is_llama_like
 from verl_memopt.model.packing import pack_rows
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.model.weights import store_scalars
 
 BOUND = 2e-6
 """Of log-probs in nats, and of a gradient's difference relative to its norm, in fp32."""
@@ -42,6 +43,8 @@ VARIANTS = {
             "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
         },
     },
+    "gemma4_text": {"sliding_window": 4},
+    "gemma4_text with values of their own": {"attention_k_eq_v": False},
 }  # fmt: skip
 OPTIONS = {
     "plain": BlockOptions(),
@@ -67,6 +70,7 @@ def theirs(folder, config):
     """Gives the model as transformers computes it, its config changed; norms, biases and layers that no file holds are drawn."""
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **config).eval()
+    store_scalars(model)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 or name.endswith("_bias"):
             parameter.data += 0.1 * torch.randn(parameter.shape)
@@ -110,10 +114,12 @@ def assert_same(model, policy, found, expected, digits=24):
     torch.testing.assert_close(found, expected, rtol=0, atol=BOUND)
     expected.sum().backward()
     found.sum().backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     # Small gradients of queries and keys are differences of larger terms, whose rounding is of these terms' size.
     rounding = 2**-digits * max(float(gradient.norm()) for gradient in gradients.values())
     for name, parameter in policy.named_parameters():
+        if not parameter.requires_grad:
+            continue
         gradient = gradients.pop(name.removeprefix("lm."))
         assert float((parameter.grad - gradient).norm()) <= BOUND * float(gradient.norm()) + rounding, name
     assert not gradients
@@ -124,6 +130,7 @@ SLIDING = {
     "qwen3": lambda width: VARIANTS["qwen3 with a window in one layer"] | {"sliding_window": width},
     "gpt_oss": lambda width: {"sliding_window": width},
     "gemma3_text": lambda width: VARIANTS["gemma3_text"] | {"sliding_window": width, "layer_types": ["sliding_attention"] * 2},
+    "gemma4_text": lambda width: {"sliding_window": width},
 }
 
 
@@ -143,10 +150,12 @@ def test_a_window_of_any_width_goes_on_from_a_shared_prompt(folders, kind, width
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "qwen3_5_moe_text", "gemma3_text", "qwen3_moe"]
+    "kind",
+    ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "qwen3_5_moe_text", "gemma3_text", "gemma4_text", "qwen3_moe"],
 )
 def test_it_takes_over_every_parameter_under_its_name_and_in_its_order(folders, kind):
     model, policy = AutoModelForCausalLM.from_pretrained(folders[kind]), built(folders[kind])
+    store_scalars(model)
     names = [name.removeprefix("lm.") for name, _ in policy.named_parameters()]
     assert names == [name for name, _ in model.named_parameters()]
     assert list(policy.lm.state_dict()) == list(model.state_dict())

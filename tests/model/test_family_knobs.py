@@ -11,7 +11,7 @@ from tests.model.test_prefix_kv import assert_near, results
 from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
-KINDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_moe", "gemma3_text", "gpt_oss")
+KINDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_moe", "gemma3_text", "gemma4_text", "gpt_oss")
 PLAIN = {"recompute_elementwise": False, "prune_last_block": False}
 WINDOW = 7
 
@@ -33,11 +33,11 @@ def drawn(draw, kind):
         "attn_implementation": draw.choice(["sdpa", "eager"]),
         "tiled_mlp": TiledMlp(draw.random() < 0.5, 3),
     }
-    if kind != "gemma3_text" and draw.random() < 0.3:
+    if not kind.startswith("gemma") and draw.random() < 0.3:
         options |= {"block_tile_tokens": draw.choice([5, 16]), "recompute_elementwise": True}
     if checkpoints and draw.random() < 0.3:
         options["offload"] = (1, 2)
-    if kind in ("gemma3_text", "gpt_oss"):
+    if kind.startswith("gemma") or kind == "gpt_oss":
         options["override_config"] = {"sliding_window": WINDOW}
     whole = options["recompute_elementwise"] and "block_tile_tokens" not in options
     return options, whole and draw.random() < 0.5

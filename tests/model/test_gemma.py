@@ -1,5 +1,6 @@
-"""Gemma 3 in our own decoder: each memory knob against a model that uses none, and what is refused."""
+"""Gemma 3 and 4 in our own decoder: each memory knob against a model that uses none, and what is refused."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -27,17 +28,13 @@ from verl_memopt.worker.trained_model import micro_batches_of
 
 BOUND = 2e-6
 """Of the difference of a gradient, relative to its norm, in fp32."""
-CONFIG = {
-    "override_config": {
-        "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "final_logit_softcapping": 20.0,
-    }
-}  # fmt: skip
-PLAIN = {"prune_last_block": False, **CONFIG}
-OWN = {**act.ELEMENTWISE, **CONFIG}
+KINDS = {"gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, "gemma4_text": {}}
+"""Each type -> fields of its config. The layers of Gemma 4 have the sizes of their types, so these cannot be changed."""
+CONFIG = {"sliding_window": 6, "final_logit_softcapping": 20.0}
+PLAIN, OWN = {"prune_last_block": False}, act.ELEMENTWISE
 KNOBS = {
     "recomputed values": OWN,
-    "pruned": CONFIG,
+    "pruned": {},
     "checkpoints": {**OWN, **act.FULL},
     "selective checkpoints": {**OWN, **act.SELECTIVE},
     "every second block": {**OWN, **act.EVERY_2},
@@ -60,9 +57,19 @@ BATCH, PARTS = sharing(grouped(20, [9, 5, 1, 12, 3, 7])), [[0, 1], [2, 3], [4, 5
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    shape = TinyShape(model_type="gemma3_text", num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16)
-    return make_tiny_model(tmp_path_factory.mktemp("gemma") / "model", shape, seed=3)
+def folders(tmp_path_factory):
+    at = tmp_path_factory.mktemp("gemma")
+    shape = TinyShape(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16)
+    made = {kind: make_tiny_model(at / kind, replace(shape, model_type=kind), seed=3) for kind in KINDS}
+    for kind, folder in made.items():
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | CONFIG | KINDS[kind]))
+    return made
+
+
+@pytest.fixture(params=KINDS)
+def folder(request, folders):
+    return folders[request.param]
 
 
 def results(folder, mesh, world_size=1, parts=PARTS, reuse=None, **options):
@@ -71,7 +78,7 @@ def results(folder, mesh, world_size=1, parts=PARTS, reuse=None, **options):
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in policy.model.parameters():
-            if parameter.dim() == 1:  # norms that do not multiply by one
+            if parameter.dim() == 1:  # norms and factors that do not multiply by one
                 whole_of(parameter).add_(0.2 * torch.randn(parameter.shape, generator=generator))
     policy.model.supports_prefix_kv = policy.model.supports_prefix_kv if reuse is None else reuse
     scores = policy.compute_log_probs(BATCH, parts, 0.9, True)
@@ -79,7 +86,7 @@ def results(folder, mesh, world_size=1, parts=PARTS, reuse=None, **options):
     gradients = {name: parameter.grad for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
     offloaded = policy.trained.offloaded
     if offloaded is not None:
-        gradients = {name: offloaded._places[id(parameter)] for name, parameter in policy.model.named_parameters()}
+        gradients = {name: offloaded._places[id(policy.model.get_parameter(name))] for name in gradients}
     return [scores.log_probs, scores.entropy, *(whole_of(gradient).clone() for gradient in gradients.values())]
 
 
@@ -116,13 +123,16 @@ def test_adapters_over_a_frozen_base_get_the_gradients_of_a_plain_model(folder, 
         assert act.largest_difference(results(folder, one_rank, **options, **adapters), expected) <= BOUND
 
 
-def on_ranks(rank, folder):
+def on_ranks(rank, folders):
     mesh = training_mesh("cpu", 2, -1)
-    return [[each.numpy() for each in results(folder, mesh, 2, **options)] for options in (PLAIN, KNOBS["offloaded"])]
+    return [
+        [[each.numpy() for each in results(folder, mesh, 2, **options)] for options in (PLAIN, KNOBS["offloaded"])]
+        for folder in folders.values()
+    ]
 
 
-def test_ranks_that_shard_it_have_one_gradient(folder):
-    for plain, own in run_ranks(on_ranks, 2, folder):
+def test_ranks_that_shard_it_have_one_gradient(folders):
+    for plain, own in (pair for answer in run_ranks(on_ranks, 2, folders) for pair in answer):
         assert act.largest_difference(*(map(torch.from_numpy, side) for side in (own, plain))) <= BOUND
 
 
@@ -136,9 +146,9 @@ BYTES = {
 }
 
 
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("deep") / "model", replace(act.SHAPE, model_type="gemma3_text"), seed=5)
+@pytest.fixture(scope="module", params=KINDS)
+def deep(request, tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("deep") / "model", replace(act.SHAPE, model_type=request.param), seed=5)
 
 
 @pytest.mark.parametrize("knobs", BYTES)
@@ -160,16 +170,40 @@ def built(folder, mesh, **model):
 
 
 def test_blocks_over_tiles_are_refused_and_blocks_are_not_captured(folder, one_rank):
-    with pytest.raises(ConfigError, match=r"block_tile_tokens.*Gemma3DecoderLayer has norms of the outputs of attention and MLP"):
+    with pytest.raises(
+        ConfigError, match=r"block_tile_tokens.*Gemma[34]\w*DecoderLayer has norms of the outputs of attention and MLP"
+    ):
         built(folder, one_rank, block_tile_tokens=16)
     model = built(folder, one_rank, enable_gradient_checkpointing=True)
     assert isinstance(model.decoder, Decoder)
     assert [why_not_captured(block) for block in model.blocks()] == ["the outputs of its attention and MLP have norms"] * 3
 
 
-def test_attention_to_later_tokens_is_refused(folder):
-    with pytest.raises(ConfigError, match=r"see later tokens \(use_bidirectional_attention=true\)"):
-        load_model_config(Model(path=str(folder), override_config={"use_bidirectional_attention": True}), folder)
+@pytest.mark.parametrize(("kind", "value"), [("gemma3_text", True), ("gemma4_text", "all")])
+def test_attention_to_later_tokens_is_refused(folders, kind, value):
+    folder = folders[kind]
+    with pytest.raises(ConfigError, match=r"see later tokens \(use_bidirectional_attention=(true|all)\)"):
+        load_model_config(Model(path=str(folder), override_config={"use_bidirectional_attention": value}), folder)
+
+
+def test_sizes_that_differ_from_layer_to_layer_are_not_overridden(folders):
+    given = Model(path=str(folders["gemma4_text"]), override_config={"head_dim": 32})
+    with pytest.raises(ConfigError, match=r"override_config\.head_dim: this field differs from layer to layer"):
+        load_model_config(given, folders["gemma4_text"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"hidden_size_per_layer_input": 8}, r"have inputs of their own in each layer \(hidden_size_per_layer_input=8\)"),
+        ({"num_kv_shared_layers": 1}, r"have layers that read the keys of an earlier one \(num_kv_shared_layers=1\)"),
+        ({"enable_moe_block": True}, r"have a mixture of experts beside each MLP \(enable_moe_block=True\)"),
+    ],
+    ids=str,
+)
+def test_parts_of_gemma_4_that_are_not_computed_are_refused(folders, fields, reason):
+    with pytest.raises(ConfigError, match=rf"models of type gemma4_text {reason}.* The nearest type that works is gemma3_text"):
+        load_model_config(Model(path=str(folders["gemma4_text"]), override_config=fields), folders["gemma4_text"])
 
 
 def test_an_unknown_activation_is_computed_by_autograd(folder, one_rank, caplog):

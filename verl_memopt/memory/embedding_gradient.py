@@ -25,8 +25,8 @@ CAST_UNIT = "cast_unit"
 """Attribute of a module: its :class:`~verl_memopt.memory.precision_torch.CastUnit`, if it is cast to compute."""
 
 
-SCALED = "Gemma3TextScaledWordEmbedding"
-"""Class of transformers whose output is the embedding times a constant."""
+SCALED = ("Gemma3TextScaledWordEmbedding", "Gemma4TextScaledWordEmbedding")
+"""Classes of transformers whose output is the embedding times a constant."""
 
 
 class TrainedEmbedding(nn.Embedding):
@@ -77,7 +77,7 @@ def gathered_for_forward(unit: nn.Module, again_in_backward: bool) -> None:
 
 def is_plain(embedding: nn.Module) -> TypeGuard[nn.Embedding]:
     kind = type(embedding)
-    plain = kind is nn.Embedding or (kind.__name__ == SCALED and kind.__module__.startswith("transformers."))
+    plain = kind is nn.Embedding or (kind.__name__ in SCALED and kind.__module__.startswith("transformers."))
     return plain and embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_memopt.memory.knob import Claim, Knob, LadderRow, NaturalInt, PositiveFloat, Refusal, needs_reference
@@ -147,8 +147,11 @@ def _has_another_reference(settings: Settings) -> bool:
 
 
 def adapter_params(shapes: Shapes) -> int:
+    if shapes.local is not None:
+        near, far = shapes.local.layers, shapes.layers - shapes.local.layers
+        return adapter_params(replace(shapes.of_local, layers=near)) + adapter_params(replace(shapes, local=None, layers=far))
     h, mlp, query, key = shapes.hidden, shapes.mlp, shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
-    sides = 2 * (h + query) + 2 * (h + key) + (query if shapes.gated else 0)
+    sides = 2 * (h + query) + (1 if shapes.keys_are_values else 2) * (h + key) + (query if shapes.gated else 0)
     linear, rule = 0, shapes.rule
     if rule is not None:
         linear = 5 * h + 2 * (rule.keys + rule.value_heads) + 3 * rule.values

@@ -498,9 +498,10 @@ def _activation(config: Any) -> str:
 
 
 UNIT_OFFSET = ("Gemma3RMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
-"""Classes of RMS norms that multiply by 1 + w. Other classes multiply by w."""
-WIDE = ("GptOssRMSNorm",)
-"""Classes of RMS norms that multiply by w before they round."""
+"""Classes of RMS norms that multiply by 1 + w in fp32. Other classes multiply by w."""
+
+IN_FP32 = ("Gemma4RMSNorm", "GptOssRMSNorm")
+"""Classes of RMS norms that multiply by w in fp32, and round once."""
 
 
 def norm_and_weight(norm: Any) -> tuple[RMSNorm, Tensor]:
@@ -510,12 +511,10 @@ def norm_and_weight(norm: Any) -> tuple[RMSNorm, Tensor]:
     """
     # Llama's class calls its epsilon variance_epsilon, Gemma's class eps.
     eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
-    weight: Tensor = norm.weight
-    name = type(norm).__name__
-    if name not in (*UNIT_OFFSET, *WIDE):
-        return RMSNorm(eps), weight
-    wide = weight.to(wide_dtype(weight.dtype))
-    return RMSNorm(eps), wide + 1 if name in UNIT_OFFSET else wide
+    weight, name = norm.weight, type(norm).__name__
+    if name in (*UNIT_OFFSET, *IN_FP32):
+        weight = weight.to(wide_dtype(weight.dtype))
+    return RMSNorm(eps), weight + 1 if name in UNIT_OFFSET else weight
 
 
 def product_tiles(tensor: Tensor, least: int = 1) -> list[slice]:

@@ -34,7 +34,7 @@ from verl_memopt.model.attention import choose_attention
 from verl_memopt.model.captured_block import CapturedBlocks, why_not_captured
 from verl_memopt.model.decoder import Decoder, DecoderBlock, block_options, class_name
 from verl_memopt.model.experts import Experts
-from verl_memopt.model.families import POLICY_KEY, SCORE_CAP, STATE_LAYER, is_mxfp4, layer_types
+from verl_memopt.model.families import POLICY_KEY, SCORE_CAP, STATE_LAYER, is_mxfp4, layer_configs, layer_types
 from verl_memopt.model.packed_model import PackedModel, PolicyModel, dtype_of
 from verl_memopt.model.packing_check import REWARD_KEY, frozen_value_model
 from verl_memopt.model.value_model import CRITIC_KEY, ValueHead, ValueModel, stored_head
@@ -294,13 +294,14 @@ def _rests_as_computed(model: Model | CriticModel, fsdp: Fsdp, mesh: DeviceMesh,
 def _check_heads(config: Any, ranks: int, use: ModelUse) -> None:
     # Refuse sequence parallelism if the ranks cannot share the query heads equally. Warn if key heads must be repeated.
     sizes = config.get_text_config()
+    layers = layer_configs(sizes)
     if STATE_LAYER in layer_types(sizes):
         raise ConfigError(
             f"{use.fsdp_key}.ulysses_sequence_parallel_size={ranks}: layers of {config.model_type} carry a state from token to "
             f"token, so ranks cannot share the tokens of a row. Set it to 1. For long rows set {use.knobs_key}.block_tile_tokens."
         )
     heads = int(sizes.num_attention_heads)
-    kv_heads = int(getattr(sizes, "num_key_value_heads", None) or heads)
+    kv_heads = min(int(getattr(layer, "num_key_value_heads", None) or heads) for layer in layers)
     key = f"{use.fsdp_key}.ulysses_sequence_parallel_size"
     check_heads(heads, ranks, key)
     copies = key_copies(heads, kv_heads, ranks)

@@ -142,6 +142,9 @@ REGISTERED = {"sdpa": "packed_sdpa", "eager": "packed_eager", "flash_attention_2
 HEAD_MULTIPLE = 8
 """GPU kernels take head sizes that are multiples of this."""
 
+LARGEST_FLASH_HEAD = 256
+"""Flash kernels take heads up to this size. Wider ones, as in the global layers of Gemma 4, take the kernel for fp32."""
+
 
 def choose_attention(
     name: str, device: torch.device, dtype: torch.dtype, section: str = POLICY_KEY, cap: float | None = None
@@ -247,12 +250,15 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Ten
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
+    if query.shape[-1] > LARGEST_FLASH_HEAD:
+        return _sdpa(query, key, value, args)
     options = args.layout, args.scale, _window(args)
     return _one_size(lambda q, k, v, rotary: flash_attention(q, k, v, *options, rotary, args.sinks), query, key, value, args)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
-    if args.layout.rounds or args.sinks is not None:  # the package's backward does not accept merged log-sum-exps
+    # The package's backward does not accept merged log-sum-exps.
+    if args.layout.rounds or args.sinks is not None or query.shape[-1] > LARGEST_FLASH_HEAD:
         return _varlen(query, key, value, args)
     # Imported here, because the package is optional.
     from flash_attn import flash_attn_varlen_func

@@ -1,4 +1,4 @@
-"""The decoder of Llama, Mistral, Qwen2, Qwen3, Gemma 3 and gpt-oss over packed sequences, with the memory knobs inside a block.
+"""The decoder of Llama, Mistral, Qwen, Gemma 3 and 4 and gpt-oss over packed sequences, with the memory knobs inside a block.
 
 The modules take over the submodules of a Hugging Face model and keep their names, so that checkpoints, adapters, export and
 weight sync find the same parameters. Models of other architectures keep the modules of transformers
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -75,11 +75,20 @@ class BlockOptions:
 
 
 class Attention(nn.Module):
+    q_proj: Any
+    k_proj: Any
+    o_proj: Any
+
     def __init__(self, source: Any, options: BlockOptions) -> None:
         super().__init__()
         self.source_class, self.options = type(source).__name__, options
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = source.q_proj, source.k_proj, source.v_proj, source.o_proj
-        self.q_norm, self.k_norm = getattr(source, "q_norm", None), getattr(source, "k_norm", None)
+        self.q_norm: Any = None
+        self.k_norm: Any = None
+        self.v_norm: Any = None  # has no weight (Gemma 4)
+        self.v_proj: Any = None  # None = values are keys (Gemma 4)
+        # In the order of the source, so that parameters keep their order.
+        for name, part in source.named_children():
+            setattr(self, name, part)
         # Of each head q_proj has the queries, then a gate of the head's output.
         self.gated = self.q_proj.out_features == 2 * self.o_proj.in_features
         self.sinks = getattr(source, "sinks", None)  # [heads], the score of one more key of each head, whose value is zero
@@ -117,17 +126,32 @@ class Attention(nn.Module):
 
     def _query_key_value(self, x: Tensor, norm: Any, rows: Rows | None) -> Sequence[Tensor]:
         # Returns queries [Q, heads x D], keys and values [T, kv heads x D], and x.
-        layers = (self.q_proj, self.k_proj, self.v_proj)
+        layers = [layer for layer in (self.q_proj, self.k_proj, self.v_proj) if layer is not None]
         if self.options.recompute:
             rms_norm, weight = norm_and_weight(norm)
             # A pruned block needs queries of some rows, but keys and values of all rows.
             row_layers, passed = (self.q_proj,), rows is None
             outs = recomputed_outputs(rms_norm, (x,), (weight,), layers, rows, row_layers, passed)
-            return outs if passed else [*outs, x]
+            query, key, *values, x = outs if passed else [*outs, x]
+            return query, key, self._values(key, *values), x
         normal = norm(x)
         at_rows = normal if rows is None else normal[rows.index]
         # The norm is computed for all tokens, because keys and values need all of them.
-        return self.q_proj(at_rows), self.k_proj(normal), self.v_proj(normal), x
+        query, key, *values = (layer(at_rows if layer is self.q_proj else normal) for layer in layers)
+        return query, key, self._values(key, *values), x
+
+    def _values(self, key: Tensor, value: Tensor | None = None) -> Tensor:
+        # Values [T, kv heads x D], normed if the model norms them. None = they are the keys.
+        if self.v_norm is None:
+            assert value is not None
+            return value
+        if value is None:
+            # A copy, because attention overwrites the keys with their gradient before the norm of values reads them again.
+            value = key.clone() if torch.is_grad_enabled() else key
+        heads = value.reshape(-1, self.head_dim)
+        if not self.options.recompute:
+            return self.v_norm(heads).view(value.shape)
+        return recomputed_norm(heads, heads.new_ones(self.head_dim), self.v_norm.eps).view(value.shape)
 
     def _gate(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
         # From the output of q_proj the queries [Q, heads x D] and the gates of the same shape, if there are any.
@@ -146,8 +170,9 @@ class Attention(nn.Module):
     def _plain(self, normal: Tensor, tables: Tables, layout: PrefixLayout, attend: Attend) -> Tensor:
         query, gate = self._gate(self.q_proj(normal))
         query = _maybe(self.q_norm, self._heads(query))
-        key = _maybe(self.k_norm, self._heads(self.k_proj(normal)))
-        value = self._heads(self.v_proj(normal))
+        key = self._heads(self.k_proj(normal))
+        value = _maybe(self.v_norm, key if self.v_proj is None else self._heads(self.v_proj(normal)))
+        key = _maybe(self.k_norm, key)
         tables = self._own_tables(tables)
         if layout.split is not None:
             # The tables have the tokens of all ranks, but queries and keys have only this rank's tokens.
@@ -248,10 +273,12 @@ class DecoderBlock(nn.Module):
         if hasattr(source, "post_feedforward_layernorm"):
             self.pre_feedforward_layernorm = source.pre_feedforward_layernorm
             self.post_feedforward_layernorm = source.post_feedforward_layernorm
+        # A factor [1] of the block's output, which is not trained. None = there is none.
+        self.layer_scalar: nn.Parameter | None = getattr(source, "layer_scalar", None)
 
     @property
     def norms_outputs(self) -> bool:
-        """Whether the outputs of attention and MLP have norms, as in Gemma 3."""
+        """Whether the outputs of attention and MLP have norms, as in Gemma 3 and 4."""
         return hasattr(self, "post_feedforward_layernorm")
 
     @property
@@ -282,6 +309,20 @@ class DecoderBlock(nn.Module):
             prefix_kv: The prefix KV of these answers, or a recorder if this is the forward of the prompt.
             routed: The experts of the T tokens, if a block with experts replays or records them.
         """
+        out = self._output(hidden, cos, sin, layout, attend, prefix_kv, routed)
+        # In place, outside of the checkpointed part, which would hold a gradient before and after the factor.
+        return out if self.layer_scalar is None else _Scaled.apply(out, self.layer_scalar)
+
+    def _output(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        layout: PrefixLayout,
+        attend: Attend | None,
+        prefix_kv: Prefix | None,
+        routed: LayerRoutes | None,
+    ) -> Tensor:
         if attend is None:
             assert prefix_kv is None, "a tiled block cannot use prefix KV"
             assert layout.split is None, "a tiled block needs the keys of all tokens on this rank"
@@ -400,13 +441,13 @@ class Decoder(nn.Module):
         self.norm, self.rotary_emb = source.norm, source.rotary_emb
         # The tables of all types of layers, such as local and global ones, are side by side in one.
         self.kinds: Sequence[str] = getattr(source.rotary_emb, "layer_types", ())
+        widths = [2 * getattr(source.rotary_emb, f"{kind}_inv_freq").shape[0] for kind in self.kinds]
         for place, own in enumerate(self.layers):
             if isinstance(own.mlp, Experts):
                 own.mlp.place = place
         for block, own in zip(source.layers, self.layers, strict=True) if self.kinds else ():
-            attention: Any = own.self_attn
-            first = self.kinds.index(block.self_attn.layer_type) * attention.head_dim
-            attention.columns = slice(first, first + attention.head_dim)
+            place, attention = self.kinds.index(block.self_attn.layer_type), cast(Attention, own.self_attn)
+            attention.columns = slice(sum(widths[:place]), sum(widths[: place + 1]))
 
     def forward(
         self,
@@ -516,6 +557,19 @@ def _knows_mixture(block: Any) -> bool:
 
 def class_name(module: nn.Module) -> str:
     return getattr(module, "source_class", type(module).__name__)
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        ctx.mark_dirty(x)
+        return x.mul_(factor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.saved_tensors[0], None
 
 
 # The options of each block, from the settings.

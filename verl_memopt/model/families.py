@@ -28,6 +28,8 @@ class Family:
     """Config field with a divisor of the logits."""
     capped: bool = False
     """Whether its config can cap the logits."""
+    uneven: bool = False
+    """Whether its config gives layers heads of different sizes, which our own decoder computes."""
     carries: bool = False
     """Whether it has layers that carry a state from token to token, which our own decoder keeps apart in a pack."""
     sinks: bool = False
@@ -45,7 +47,7 @@ class Family:
     refused: str | None = None
     """Reason that follows "models of type X" in the error. None = packed log-probs and gradients equal those of transformers."""
     nearest: str | None = None
-    """For a refused type, a related type that works. None = :data:`NEAREST` says which."""
+    """For a type of which some or all configs are refused, a related type that works. None = :data:`NEAREST` says which."""
 
 
 STATE_LAYER = "linear_attention"
@@ -65,6 +67,7 @@ SHARED = (
     f"LoRA leaves its routed experts as they are. {REPLAYED} `quantization` and an auxiliary loss are refused; `load_mode=mmap` "
     "too, if the files have experts one by one."
 )
+BESIDE_GEMMA_4 = tuple(f"model.{part}." for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio"))
 NO_LIST = "do not keep their decoder blocks in a list named layers"
 RENAMED = "use other names for their weights in a checkpoint than in the model"
 OWN_WAY = "cannot compute packed rows"
@@ -88,6 +91,8 @@ FAMILIES = (
         note=BESIDE,
     ),
     Family("gemma3_text", "Gemma 3", "Gemma3", capped=True),
+    Family("gemma4", "Gemma 4 with images and sound, as text", text="gemma4_text", apart=BESIDE_GEMMA_4, note=BESIDE),
+    Family("gemma4_text", "Gemma 4", "Gemma4Text", capped=True, uneven=True, nearest="gemma3_text"),
     Family("glm", "GLM-4-9B and GLM-Edge"),
     Family("glm4", "GLM-4-0414"),
     Family(
@@ -169,7 +174,6 @@ FAMILIES = (
     Family("deepseek_v3", "DeepSeek-V3, DeepSeek-R1", refused=f"{EXPERTS} with latent attention, groups and a shared expert"),
     Family("falcon_h1", "Falcon-H1", refused="have layers of type hybrid"),
     Family("falcon_mamba", "Falcon Mamba", refused=STATE),
-    Family("gemma4_text", "Gemma 4", refused=UNEVEN, nearest="gemma3_text"),
     Family("glm4_moe", "GLM-4.5", refused=f"{EXPERTS} with a router of sigmoids and a bias, and with a shared expert"),
     Family("gpt2", "GPT-2", refused=NO_LIST),
     Family("gpt_bigcode", "StarCoder", refused=NO_LIST, nearest="starcoder2"),
@@ -205,7 +209,8 @@ OWN_DECODER = tuple(family.classes for family in FAMILIES if family.classes is n
 
 OWN_BLOCKS = tuple(f"{name}DecoderLayer" for name in OWN_DECODER)
 """Classes of their blocks. Each has two RMS norms, rotary attention with or without norms of queries and keys, and the MLP
-``down(act(gate(x)) * up(x))``. Those of Gemma 3 have two more norms, of the outputs of attention and MLP."""
+``down(act(gate(x)) * up(x))``. Those of Gemma 3 and 4 have two more norms, of the outputs of attention and MLP. Those of Gemma 4
+also norm values, and multiply the block's output by a factor."""
 
 PACKED_LAYERS = ("full_attention", "sliding_attention")
 """Layer types in a config that packed attention can compute."""
@@ -216,6 +221,16 @@ LOGIT_CAP, SCORE_CAP = "final_logit_softcapping", "attn_logit_softcapping"
 LOGIT_SCALES = (LOGIT_CAP, "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Config fields that change the logits after the head. One type multiplies by a field by which another type divides, so only
 ``FAMILIES`` says what a type does."""
+
+GEMMA_4_PARTS = {
+    "hidden_size_per_layer_input": "have inputs of their own in each layer",
+    "num_kv_shared_layers": "have layers that read the keys of an earlier one",
+    "enable_moe_block": "have a mixture of experts beside each MLP",
+}
+"""Config field of Gemma 4 -> a part of its layers that is refused."""
+
+AMONG_IMAGES = "vision"
+"""Value of ``use_bidirectional_attention`` in models whose parts of images alone see later ones."""
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 """Config fields with the number of experts in a layer."""
@@ -234,15 +249,35 @@ LARGEST_SIZES = {
 
 def impossible_size(config: PretrainedConfig) -> tuple[str, str] | None:
     """Return the first config field with an impossible size, and what is wrong with it. None = all sizes are possible."""
-    for name, most in LARGEST_SIZES.items():
-        value = getattr(config, name, None)
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not isinstance(value, list | tuple) and not (whole and 1 <= value <= most):
-            return name, f"it must be a whole number from 1 to {most}"
-    heads, shared = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
-    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
-        return "num_key_value_heads", f"it must divide num_attention_heads={heads}"
+    for layer in layer_configs(config):
+        for name, most in LARGEST_SIZES.items():
+            value = getattr(layer, name, None)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not isinstance(value, list | tuple) and not (whole and 1 <= value <= most):
+                return name, f"it must be a whole number from 1 to {most}"
+        heads, shared = getattr(layer, "num_attention_heads", None), getattr(layer, "num_key_value_heads", None)
+        if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+            return "num_key_value_heads", f"it must divide num_attention_heads={heads}"
     return None
+
+
+def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """Return the config as the layers of each type read it. If all layers have equal sizes, this is the config itself.
+
+    Raises:
+        ValueError: Layers of one type differ.
+    """
+    if not getattr(config, "is_heterogeneous", False):
+        return [config]
+    return [config.per_layer_config[kind] for kind in dict.fromkeys(layer_types(config))]
+
+
+def is_uneven(config: PretrainedConfig) -> bool:
+    """Whether layers have sizes of their own in a way that is not computed here."""
+    try:
+        return len(layer_configs(config)) > 1 and not family_of(config.model_type).uneven
+    except ValueError:
+        return True
 
 
 POLICY_KEY = "actor_rollout_ref.model"
@@ -287,10 +322,15 @@ def unsupported(config: PretrainedConfig) -> str | None:
         )
     if text is not config:
         return f"{MORE}; only text models and the text parts of some others are supported"
-    if getattr(text, "use_bidirectional_attention", False):
-        return "see later tokens (use_bidirectional_attention=true), so no token can be learned from those before it"
+    later = getattr(text, "use_bidirectional_attention", False)
+    if later and later != AMONG_IMAGES:
+        stated = f"use_bidirectional_attention={str(later).lower()}"
+        return f"see later tokens ({stated}), so no token can be learned from those before it"
     if scales:
         return f"change the logits after the head ({scales[0]}) in an unknown way"
+    part = next((field for field in GEMMA_4_PARTS if getattr(text, field, None)), None)
+    if text.model_type == "gemma4_text" and part is not None:
+        return f"{GEMMA_4_PARTS[part]} ({part}={getattr(text, part)}), which are not computed here"
     tested, experts = config.model_type in TESTED, num_experts(config)
     if not tested and experts > 1:
         reason = family.refused or EXPERTS

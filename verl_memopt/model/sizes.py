@@ -15,7 +15,7 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.quantized_frozen import mxfp4_row_bytes
 from verl_memopt.model.attention import REGISTERED
 from verl_memopt.model.delta_rule import DeltaShape
-from verl_memopt.model.families import NO_LIST, OWN_BLOCKS, is_mxfp4, num_experts, refused, window
+from verl_memopt.model.families import NO_LIST, OWN_BLOCKS, is_mxfp4, layer_configs, layer_types, num_experts, refused, window
 from verl_memopt.model.folder import HUB_ID, fetch, refuse_odd_files
 from verl_memopt.model.weights import empty_model, load_model_config
 
@@ -29,6 +29,16 @@ class MixtureSize:
     top_k: int
     shared: int = 0
     """Width of the MLP of an expert that computes all tokens (Qwen3.5). 0 = there is none."""
+
+
+@dataclass(frozen=True)
+class LocalHeads:
+    """Heads of the layers that slide over a window, in a model whose other layers have wider ones (Gemma 4)."""
+
+    layers: int
+    """How many layers have these heads."""
+    kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,7 @@ class ModelSize:
     window: int | None = None
     """Number of positions that a token sees in layers with sliding-window attention. None = no layer has a window."""
     post_norms: bool = False
-    """Whether the outputs of attention and MLP have norms (Gemma 3), which multiply by 1 + w in fp32."""
+    """Whether the outputs of attention and MLP have norms (Gemma 3 and 4), which multiply in fp32."""
     prunes: bool = True
     """Whether its last block can skip outputs that nothing reads (``prune_last_block``)."""
     positions: int | None = None
@@ -70,6 +80,25 @@ class ModelSize:
     """Whether attention has sinks (gpt-oss)."""
     mxfp4: bool = False
     """Its folder stores the experts in MXFP4."""
+    v_norm: bool = False
+    """Whether values have a norm (Gemma 4)."""
+    local: LocalHeads | None = None
+    """Heads of some layers, if these are smaller than those of the others. None = all layers have the same."""
+    keys_are_values: bool = False
+    """Whether layers beside those of ``local`` have no projection of values."""
+
+    @property
+    def kinds(self) -> list[tuple[int, int, int]]:
+        """(layers, key heads, size of a head) of the layers with attention, for each kind of heads."""
+        if self.local is None:
+            return [(self.attention_layers, self.kv_heads, self.head_dim)]
+        own, layers = self.local, self.attention_layers - self.local.layers
+        return [(layers, self.kv_heads, self.head_dim), (own.layers, own.kv_heads, own.head_dim)]
+
+    @property
+    def pair_elements(self) -> int:
+        """Elements of the keys and values of a token in all layers."""
+        return sum(2 * layers * kv_heads * head_dim for layers, kv_heads, head_dim in self.kinds)
 
     @property
     def widest(self) -> int:
@@ -85,7 +114,7 @@ class ModelSize:
         """Parameters of a block with attention that compute a token: without the experts that it does not go to."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = 2 * self.hidden * (query + key) + self.qkv_bias * (query + 2 * key) + self.qk_norm * 2 * self.head_dim
-        attention += self.gated * self.hidden * query
+        attention += self.hidden * (self.gated * query - self.keys_are_values * key)
         return attention + 3 * self.hidden * self.mlp + 2 * self.hidden
 
     @property
@@ -216,6 +245,10 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
     # The layers of a model need not be equal: some have no attention, and some of a mixture of experts have an MLP. The largest
     # decides.
     block, heads = max(layers, key=_parameters), config.num_attention_heads
+    # Layers of one type have the same heads. Those with the widest count for all that is not said of the others.
+    wide, *others = sorted(layer_configs(config), key=lambda layer: getattr(layer, "head_dim", None) or 0, reverse=True)
+    kv_heads, head_dim = _heads(wide)
+    local = None if not others else LocalHeads(layer_types(config).count("sliding_attention"), *_heads(others[0]))
     attention: Any = next((block.self_attn for block in layers if hasattr(block, "self_attn")), None)
     linear: list[Any] = [block.linear_attn for block in layers if hasattr(block, "linear_attn")]
     mixture, rule = None, None
@@ -233,8 +266,8 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
         mlp=width,
         layers=config.num_hidden_layers,
         heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         vocab=config.vocab_size,
         tied=bool(config.tie_word_embeddings),
         qk_norm=hasattr(attention, "q_norm"),
@@ -249,7 +282,16 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
         mixture=mixture,
         sinks=hasattr(attention, "sinks"),
         mxfp4=is_mxfp4(config),
+        v_norm=hasattr(attention, "v_norm"),
+        local=local,
+        keys_are_values=local is not None and bool(getattr(config, "attention_k_eq_v", False)),
     )
+
+
+def _heads(layer: Any) -> tuple[int, int]:
+    heads = layer.num_attention_heads
+    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    return getattr(layer, "num_key_value_heads", None) or heads, head_dim
 
 
 def _is_gated(attention: Any) -> bool:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class TinyShape:
     model_type: str = "qwen3"
     """Architecture by its name in transformers: qwen3, qwen3_5_text, qwen3_5_moe_text, qwen3_moe, qwen2, llama, mistral,
-    gemma3_text or gpt_oss."""
+    gemma3_text, gemma4_text or gpt_oss."""
     vocab_size: int = 320
     """Number of rows of the embedding. The tokenizer has at most a few hundred tokens, so larger values only cost bytes."""
     hidden_size: int = 64
@@ -127,11 +127,17 @@ def _random_model(shape: TinyShape, tokenizer: Any, seed: int) -> Any:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         **_linear_layers(shape),
+        **_global_layers(shape),
     )
     # Do not change the state of the caller's random generator.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, weight in model.named_parameters():
+        # Scores of Gemma 4 have no factor. Trained models have one in these weights, and without it a softmax picks one key.
+        if shape.model_type == "gemma4_text" and name.endswith("q_norm.weight"):
+            weight.data.fill_(len(weight) ** -0.5)
+    return model
 
 
 def _linear_layers(shape: TinyShape) -> dict[str, Any]:
@@ -144,6 +150,22 @@ def _linear_layers(shape: TinyShape) -> dict[str, Any]:
     key_dim, value_dim = shape.linear_dims or (shape.head_dim // 2, shape.head_dim)
     heads = {"linear_num_key_heads": keys, "linear_num_value_heads": values}
     return {"layer_types": kinds, **heads, "linear_key_head_dim": key_dim, "linear_value_head_dim": value_dim}
+
+
+def _global_layers(shape: TinyShape) -> dict[str, Any]:
+    # The last layer of Gemma 4 and every second one before it attend to all tokens. Their heads are twice as wide, all query
+    # heads share one key head, and their values are their keys.
+    if shape.model_type != "gemma4_text":
+        return {}
+    kinds = ["full_attention" if (shape.num_layers - place) % 2 else "sliding_attention" for place in range(shape.num_layers)]
+    return {
+        "layer_types": kinds,
+        "global_head_dim": 2 * shape.head_dim,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 30.0,
+    }
 
 
 # A byte-level BPE tokenizer with ChatML turns, built from the text below without a download.

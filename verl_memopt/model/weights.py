@@ -30,6 +30,7 @@ from verl_memopt.model.families import (
     UNEVEN,
     family_of,
     impossible_size,
+    is_uneven,
     one_line,
     refused,
     unsupported,
@@ -65,8 +66,8 @@ def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLIC
         raise ConfigError(
             f"{key}.path={source}: its config.json cannot be read: {one_line(error)}. Correct the file, or use another folder."
         ) from error
-    # Check this first: reading other fields of a config whose layers differ raises an error.
-    if getattr(config.get_text_config(), "is_heterogeneous", False):
+    # Check this first: reading some fields of a config whose layers differ raises an error.
+    if is_uneven(config.get_text_config()):
         raise refused(config, source, f"{UNEVEN} (per_layer_config), which is not supported", key)
     if not Path(source).is_dir() and family_of(config.model_type).text is not None:
         raise ConfigError(
@@ -75,6 +76,11 @@ def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLIC
         )
     config = text_config(config)
     for name, value in model.override_config.items():
+        if name in (config.per_layer_attributes or ()):
+            raise ConfigError(
+                f"{key}.override_config.{name}: this field differs from layer to layer (per_layer_config in config.json). Change "
+                "it in the model's config.json."
+            )
         if not hasattr(config, name):
             raise ConfigError(f"{key}.override_config.{name}: {type(config).__name__} has no such field. Remove it.")
         try:
@@ -128,7 +134,21 @@ def empty_model(
             reason = f"cannot be built with attention over packed rows ({type(error).__name__}: {one_line(error)})"
             raise refused(config, source, reason, key) from error
     model.config._attn_implementation = attention
+    store_scalars(model)
     return model.eval()
+
+
+SCALARS = ("layer_scalar",)
+"""Names of factors that checkpoints have and that transformers keeps as buffers."""
+
+
+def store_scalars(model: nn.Module) -> None:
+    """Turn such factors into parameters that are not trained, under their names. They are then loaded and saved as weights."""
+    for module in model.modules():
+        for name in [name for name in SCALARS if name in module._buffers]:
+            factor = module._buffers.pop(name)
+            assert factor is not None, name
+            setattr(module, name, nn.Parameter(factor, requires_grad=False))
 
 
 def rebuild_buffers(model: nn.Module, device: torch.device, key: str = POLICY_KEY) -> None:

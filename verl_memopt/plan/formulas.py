@@ -18,9 +18,10 @@ from verl_memopt.memory.precision import width
 from verl_memopt.memory.quantized_frozen import row_bytes
 from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS, SUM_ELEMENTS
 from verl_memopt.memory.sequence_parallel import key_copies
+from verl_memopt.model.attention import LARGEST_FLASH_HEAD
 from verl_memopt.model.attention_dense import ATTENTION_ELEMENTS, MASKED_PRODUCTS, key_heads_at_once
 from verl_memopt.model.delta_rule import DeltaShape
-from verl_memopt.model.sizes import MixtureSize, ModelSize
+from verl_memopt.model.sizes import LocalHeads, MixtureSize, ModelSize
 from verl_memopt.model.state_chunks import LARGER, SIZES, TAIL
 
 
@@ -124,6 +125,12 @@ class Shapes:
     """Figures of one block are those of a block with a state. See :attr:`of_linear`."""
     mixture: MixtureSize | None = None
     """The experts of a block. None = it has an MLP."""
+    v_norm: bool = False
+    """Values have a norm."""
+    local: LocalHeads | None = None
+    """Heads of the blocks with a window, if the others have wider ones. The last block is one of the others."""
+    keys_are_values: bool = False
+    """Blocks have no projection of values."""
 
     @classmethod
     def of(cls, size: ModelSize, roles: ActorRolloutRef, work: Pass, device: str) -> Shapes:
@@ -138,7 +145,8 @@ class Shapes:
             head_dim=size.head_dim, vocab=size.vocab, params=size.params, block_params=size.block_params, tied=size.tied,
             tokens=work.tokens, responses=work.responses, segments=work.rows, device=device, post_norms=size.post_norms,
             slides=bool(shares) and not fits, gated=size.gated, rule=size.rule, linear_layers=size.linear_layers,
-            ends_linear=not size.prunes, mixture=size.mixture, **known,
+            ends_linear=not size.prunes, mixture=size.mixture, v_norm=size.v_norm, local=size.local,
+            keys_are_values=size.keys_are_values, **known,
         )  # fmt: skip
 
     @property
@@ -211,6 +219,18 @@ class Shapes:
         return replace(self, is_linear=True, layers=self.layers - behind, skipped=0)
 
     @property
+    def of_local(self) -> Shapes:
+        """The same pass, with figures of a block with a window."""
+        assert self.local is not None
+        heads = {"kv_heads": self.local.kv_heads, "head_dim": self.local.head_dim, "keys_are_values": False}
+        return replace(self, local=None, **heads)
+
+    @property
+    def _other_head_dim(self) -> int:
+        # Size of the heads of the other blocks, which have rotary tables of their own.
+        return 0 if self.local is None else self.local.head_dim
+
+    @property
     def activation_bytes(self) -> int:
         if self.linear_layers and not self.is_linear:
             return max(replace(self, is_linear=False)._activation_bytes, self.of_linear._activation_bytes)
@@ -240,6 +260,9 @@ class Shapes:
 
     def kept_of(self, blocks: int) -> int:
         """Return the bytes that the last ``blocks`` blocks keep, without the block whose figures these are."""
+        if self.local is not None:
+            near = min(self.local.layers, blocks)
+            return near * self.of_local.kept_bytes + (blocks - near) * self.kept_bytes
         linear = max(min(self.linear_layers - self.is_linear, blocks), 0)
         if not linear or self._inputs_alone:
             return blocks * self.kept_bytes
@@ -301,7 +324,7 @@ class Shapes:
 
     @property
     def saved_bytes(self) -> int:
-        tables = self.sequence_ranks * 2 * self.head_dim * self.compute_bytes
+        tables = self.sequence_ranks * 2 * (self.head_dim + self._other_head_dim) * self.compute_bytes
         return self.kept_of(self.layers) + self.states_bytes + self.tokens * (tables + 8)
 
     @property
@@ -614,7 +637,8 @@ class Shapes:
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         # The inputs of attention and MLP, queries, keys, values, and the attention's output. The norms are recomputed.
         gates = query if self.gated else 0
-        own = self.tokens * self.compute_bytes * (2 * self.hidden + 2 * query + 2 * key + gates) + self.exchanged_bytes
+        pairs = (3 if self.v_norm else 2) * key  # the norm of values keeps them too
+        own = self.tokens * self.compute_bytes * (2 * self.hidden + 2 * query + pairs + gates) + self.exchanged_bytes
         return own + (self.read_bytes(self.keys) if self.keys > self.tokens else 0)
 
     @property
@@ -757,6 +781,7 @@ class Shapes:
     @property
     def flash(self) -> bool:
         named = self.settings.model.attn_implementation in ("auto", "flash_attention_2")
+        named = named and self.head_dim <= LARGEST_FLASH_HEAD
         return named and self.device == "cuda" and self.compute_bytes == 2
 
     def flash_backward_bytes(self, keys: int) -> int:
@@ -848,23 +873,28 @@ class Shapes:
     def matrix_params(self) -> int:
         """Parameters of a block in matrices that a token is multiplied with."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        columns = 2 * (query + key) + (query if self.gated else 0)
+        columns = 2 * (query + key) + (query if self.gated else 0) - self.keys_are_values * key
         if self.is_linear and self.rule is not None:
             columns = 2 * (self.rule.keys + self.rule.value_heads) + 3 * self.rule.values
         return self.hidden * (columns + 3 * self.mlp)
 
     @property
     def linear_params(self) -> int:
+        if self.local is not None:
+            return self.local.layers * self.of_local.matrix_params + (self.layers - self.local.layers) * self.matrix_params
         linear = replace(self, is_linear=True).matrix_params if self.linear_layers else 0
         return (self.layers - self.linear_layers) * self.matrix_params + self.linear_layers * linear
 
     def packed_bytes(self, kind: str) -> int:
+        if self.local is not None:
+            near = self.local.layers * self.of_local._packed_block_bytes(kind)
+            return near + (self.layers - self.local.layers) * self._packed_block_bytes(kind)
         linear = replace(self, is_linear=True)._packed_block_bytes(kind) if self.linear_layers else 0
         return (self.layers - self.linear_layers) * self._packed_block_bytes(kind) + self.linear_layers * linear
 
     def _packed_block_bytes(self, kind: str) -> int:
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        columns, values = query * (2 if self.gated else 1) + 2 * key, query
+        columns, values = query * (2 if self.gated else 1) + (1 if self.keys_are_values else 2) * key, query
         if self.is_linear and self.rule is not None:
             columns, values = 2 * (self.rule.keys + self.rule.value_heads + self.rule.values), self.rule.values
         read_hidden = (columns + 2 * self.mlp) * row_bytes(kind, self.hidden)
@@ -885,7 +915,8 @@ class Shapes:
             values, channels = self.rule.values, 2 * self.rule.keys + self.rule.values
             kept = (4 + 2 * b) * 2 * self.hidden + b * (channels + 2 * self.rule.value_heads) + (16 + 5 * b) * values
             return self.tokens * (kept + self._kept_gates) + self.border_bytes
-        norms = self._norm_width * (2 * self.hidden + query + key) + 2 * self._post_norm_width * self.hidden
+        normed = 2 * self.hidden + query + (2 if self.v_norm else 1) * key
+        norms = self._norm_width * normed + 2 * self._post_norm_width * self.hidden
         gates = 3 * query if self.gated else 0  # the gates, their activation, and the gated output
         kept = norms + b * (query + key + gates) + self._kept_gates
         return self.tokens * kept + self.exchanged_bytes

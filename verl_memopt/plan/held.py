@@ -315,7 +315,7 @@ class Held:
         if not work.prefix:
             return 0
         size, key = self.size, self.size.kv_heads * self.size.head_dim
-        keys = work.prefix * 2 * size.attention_layers * key + (work.prefix + work.tokens) * 2 * (key + size.head_dim)
+        keys = work.prefix * size.pair_elements + (work.prefix + work.tokens) * 2 * (key + size.head_dim)
         # A block with a state keeps it in place of keys and values; in an update it has a gradient too.
         pairs = size.linear_layers * self.at_rest.pair_bytes * (2 if per_element > self.at_rest.compute_bytes else 1)
         return per_element * keys + pairs
@@ -323,7 +323,7 @@ class Held:
     def _open_bytes(self, s: Shapes, summed: int = 0) -> float:
         # Bytes of an open path: keys, values and rotary tables, the states that are read later, and sums of their gradients.
         assert s.forest is not None
-        pairs, tables, forest = 2 * self.size.attention_layers * s.kv_heads * s.head_dim, 2 * s.head_dim, s.forest
+        pairs, tables, forest = self.size.pair_elements, 2 * s.head_dim, s.forest
         kept = s.compute_bytes * (forest.held * (pairs + tables) + forest.states * s.hidden)
         # Blocks with a state keep one for each open node, and its gradient.
         kept += s.linear_layers * s.pair_bytes * s.segments * (2 if summed else 1)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_memopt.errors import RolloutError
 from verl_memopt.memory.weight_buckets_torch import Weights, WeightSlice, as_slice, joined, num_rows
-from verl_memopt.model.weights import is_stack, stored_parts
+from verl_memopt.model.weights import is_stack, store_scalars, stored_parts
 from verl_memopt.rollout.engine import KEY, RolloutEngine, SamplingSettings, WeightComparison
 
 
@@ -81,7 +81,9 @@ def meta_model(folder: str, trust_remote_code: bool) -> nn.Module:
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    store_scalars(model)
+    return model
 
 
 # Compares the weights of an engine with those of the policy, slice by slice and bit by bit.

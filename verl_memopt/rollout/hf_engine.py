@@ -21,7 +21,7 @@ from verl_memopt.model.attention import plain_attention
 from verl_memopt.model.families import num_experts
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.model.router_replay import number_dtype
-from verl_memopt.model.weights import rebuild_buffers
+from verl_memopt.model.weights import rebuild_buffers, store_scalars
 from verl_memopt.observe.byte_tracker import scope
 from verl_memopt.rollout.engine import (
     KEEP_WEIGHTS,
@@ -391,6 +391,7 @@ def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Modul
     if load_format == "dummy":
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **options)
+            store_scalars(model)
             if place.quantization != "none":
                 quantize_blocks(list(model.get_decoder().layers), place.quantization)
         model.to_empty(device=place.device)
@@ -399,6 +400,7 @@ def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Modul
         rebuild_buffers(model, place.device)
     else:
         model = AutoModelForCausalLM.from_pretrained(source, **options)
+        store_scalars(model)
         model.to(place.device)  # type: ignore[arg-type]
         for parameter in model.parameters():  # unlike a mapped file, memory of its own can be freed and allocated again
             parameter.data = parameter.data.clone()
