@@ -416,7 +416,9 @@ class PolicyModel(PackedModel):
 
     def _unpacked(self, row: Pack, temperature: float) -> tuple[Tensor, None]:
         if isinstance(self.decoder, Decoder):
-            logits = self.head(self.unpacked_states(row))
+            logits = self.head(self.unpacked_states(row)) * self.head.scale
+            if self.head.cap is not None:
+                logits = (logits / self.head.cap).tanh() * self.head.cap
         else:
             logits = logits_of_row(self.lm, row)[row.predicts]
         return (logits.float() / temperature).log_softmax(-1).gather(-1, row.targets[:, None])[:, 0], None
