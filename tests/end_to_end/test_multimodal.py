@@ -19,7 +19,7 @@ KINDS = (
     "qwen3_vl",
     "gemma3",
     "qwen3_5",
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_5_moe", "qwen3_vl_moe")),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma4", "qwen3_5_moe", "qwen3_vl_moe")),
 )
 
 

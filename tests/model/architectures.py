@@ -6,6 +6,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from verl_memopt.model.families import is_uneven
+
 SIZES = {
     512: ("max_position_embeddings", "n_positions"),
     320: ("vocab_size",),
@@ -29,13 +31,21 @@ SMALL: dict[str, Any] = {name: size for size, names in SIZES.items() for name in
 """Every field that some config has; each type takes those it knows."""
 
 
+GEMMA_4 = {
+    "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 0.8,
+}  # fmt: skip
+OF_TEXT: dict[str, dict[str, Any]] = {"gemma4_text": GEMMA_4, "gemma4": GEMMA_4}
+"""Fields of the text part of some types. Not all of these are fields of a config that was made."""
+
+
 def tiny_config(model_type, **more):
     """Return a small config of a model type; for a multimodal type, one with a small text part."""
     kind = CONFIG_MAPPING[model_type]
     default = kind()
     text = default.get_text_config()
     text.allow_global_per_layer_attribute_access = True  # else a config with a size for each layer has none to ask for
-    fields = {name: value for name, value in (SMALL | more).items() if hasattr(text, name)}
+    fields = {name: value for name, value in (SMALL | more).items() if hasattr(text, name)} | OF_TEXT.get(model_type, {})
     if text is default:
         return kind(**fields)
     outer = {name: value for name, value in more.items() if hasattr(default, name)}
@@ -57,6 +67,16 @@ VISION: dict[str, Any] = {
         },
         "mm_tokens_per_image": 4,
     },
+    "gemma4": {
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 8,
+        },
+        "audio_config": {
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "subsampling_conv_channels": [4, 4],
+            "output_proj_dims": 32,
+        },
+    },
     "qwen3_5": {"vision_config": _QWEN_EYES},
     "qwen3_5_moe": {"vision_config": _QWEN_EYES},
     "qwen3_vl": {"vision_config": {**_QWEN_EYES, "deepstack_visual_indexes": [0, 1]}},
@@ -70,7 +90,7 @@ def tiny_folder(at, model_type, deviation=0.06, **more):
     config = tiny_config(model_type, **more)
     multimodal = config.get_text_config() is not config
     # Its other parts or its layers are large, or it is no decoder alone: the config is all that is read of it.
-    if (multimodal and model_type not in VISION) or config.is_heterogeneous or config.is_encoder_decoder:
+    if (multimodal and model_type not in VISION) or is_uneven(config) or config.is_encoder_decoder:
         config.save_pretrained(at)
         return at
     kind = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
@@ -81,6 +101,8 @@ def tiny_folder(at, model_type, deviation=0.06, **more):
             # Filters as small as these would make queries and keys so short that rounding decides.
             if parameter.dim() >= 2 and "conv1d" not in name:
                 parameter.data.normal_(0, deviation)
+            elif model_type.startswith("gemma4") and name.endswith("q_norm.weight"):  # else a softmax picks one key
+                parameter.data.fill_(len(parameter) ** -0.5)
             elif model_type.startswith("qwen3_5"):  # its vectors do more than norms, and start at values that hide mistakes
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
     model.save_pretrained(at)

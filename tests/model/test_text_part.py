@@ -20,9 +20,9 @@ from verl_memopt.model.packing_check import check_architecture
 from verl_memopt.model.sizes import size_of
 from verl_memopt.model.text_part import split_names, with_dtype
 from verl_memopt.model.tiny import build_tokenizer
-from verl_memopt.model.weights import WeightFolder, load_model_config, named_weights, stored_tensors
+from verl_memopt.model.weights import WeightFolder, load_model_config, named_weights, store_scalars, stored_tensors
 
-KINDS = ["qwen3_vl_moe", "qwen3_vl", "gemma3", "qwen3_5", "qwen3_5_moe"]
+KINDS = ["qwen3_vl_moe", "qwen3_vl", "gemma3", "gemma4", "qwen3_5", "qwen3_5_moe"]
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])
 PROCESSOR = '{"size": {"longest_edge": 56}}'
 
@@ -74,7 +74,7 @@ def test_only_the_text_part_is_built(folder):
     names = {name for name, _ in named_weights(policy)}
     assert all(name.startswith(("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")) for name in names)
     assert isinstance(policy.decoder, Decoder)
-    whole = {text_name(name): parameter for name, parameter in whole_model(folder).named_parameters()}
+    whole = {text_name(name): weight for name, weight in whole_model(folder).state_dict().items()}
     assert all(torch.equal(parameter, whole[name]) for name, parameter in named_weights(policy))
 
 
@@ -157,6 +157,7 @@ def test_the_engines_folder_holds_the_text_part_alone(folder, tmp_path):
     export_folder(tmp_path / "engine", config, folder, None, True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(type(config).from_pretrained(tmp_path / "engine"))
+    store_scalars(model)
     assert dict(model.named_parameters()).keys() == WeightFolder(folder).names.keys()
     assert model.config.architectures == [type(model).__name__]
 

@@ -107,6 +107,8 @@ def test_a_type_that_is_accepted_gives_transformers_log_probs_and_gradients(tmp_
         torch.testing.assert_close(found, expected, rtol=0, atol=3e-6)
         (found * weights).sum().backward()
         for name, parameter in named_weights(ours):
+            if not parameter.requires_grad:  # a factor that is no parameter of transformers
+                continue
             torch.testing.assert_close(
                 parameter.grad, gradients[name].float(), rtol=1e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}"
             )

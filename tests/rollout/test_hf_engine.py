@@ -73,7 +73,10 @@ def test_settings_meant_for_another_engine_are_refused(tied_folder):
         engine_at("hf", tied_folder, engine_kwargs=schema.EngineKwargs(vllm={"block_size": 16}))
 
 
-@pytest.mark.parametrize("model_type", [*SHAPED, "gemma3_text", "gpt_oss", "mistral", "qwen3", "qwen3_moe", "qwen2_moe", "olmoe"])
+@pytest.mark.parametrize(
+    "model_type",
+    [*SHAPED, "gemma3_text", "gemma4_text", "gpt_oss", "mistral", "qwen3", "qwen3_moe", "qwen2_moe", "olmoe"],
+)
 def test_the_engine_computes_what_is_special_in_a_family_as_the_trainer_does(tmp_path, one_rank, model_type):
     """Caps, factors, windows shorter than a row, and norms; prompts of several lengths, some of them twice."""
     folder = tiny_folder(tmp_path, model_type, **fields_of(model_type))

@@ -96,7 +96,10 @@ def test_vllm_without_torchvision_is_told_what_to_install(folder, no_shared_engi
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype", "bound"),
-    [("qwen3_vl", "float32", 1e-5), ("gemma3", "float32", 1e-5), ("qwen3_5", "bfloat16", 0.1), ("qwen3_5_moe", "bfloat16", 0.1)],
+    [
+        *((kind, "float32", 1e-5) for kind in ("qwen3_vl", "gemma3", "gemma4")),
+        *((kind, "bfloat16", 0.1) for kind in ("qwen3_5", "qwen3_5_moe")),
+    ],
 )
 def test_vllm_loads_a_saved_multimodal_folder_and_scores_its_text_as_transformers_does(tmp_path, kind, dtype, bound):
     pytest.importorskip("vllm")

@@ -46,6 +46,7 @@ CASES = {
     "shared prompts, mistral": {**ELEMENTWISE, "shared": True, "budget": WHOLE},
     "shared prompts, gemma3_text": {**ELEMENTWISE, "recompute": True, "shared": True, "budget": WHOLE},
     "shared prompts, gpt_oss": {**ELEMENTWISE, "shared": True, "budget": WHOLE},
+    "shared prompts, gemma4_text": {**ELEMENTWISE, "recompute": True, "shared": True, "budget": WHOLE},
     "three key heads": PLAIN,
 }
 """Options of :func:`gradients`. Two ranks repeat three key heads.
@@ -139,7 +140,7 @@ def folders(tmp_path_factory):
     folders["critic"] = with_value_head(folders["qwen3"], at / "critic")
     return folders | {
         kind: architectures.tiny_folder(at / kind, kind, sliding_window=4)
-        for kind in ("gemma2", "gemma3_text", "gpt_oss", "mistral")
+        for kind in ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "mistral")
     }
 
 
