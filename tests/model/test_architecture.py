@@ -53,7 +53,7 @@ def test_an_error_names_the_folder_the_type_and_the_types_that_are_tested():
 
 @pytest.mark.parametrize(
     ("model_type", "nearest"),
-    [("gemma4_text", "gemma3_text"), ("qwen2_5_vl", "qwen3_vl"), ("mixtral", "qwen3_moe"), ("qwen3_next", "qwen3_5_moe_text")],
+    [("recurrent_gemma", "gemma2"), ("qwen2_5_vl", "qwen3_vl"), ("mixtral", "qwen3_moe"), ("qwen3_next", "qwen3_5_moe_text")],
 )
 def test_an_error_names_the_nearest_type_that_works(model_type, nearest):
     config = tiny_config(model_type)

@@ -203,6 +203,10 @@ PUBLISHED = {
         positions=2**17,
         counted=(3_880_263_168, 94_382_592),
     ),
+    "google/gemma-4-31B-it": ModelSize(
+        5376, 21_504, 60, 32, 4, 512, 262_144, True, qk_norm=True, window=1024, post_norms=True, positions=2**18,
+        counted=(30_697_345_340, 534_009_857), v_norm=True, local=LocalHeads(50, 16, 256), keys_are_values=True,
+    ),
     "meta-llama/Llama-3.2-1B-Instruct": ModelSize(2048, 8192, 16, 32, 8, 64, 128_256, True, positions=2**17),
     "meta-llama/Llama-3.2-3B-Instruct": ModelSize(3072, 8192, 28, 24, 8, 128, 128_256, True, positions=2**17),
 }  # fmt: skip
