@@ -47,7 +47,7 @@ class Family:
     refused: str | None = None
     """Reason that follows "models of type X" in the error. None = packed log-probs and gradients equal those of transformers."""
     nearest: str | None = None
-    """For a type of which some or all configs are refused, a related type that works. None = :data:`NEAREST` says which."""
+    """A related type that works, for a type of which some or all configs are refused. None = :data:`NEAREST` says which."""
 
 
 STATE_LAYER = "linear_attention"
