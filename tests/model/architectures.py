@@ -35,7 +35,11 @@ GEMMA_4 = {
     "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
     "final_logit_softcapping": 0.8, "num_experts": None,
 }  # fmt: skip
-OF_TEXT: dict[str, dict[str, Any]] = {"gemma4_text": GEMMA_4, "gemma4": GEMMA_4}
+SMALL_GEMMA_4 = GEMMA_4 | {
+    "attention_k_eq_v": False, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320, "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
+OF_TEXT: dict[str, dict[str, Any]] = {"gemma4_text": GEMMA_4, "gemma4": SMALL_GEMMA_4}
 """Fields of the text part of some types. Not all of these are fields of a config that was made."""
 
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -45,6 +47,7 @@ VARIANTS = {
     },
     "gemma4_text": {"sliding_window": 4},
     "gemma4_text with values of their own": {"attention_k_eq_v": False},
+    "gemma4_small": {"sliding_window": 4},
 }  # fmt: skip
 OPTIONS = {
     "plain": BlockOptions(),
@@ -63,7 +66,9 @@ ANSWERS = [[14, 15, 16], [17], [18, 19, 20, 21, 22], [23, 24]]
 def folders(tmp_path_factory):
     parent = tmp_path_factory.mktemp("families")
     names = {name.split()[0] for name in VARIANTS}
-    return {name: make_tiny_model(parent / name, TinyShape(model_type=name, tie_embeddings=False), seed=3) for name in names}
+    shapes = {name: TinyShape(model_type=name, tie_embeddings=False) for name in names - {"gemma4_small"}}
+    shapes["gemma4_small"] = replace(shapes["gemma4_text"], num_layers=4, layer_inputs=8, reading_layers=2)
+    return {name: make_tiny_model(parent / name, shape, seed=3) for name, shape in shapes.items()}
 
 
 def theirs(folder, config):
@@ -151,7 +156,18 @@ def test_a_window_of_any_width_goes_on_from_a_shared_prompt(folders, kind, width
 
 @pytest.mark.parametrize(
     "kind",
-    ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "qwen3_5_moe_text", "gemma3_text", "gemma4_text", "qwen3_moe"],
+    [
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+        "gemma3_text",
+        "gemma4_text",
+        "gemma4_small",
+        "qwen3_moe",
+    ],
 )
 def test_it_takes_over_every_parameter_under_its_name_and_in_its_order(folders, kind):
     model, policy = AutoModelForCausalLM.from_pretrained(folders[kind]), built(folders[kind])

@@ -11,14 +11,18 @@ from tests.model.test_prefix_kv import assert_near, results
 from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
-KINDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_moe", "gemma3_text", "gemma4_text", "gpt_oss")
+KINDS = {
+    kind: TinyShape(kind, num_layers=4)
+    for kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_moe", "gemma3_text", "gemma4_text", "gpt_oss")
+}
+KINDS["small gemma4_text"] = TinyShape("gemma4_text", num_layers=5, layer_inputs=8, reading_layers=3)
 PLAIN = {"recompute_elementwise": False, "prune_last_block": False}
 WINDOW = 7
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
 def folder(request, tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("family") / "model", TinyShape(request.param, num_layers=4), seed=3)
+    return make_tiny_model(tmp_path_factory.mktemp("family") / "model", request.param, seed=3)
 
 
 def drawn(draw, kind):

@@ -17,6 +17,7 @@ from verl_memopt.config.schema import ActorRolloutRef, Fsdp, Model
 from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.embedding_gradient import TrainedEmbedding, is_plain
+from verl_memopt.memory.lora import adapter_params
 from verl_memopt.model.assembly import ModelUse, build_policy
 from verl_memopt.model.captured_block import why_not_captured
 from verl_memopt.model.decoder import Decoder
@@ -28,8 +29,12 @@ from verl_memopt.worker.trained_model import micro_batches_of
 
 BOUND = 2e-6
 """Of the difference of a gradient, relative to its norm, in fp32."""
-KINDS = {"gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, "gemma4_text": {}}
-"""Each type -> fields of its config. The layers of Gemma 4 have the sizes of their types, so these cannot be changed."""
+SHAPE = TinyShape(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16)
+KINDS = {kind: replace(SHAPE, model_type=kind) for kind in ("gemma3_text", "gemma4_text")}
+SMALL = "small gemma4_text"
+KINDS[SMALL] = replace(KINDS["gemma4_text"], num_layers=4, layer_inputs=8, reading_layers=2)
+LAYERS = {"gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}}
+"""Fields of a config. The layers of Gemma 4 have the sizes of their types, so these cannot be changed."""
 CONFIG = {"sliding_window": 6, "final_logit_softcapping": 20.0}
 PLAIN, OWN = {"prune_last_block": False}, act.ELEMENTWISE
 KNOBS = {
@@ -59,11 +64,10 @@ BATCH, PARTS = sharing(grouped(20, [9, 5, 1, 12, 3, 7])), [[0, 1], [2, 3], [4, 5
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     at = tmp_path_factory.mktemp("gemma")
-    shape = TinyShape(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16)
-    made = {kind: make_tiny_model(at / kind, replace(shape, model_type=kind), seed=3) for kind in KINDS}
+    made = {kind: make_tiny_model(at / kind, shape, seed=3) for kind, shape in KINDS.items()}
     for kind, folder in made.items():
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | CONFIG | KINDS[kind]))
+        (folder / "config.json").write_text(json.dumps(config | CONFIG | LAYERS.get(kind, {})))
     return made
 
 
@@ -79,7 +83,7 @@ def results(folder, mesh, world_size=1, parts=PARTS, reuse=None, **options):
     with torch.no_grad():
         for parameter in policy.model.parameters():
             if parameter.dim() == 1:  # norms and factors that do not multiply by one
-                whole_of(parameter).add_(0.2 * torch.randn(parameter.shape, generator=generator))
+                whole_of(parameter).add_(0.1 * torch.randn(parameter.shape, generator=generator))
     policy.model.supports_prefix_kv = policy.model.supports_prefix_kv if reuse is None else reuse
     scores = policy.compute_log_probs(BATCH, parts, 0.9, True)
     policy.accumulate(micro_batches_of(BATCH, parts, policy.model.supports_prefix_kv), counts_of(BATCH), 0.9)
@@ -146,9 +150,13 @@ BYTES = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+DEEP = {kind: replace(act.SHAPE, model_type=kind) for kind in ("gemma3_text", "gemma4_text")}
+DEEP[SMALL] = replace(DEEP["gemma4_text"], layer_inputs=32, reading_layers=2)
+
+
+@pytest.fixture(scope="module", params=DEEP.values(), ids=DEEP)
 def deep(request, tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("deep") / "model", replace(act.SHAPE, model_type=request.param), seed=5)
+    return make_tiny_model(tmp_path_factory.mktemp("deep") / "model", request.param, seed=5)
 
 
 @pytest.mark.parametrize("knobs", BYTES)
@@ -164,6 +172,20 @@ def test_activations_are_those_of_the_formula(deep, knobs):
     assert act.close(found, shapes.activation_bytes)
 
 
+@pytest.mark.parametrize("kind", ["gemma4_text", SMALL])
+def test_predicted_parameters_of_blocks_and_adapters_are_those_of_the_model(folders, one_rank, kind):
+    policy = act.build(folders[kind], one_rank, **act.LORA)
+    size, settings = size_of(Model(path=str(folders[kind])), "model"), replaced(ActorRolloutRef(), {"model.lora_rank": 4})
+    shapes = Shapes.of(size, settings, Pass(1, 1, 1, 1), "cpu")
+    learning = [parameter.numel() for parameter in policy.model.parameters() if parameter.requires_grad]
+    assert adapter_params(shapes) == sum(learning)
+    blocks = [(name, part) for block in policy.model.blocks() for name, part in block.named_modules()]
+    matrices = [part.weight.numel() for name, part in blocks if hasattr(part, "in_features") and "per_layer" not in name]
+    assert shapes.linear_params == sum(matrices)
+    # Two wide layers with one key head, or one of them with two; and a layer with two heads of half the size.
+    assert size.pair_elements == 2 * (2 * 32 + 2 * 16)
+
+
 def built(folder, mesh, **model):
     settings = Model(path=str(folder), attn_implementation="sdpa", **model)
     return build_policy(settings, Fsdp(dtype="fp32"), folder, mesh, torch.device("cpu"), ModelUse(recompute=True, trained=True))
@@ -176,7 +198,9 @@ def test_blocks_over_tiles_are_refused_and_blocks_are_not_captured(folder, one_r
         built(folder, one_rank, block_tile_tokens=16)
     model = built(folder, one_rank, enable_gradient_checkpointing=True)
     assert isinstance(model.decoder, Decoder)
-    assert [why_not_captured(block) for block in model.blocks()] == ["the outputs of its attention and MLP have norms"] * 3
+    assert [why_not_captured(block) for block in model.blocks()] == ["the outputs of its attention and MLP have norms"] * len(
+        model.blocks()
+    )
 
 
 @pytest.mark.parametrize(("kind", "value"), [("gemma3_text", True), ("gemma4_text", "all")])
@@ -195,8 +219,6 @@ def test_sizes_that_differ_from_layer_to_layer_are_not_overridden(folders):
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"hidden_size_per_layer_input": 8}, r"have inputs of their own in each layer \(hidden_size_per_layer_input=8\)"),
-        ({"num_kv_shared_layers": 1}, r"have layers that read the keys of an earlier one \(num_kv_shared_layers=1\)"),
         ({"enable_moe_block": True}, r"have a mixture of experts beside each MLP \(enable_moe_block=True\)"),
     ],
     ids=str,

@@ -148,10 +148,14 @@ def _has_another_reference(settings: Settings) -> bool:
 
 def adapter_params(shapes: Shapes) -> int:
     if shapes.local is not None:
-        near, far = shapes.local.layers, shapes.layers - shapes.local.layers
-        return adapter_params(replace(shapes.of_local, layers=near)) + adapter_params(replace(shapes, local=None, layers=far))
+        in_blocks = sum(adapter_params(replace(of_kind, layers=count)) for count, of_kind in shapes.kinds)
+        # The projection that makes the inputs of all layers is outside of the blocks.
+        inputs = shapes.hidden + shapes.layers * shapes.layer_inputs if shapes.layer_inputs else 0
+        return in_blocks + shapes.settings.model.lora_rank * inputs
     h, mlp, query, key = shapes.hidden, shapes.mlp, shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
-    sides = 2 * (h + query) + (1 if shapes.keys_are_values else 2) * (h + key) + (query if shapes.gated else 0)
+    pairs = 0 if shapes.is_reading else 1 if shapes.keys_are_values else 2
+    sides = 2 * (h + query) + pairs * (h + key) + (query if shapes.gated else 0)
+    sides += 2 * (h + shapes.layer_inputs) if shapes.layer_inputs else 0
     linear, rule = 0, shapes.rule
     if rule is not None:
         linear = 5 * h + 2 * (rule.keys + rule.value_heads) + 3 * rule.values

@@ -300,6 +300,11 @@ def _check_heads(config: Any, ranks: int, use: ModelUse) -> None:
             f"{use.fsdp_key}.ulysses_sequence_parallel_size={ranks}: layers of {config.model_type} carry a state from token to "
             f"token, so ranks cannot share the tokens of a row. Set it to 1. For long rows set {use.knobs_key}.block_tile_tokens."
         )
+    if getattr(sizes, "num_kv_shared_layers", 0):
+        raise ConfigError(
+            f"{use.fsdp_key}.ulysses_sequence_parallel_size={ranks}: some layers of {config.model_type} read the keys of an "
+            "earlier one, and ranks that share the tokens of a row do not hand these on. Set it to 1."
+        )
     heads = int(sizes.num_attention_heads)
     kv_heads = min(int(getattr(layer, "num_key_value_heads", None) or heads) for layer in layers)
     key = f"{use.fsdp_key}.ulysses_sequence_parallel_size"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -51,6 +51,13 @@ logger = logging.getLogger(__name__)
 PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
 """The submodules of a decoder of the Llama family, in the order of its parameters."""
 
+LAYER_INPUTS = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
+"""Further submodules of a small Gemma 4, which give each token an input of its own for each layer."""
+
+Handed = tuple[Tensor, Tensor, Tensor, Tensor]
+"""What later layers of the same type read of a layer: rotated keys and normed values [K, kv heads, D], and the tables [1, K, R]
+of cosines and sines for these K tokens."""
+
 
 @dataclass(frozen=True)
 class BlockOptions:
@@ -76,7 +83,6 @@ class BlockOptions:
 
 class Attention(nn.Module):
     q_proj: Any
-    k_proj: Any
     o_proj: Any
 
     def __init__(self, source: Any, options: BlockOptions) -> None:
@@ -86,6 +92,8 @@ class Attention(nn.Module):
         self.k_norm: Any = None
         self.v_norm: Any = None  # has no weight (Gemma 4)
         self.v_proj: Any = None  # None = values are keys (Gemma 4)
+        self.k_proj: Any = None  # None = keys and values are those of an earlier layer (Gemma 4)
+        self.stores = bool(getattr(source, "store_full_length_kv", False)) and source.config.num_kv_shared_layers > 0
         # In the order of the source, so that parameters keep their order.
         for name, part in source.named_children():
             setattr(self, name, part)
@@ -98,24 +106,47 @@ class Attention(nn.Module):
 
     def forward(
         self, x: Tensor, norm: nn.Module, tables: Tables, layout: PrefixLayout, attend: Attend, prefix_kv: Prefix | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return attention's output [Q, h] for the Q queries of the packed sequences, and ``x``.
+    ) -> tuple[Tensor, Tensor, Handed | None]:
+        """Return attention's output [Q, h] for the Q queries of the packed sequences, ``x``, and what later layers read.
 
         ``x`` [T, h] is the input of ``norm``. With sequence parallelism ``x`` and the result have only this rank's tokens. The
         other arguments are as in :meth:`DecoderBlock.forward`. The returned ``x`` accumulates its gradient in the norm's
         backward.
         """
         rows = query_rows(layout, prefix_kv)
+        if self.stores:
+            query, key, value, x = self._query_key_value(x, norm, rows)
+            if prefix_kv is not None:
+                key, value, tables = prefix_kv.extend(self.layer, key, value, tables)
+            # Keys are rotated here once, and no kernel overwrites them, because other layers read them too.
+            handed = self._rotary(tables).key(self._heads(key)), self._heads(value), *tables
+            return self._projected(self._with_handed(query, handed, layout, attend), None), x, handed
         if not self.options.recompute and rows is None:
             assert prefix_kv is None, "prefix KV needs recomputed norms and rotations"
-            return self._plain(norm(x), tables, layout, attend), x
+            return self._plain(norm(x), tables, layout, attend), x, None
         # Attention applies the norms and the rotation of queries and keys itself, and again in backward. So they are kept as the
         # projections return them.
         query, key, value, x = self._query_key_value(x, norm, rows)
         query, gate = self._gate(query)
         if prefix_kv is not None:
             key, value, tables = prefix_kv.extend(self.layer, key, value, tables)
-        return self._projected(self.attention(query, key, value, tables, layout, attend), gate), x
+        return self._projected(self.attention(query, key, value, tables, layout, attend), gate), x, None
+
+    def reading(self, x: Tensor, norm: Any, layout: PrefixLayout, attend: Attend, handed: Handed) -> tuple[Tensor, Tensor]:
+        """Do as :meth:`forward` in a layer that reads the keys and values of an earlier one. ``x`` [Q, h] has the queries."""
+        if self.options.recompute:
+            rms_norm, weight = norm_and_weight(norm)
+            query, x = recomputed_outputs(rms_norm, (x,), (weight,), (self.q_proj,), passed=True)
+        else:
+            query = self.q_proj(norm(x))
+        return self._projected(self._with_handed(query, handed, layout, attend), None), x
+
+    def _with_handed(self, query: Tensor, handed: Handed, layout: PrefixLayout, attend: Attend) -> Tensor:
+        key, value, *tables = handed
+        rotary = self._rotary((tables[0], tables[1]))
+        cos, sin = layout.at_queries(rotary.cos, rotary.sin)
+        turned = replace(rotary, cos=cos, sin=sin).query(self._heads(query))
+        return self._attended(turned, key, value, layout, attend, None)
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, tables: Tables, layout: PrefixLayout, attend: Attend
@@ -197,9 +228,11 @@ class Attention(nn.Module):
     def _rotary(self, tables: Tables) -> Rotary:
         cos, sin = (table[0] for table in self._own_tables(tables))
         # Families without norms of queries and keys have no epsilon, so the 0 is never read.
-        if self.q_norm is None or self.k_norm is None:
+        if self.q_norm is None:
             return Rotary(cos, sin, (None, None), 0.0)
-        (norm, query_weight), (_, key_weight) = norm_and_weight(self.q_norm), norm_and_weight(self.k_norm)
+        norm, query_weight = norm_and_weight(self.q_norm)
+        # A layer that reads the keys of an earlier one does not rotate keys.
+        key_weight = None if self.k_norm is None else norm_and_weight(self.k_norm)[1]
         return Rotary(cos, sin, (query_weight, key_weight), norm.eps)
 
 
@@ -273,6 +306,11 @@ class DecoderBlock(nn.Module):
         if hasattr(source, "post_feedforward_layernorm"):
             self.pre_feedforward_layernorm = source.pre_feedforward_layernorm
             self.post_feedforward_layernorm = source.post_feedforward_layernorm
+        self.kind = getattr(source.self_attn, "layer_type", None) if hasattr(source, "self_attn") else None
+        if getattr(source, "hidden_size_per_layer_input", 0):
+            self.act_fn = source.act_fn
+            self.per_layer_input_gate, self.per_layer_projection = source.per_layer_input_gate, source.per_layer_projection
+            self.post_per_layer_input_norm = source.post_per_layer_input_norm
         # A factor [1] of the block's output, which is not trained. None = there is none.
         self.layer_scalar: nn.Parameter | None = getattr(source, "layer_scalar", None)
 
@@ -297,8 +335,12 @@ class DecoderBlock(nn.Module):
         attend: Attend | None,
         prefix_kv: Prefix | None = None,
         routed: LayerRoutes | None = None,
-    ) -> Tensor:
+        inputs: Tensor | None = None,
+        handed: Handed | None = None,
+    ) -> Any:
         """Return the block's output [1, Q, h] for the Q queries. These are all T tokens, unless the block is pruned.
+
+        If later layers read its keys and values, return (output, what they read).
 
         Args:
             hidden: [1, T, h]. With sequence parallelism it has only this rank's tokens.
@@ -308,10 +350,14 @@ class DecoderBlock(nn.Module):
             attend: The attention kernel. None = run the block over tiles, which has its own kernel.
             prefix_kv: The prefix KV of these answers, or a recorder if this is the forward of the prompt.
             routed: The experts of the T tokens, if a block with experts replays or records them.
+            inputs: [1, T, n], the tokens' own inputs of this layer. None = they have none.
+            handed: What an earlier layer handed on. None = the block has keys and values of its own.
         """
-        out = self._output(hidden, cos, sin, layout, attend, prefix_kv, routed)
+        found = self._output(hidden, cos, sin, layout, attend, prefix_kv, routed, inputs, handed)
+        out, *more = found if isinstance(found, tuple) else (found,)
         # In place, outside of the checkpointed part, which would hold a gradient before and after the factor.
-        return out if self.layer_scalar is None else _Scaled.apply(out, self.layer_scalar)
+        out = out if self.layer_scalar is None else _Scaled.apply(out, self.layer_scalar)
+        return (out, *more) if more else out
 
     def _output(
         self,
@@ -322,7 +368,9 @@ class DecoderBlock(nn.Module):
         attend: Attend | None,
         prefix_kv: Prefix | None,
         routed: LayerRoutes | None,
-    ) -> Tensor:
+        inputs: Tensor | None,
+        handed: Handed | None,
+    ) -> Any:
         if attend is None:
             assert prefix_kv is None, "a tiled block cannot use prefix KV"
             assert layout.split is None, "a tiled block needs the keys of all tokens on this rank"
@@ -333,13 +381,29 @@ class DecoderBlock(nn.Module):
         if self.options.checkpoint == "full" and self._is_one_output(hidden, prefix_kv):
             return checkpointed_block(self.compute, hidden, cos, sin, layout, attend, None, routed)
         if self.options.checkpoint is not None:
-            others = (cos, sin, layout, attend, prefix_kv, routed)
-            return checkpointed(self.compute, hidden, *others, mode=self.options.checkpoint)
-        return self.compute(hidden, cos, sin, layout, attend, prefix_kv, routed)
+            given = hidden, cos, sin, layout, attend, prefix_kv, routed, None, inputs, *(handed or ())
+            return checkpointed(self.compute, *given, mode=self.options.checkpoint)
+        return self.compute(hidden, cos, sin, layout, attend, prefix_kv, routed, None, inputs, *(handed or ()))
 
     def _is_one_output(self, hidden: Tensor, prefix_kv: Prefix | None) -> bool:
         # A prefix KV has gradients of its own. A first block whose input needs no gradient has nothing to start a backward from.
-        return prefix_kv is None and hidden.requires_grad and torch.is_grad_enabled() and self.mlp.sums
+        one = not self.has_inputs and not (self.reads or self.stores)
+        return one and prefix_kv is None and hidden.requires_grad and torch.is_grad_enabled() and self.mlp.sums
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether each token has an input of its own for this layer."""
+        return hasattr(self, "per_layer_input_gate")
+
+    @property
+    def reads(self) -> bool:
+        """Whether it reads the keys and values of an earlier block."""
+        return not self.is_linear and self.self_attn.k_proj is None
+
+    @property
+    def stores(self) -> bool:
+        """Whether later blocks read its keys and values."""
+        return not self.is_linear and self.self_attn.stores
 
     def _can_replay(self, hidden: Tensor, layout: PrefixLayout, prefix_kv: Prefix | None) -> bool:
         # Not a pruned block, whose rows differ from one micro-batch to the next.
@@ -397,14 +461,25 @@ class DecoderBlock(nn.Module):
         prefix_kv: Prefix | None,
         routed: LayerRoutes | None = None,
         checkpoint: Forward | None = None,
-    ) -> Tensor:
+        inputs: Tensor | None = None,
+        *handed: Tensor,
+    ) -> Any:
         # squeeze, not [0]: the backward of an index allocates zeros and copies the gradient into them.
-        rows = query_rows(layout, prefix_kv)
-        x, residual = self._residual(hidden.squeeze(0), rows)
+        rows, stored = query_rows(layout, prefix_kv), None
+        if inputs is not None:
+            inputs = inputs.squeeze(0) if rows is None else inputs.squeeze(0).index_select(0, rows.index)
+        x = hidden.squeeze(0)
+        if self.reads and rows is not None:
+            x, rows = x.index_select(0, rows.index), None
+        x, residual = self._residual(x, rows)
         if self.is_linear:
             attended, passed = self.linear_attn(x, self.input_layernorm, layout, prefix_kv)
+        elif self.reads:
+            key, value, *tables = handed
+            own = key, value, tables[0], tables[1]
+            attended, passed = self.self_attn.reading(x, self.input_layernorm, layout, attend, own)
         else:
-            attended, passed = self.self_attn(x, self.input_layernorm, (cos, sin), layout, attend, prefix_kv)
+            attended, passed, stored = self.self_attn(x, self.input_layernorm, (cos, sin), layout, attend, prefix_kv)
         # The sum must read ``passed`` and not ``x``, because the norm's backward accumulates the gradient of ``passed``.
         residual = passed if rows is None else residual
         if self.norms_outputs:
@@ -415,11 +490,20 @@ class DecoderBlock(nn.Module):
         if self.mlp.sums:
             # As many tiles as for all tokens, so that the tiles of a pruned block are not larger.
             tiles = len(product_tiles(x))
-            return self.mlp.forward_sum(residual, attended, norm, tiles, checkpoint, post, **own)
-        # The sum has three dimensions, so that the block does not return a view to FSDP2.
-        hidden = residual[None] + attended[None]
-        del attended  # freed before the MLP allocates
-        return self.mlp(hidden, norm, post, **own)
+            out = self.mlp.forward_sum(residual, attended, norm, tiles, checkpoint, post, **own)
+        else:
+            # The sum has three dimensions, so that the block does not return a view to FSDP2.
+            hidden = residual[None] + attended[None]
+            del attended  # freed before the MLP allocates
+            out = self.mlp(hidden, norm, post, **own)
+        out = out if inputs is None else self._with_inputs(out, inputs)
+        return out if stored is None else (out, *stored)
+
+    def _with_inputs(self, out: Tensor, inputs: Tensor) -> Tensor:
+        # Adds what the tokens' own inputs [Q, n] say, gated by the state [1, Q, h].
+        more = self.per_layer_projection(self.act_fn(self.per_layer_input_gate(out.squeeze(0))) * inputs)
+        norm: Any = self.post_per_layer_input_norm
+        return out + (_recomputed(norm, more) if self.options.recompute else norm(more))[None]
 
     def _residual(self, x: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
         # Returns x [T, h], and the rows of the queries [Q, h] for the residual sum.
@@ -439,6 +523,9 @@ class Decoder(nn.Module):
         self.embed_tokens = source.embed_tokens
         self.layers = nn.ModuleList(DecoderBlock(block, own) for block, own in zip(source.layers, blocks, strict=True))
         self.norm, self.rotary_emb = source.norm, source.rotary_emb
+        if hasattr(source, LAYER_INPUTS[0]):
+            for name in LAYER_INPUTS:
+                setattr(self, name, getattr(source, name))
         # The tables of all types of layers, such as local and global ones, are side by side in one.
         self.kinds: Sequence[str] = getattr(source.rotary_emb, "layer_types", ())
         widths = [2 * getattr(source.rotary_emb, f"{kind}_inv_freq").shape[0] for kind in self.kinds]
@@ -474,13 +561,31 @@ class Decoder(nn.Module):
         hidden = self.embed_tokens(input_ids)
         cos, sin = self._tables(hidden, position_ids)
         kernel = self.attend if attend is None else attend
-        for block, options in zip(self.layers, self.options, strict=True):
+        inputs, stored = self._layer_inputs(input_ids, hidden), dict[Any, Handed]()
+        for place, (block, options) in enumerate(zip(self.layers, self.options, strict=True)):
             # Only the last block can be pruned, because attention in the next block reads all tokens.
             pruned = options.prune and needed is not None
             over_tiles = attend is None and block.tile_tokens is not None
-            own = routes.of_layer(block.mlp.place) if routes is not None and isinstance(block.mlp, Experts) else None
-            hidden = block(hidden, cos, sin, needed if pruned else layout, None if over_tiles else kernel, prefix_kv, own)
+            routed = routes.of_layer(block.mlp.place) if routes is not None and isinstance(block.mlp, Experts) else None
+            more: dict[str, Any] = {} if inputs is None else {"inputs": inputs[place]}
+            if block.reads:
+                # A view for each block, so that its own part of the gradient says when its backward is over.
+                more["handed"] = tuple(tensor.view_as(tensor) for tensor in stored[block.kind])
+            own = needed if pruned else layout
+            found = block(hidden, cos, sin, own, None if over_tiles else kernel, prefix_kv, routed, **more)
+            hidden, *handed = found if block.stores else (found,)
+            if handed:
+                stored[block.kind] = (handed[0], handed[1], handed[2], handed[3])
         return hidden.squeeze(0)
+
+    def _layer_inputs(self, input_ids: Tensor, hidden: Tensor) -> Sequence[Tensor] | None:
+        # The tokens' own inputs of each layer, [1, T, n] each: a part from the token, and a part from its embedding.
+        if not hasattr(self, LAYER_INPUTS[0]):
+            return None
+        shape = (*input_ids.shape, len(self.layers), -1)
+        embed, project, norm = (getattr(self, name) for name in LAYER_INPUTS)
+        of_state = norm((project(hidden) * hidden.shape[-1] ** -0.5).view(shape))
+        return ((of_state + embed(input_ids).view(shape)) * 2.0**-0.5).unbind(2)
 
     def _tables(self, hidden: Tensor, position_ids: Tensor) -> Tables:
         if not self.kinds:
@@ -547,7 +652,7 @@ def is_llama_like(lm: Any) -> bool:
     known_blocks = all(type(block).__name__ in OWN_BLOCKS and _knows_mixture(block) for block in decoder.layers)
     # A model folder may contain its own code with the same class names.
     own_code = not type(lm).__module__.startswith("transformers.")
-    return known_blocks and not own_code and {name for name, _ in decoder.named_children()} == set(PARTS)
+    return known_blocks and not own_code and {name for name, _ in decoder.named_children()} - set(LAYER_INPUTS) == set(PARTS)
 
 
 def _knows_mixture(block: Any) -> bool:

@@ -223,8 +223,6 @@ LOGIT_SCALES = (LOGIT_CAP, "logit_scale", "logits_scaling", "lm_head_multiplier"
 ``FAMILIES`` says what a type does."""
 
 GEMMA_4_PARTS = {
-    "hidden_size_per_layer_input": "have inputs of their own in each layer",
-    "num_kv_shared_layers": "have layers that read the keys of an earlier one",
     "enable_moe_block": "have a mixture of experts beside each MLP",
 }
 """Config field of Gemma 4 -> a part of its layers that is refused."""
@@ -269,7 +267,8 @@ def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
     """
     if not getattr(config, "is_heterogeneous", False):
         return [config]
-    return [config.per_layer_config[kind] for kind in dict.fromkeys(layer_types(config))]
+    by_type: Any = config.per_layer_config
+    return [by_type[kind] for kind in dict.fromkeys(layer_types(config))]
 
 
 def is_uneven(config: PretrainedConfig) -> bool:

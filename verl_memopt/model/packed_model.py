@@ -27,7 +27,7 @@ from verl_memopt.memory.streamed_params_torch import StreamedParams
 from verl_memopt.memory.teaching import AnyTeaching
 from verl_memopt.model.attention import KERNELS, REGISTERED, Attend, AttentionArgs
 from verl_memopt.model.captured_block import CapturedBlocks
-from verl_memopt.model.decoder import BlockOptions, Decoder, is_llama_like
+from verl_memopt.model.decoder import LAYER_INPUTS, BlockOptions, Decoder, is_llama_like
 from verl_memopt.model.experts import Experts
 from verl_memopt.model.families import POLICY_KEY, logit_shape, refused
 from verl_memopt.model.packing import Pack
@@ -80,6 +80,9 @@ class PackedModel(nn.Module):
         embedding = lm.get_input_embeddings()
         if is_plain(embedding):
             lm.set_input_embeddings(TrainedEmbedding(embedding))
+        further = getattr(lm.get_decoder(), LAYER_INPUTS[0], None)
+        if further is not None and is_plain(further):
+            setattr(lm.get_decoder(), LAYER_INPUTS[0], TrainedEmbedding(further))
         if is_llama_like(lm):
             options = [BlockOptions()] * len(lm.model.layers) if blocks is None else blocks
             lm.model = Decoder(lm.model, options, KERNELS[lm.config._attn_implementation])

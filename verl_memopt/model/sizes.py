@@ -14,6 +14,7 @@ from verl_memopt.config.schema import CriticModel, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.quantized_frozen import mxfp4_row_bytes
 from verl_memopt.model.attention import REGISTERED
+from verl_memopt.model.decoder import LAYER_INPUTS
 from verl_memopt.model.delta_rule import DeltaShape
 from verl_memopt.model.families import NO_LIST, OWN_BLOCKS, is_mxfp4, layer_configs, layer_types, num_experts, refused, window
 from verl_memopt.model.folder import HUB_ID, fetch, refuse_odd_files
@@ -86,6 +87,14 @@ class ModelSize:
     """Heads of some layers, if these are smaller than those of the others. None = all layers have the same."""
     keys_are_values: bool = False
     """Whether layers beside those of ``local`` have no projection of values."""
+    reading: tuple[int, int] = (0, 0)
+    """How many layers read the keys of an earlier one: of those beside ``local``, and of those of ``local``."""
+    own_mlp: int | None = None
+    """Width of the MLP of the other layers. None = as theirs."""
+    layer_inputs: int = 0
+    """Width of the inputs that each token has for each layer (small models of Gemma 4)."""
+    root_params: int = 0
+    """Parameters outside of blocks, beside those of the vocabulary: of the inputs of layers."""
 
     @property
     def kinds(self) -> list[tuple[int, int, int]]:
@@ -96,9 +105,14 @@ class ModelSize:
         return [(layers, self.kv_heads, self.head_dim), (own.layers, own.kv_heads, own.head_dim)]
 
     @property
+    def kinds_with_keys(self) -> list[tuple[int, int, int]]:
+        """:attr:`kinds` without the layers that read the keys of an earlier one."""
+        return [(kind[0] - read, kind[1], kind[2]) for kind, read in zip(self.kinds, self.reading, strict=False)]
+
+    @property
     def pair_elements(self) -> int:
         """Elements of the keys and values of a token in all layers."""
-        return sum(2 * layers * kv_heads * head_dim for layers, kv_heads, head_dim in self.kinds)
+        return sum(2 * layers * kv_heads * head_dim for layers, kv_heads, head_dim in self.kinds_with_keys)
 
     @property
     def widest(self) -> int:
@@ -259,6 +273,8 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
     if linear and hasattr(linear[0], "head_k_dim"):
         rule = DeltaShape(linear[0].num_k_heads, linear[0].num_v_heads, linear[0].head_k_dim, linear[0].head_v_dim)
     width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    own_width, doubles = width, bool(getattr(config, "use_double_wide_mlp", False) and config.num_kv_shared_layers)
+    width *= 2 if doubles else 1
     if hasattr(getattr(block, "mlp", None), "experts"):
         # Some types call the width of an expert by the name that others give to the width of an MLP.
         own = getattr(config, "moe_intermediate_size", None) or width
@@ -289,7 +305,20 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
         v_norm=hasattr(attention, "v_norm"),
         local=local,
         keys_are_values=local is not None and bool(getattr(config, "attention_k_eq_v", False)),
+        reading=_reading(config, local),
+        own_mlp=own_width if doubles else None,
+        layer_inputs=getattr(config, "hidden_size_per_layer_input", 0) or 0,
+        root_params=sum(
+            _parameters(part) for name in LAYER_INPUTS for part in [getattr(empty.get_decoder(), name, None)] if part
+        ),
     )
+
+
+def _reading(config: Any, local: LocalHeads | None) -> tuple[int, int]:
+    count = getattr(config, "num_kv_shared_layers", 0) or 0
+    last = layer_types(config)[len(layer_types(config)) - count :]
+    near = last.count("sliding_attention") if local is not None else 0
+    return count - near, near
 
 
 def _heads(layer: Any) -> tuple[int, int]:

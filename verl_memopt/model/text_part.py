@@ -30,8 +30,14 @@ IN_RUN = frozenset({"use_cache", "architectures", "transformers_version", *DTYPE
 """Fields that a run sets in its own copy of the text part's config, and that :func:`whole_config` does not compare."""
 
 
-class _Typed(TypedDict):
+class _Layers(TypedDict):
+    num_hidden_layers: NotRequired[int | None]
+    num_kv_shared_layers: NotRequired[int | None]
+
+
+class _Typed(_Layers):
     model_type: NotRequired[str]
+    text_config: NotRequired[_Layers | None]
 
 
 class _Sized(TypedDict):
@@ -97,7 +103,7 @@ def turned_hidden(folder: Path) -> int | None:
 
 def has_more(folder: Path) -> bool:
     """Whether a folder may hold more than a text model, by the type in its config.json."""
-    return bool(family_of(_model_type(folder)).apart)
+    return bool(family_of(_model_type(folder)).apart or _unread(folder))
 
 
 def split_names(folder: Path, stored: Iterable[str]) -> tuple[dict[str, str], list[str]]:
@@ -113,19 +119,32 @@ def split_names(folder: Path, stored: Iterable[str]) -> tuple[dict[str, str], li
     Raises:
         ConfigError: Two weights of the folder have the same name in the text model.
     """
-    family = family_of(_model_type(folder))
-    if not family.apart:
+    family, unread = family_of(_model_type(folder)), _unread(folder)
+    if not family.apart and not unread:
         return {name: name for name in stored}, []
     names, apart = dict[str, str](), list[str]()
     for name in stored:
-        if name.startswith(family.apart):
+        own = text_name(name)
+        if name.startswith(family.apart) or own.startswith(unread):
             apart.append(name)
             continue
-        own = text_name(name)
         if own in names:
             raise ConfigError(f"{folder}: {name} and {names[own]} are the same weight of the text. Save the model again.")
         names[own] = name
     return names, apart
+
+
+UNREAD = tuple(f"self_attn.{part}." for part in ("k_proj", "v_proj", "k_norm", "v_norm"))
+"""Beginnings of the names of a layer's weights that Gemma 4 does not read where the layer has the keys of an earlier one."""
+
+
+def _unread(folder: Path) -> tuple[str, ...]:
+    # Beginnings of the names of weights that published folders have and the text model does not read.
+    path = folder / "config.json"
+    whole = json_of(path, _Typed, "Fetch or save the model again.", ConfigError) if path.is_file() else _Typed()
+    text = whole.get("text_config") or whole
+    reading, layers = text.get("num_kv_shared_layers") or 0, text.get("num_hidden_layers") or 0
+    return tuple(f"model.layers.{layer}.{part}" for layer in range(layers - reading, layers) for part in UNREAD)
 
 
 def _model_type(folder: Path) -> str:

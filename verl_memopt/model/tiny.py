@@ -48,6 +48,10 @@ class TinyShape:
     """Number of tokens of the longest sequence."""
     initializer_range: float = 0.02
     """Standard deviation of the random weights."""
+    layer_inputs: int = 0
+    """Width of the inputs that a small Gemma 4 has for each layer. 0 = none."""
+    reading_layers: int = 0
+    """How many of the last layers of a small Gemma 4 read the keys and values of an earlier one. Their MLPs are twice as wide."""
     linear_heads: tuple[int, int] | None = None
     """Key heads and value heads of the layers of Qwen3.5 that carry a state. None = as many as attention has."""
     linear_dims: tuple[int, int] | None = None
@@ -162,8 +166,11 @@ def _global_layers(shape: TinyShape) -> dict[str, Any]:
         "layer_types": kinds,
         "global_head_dim": 2 * shape.head_dim,
         "num_global_key_value_heads": 1,
-        "attention_k_eq_v": True,
-        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": not shape.reading_layers,
+        "hidden_size_per_layer_input": shape.layer_inputs,
+        "vocab_size_per_layer_input": shape.vocab_size,
+        "num_kv_shared_layers": shape.reading_layers,
+        "use_double_wide_mlp": bool(shape.reading_layers),
         "final_logit_softcapping": 30.0,
     }
 

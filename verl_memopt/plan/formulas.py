@@ -131,6 +131,12 @@ class Shapes:
     """Heads of the blocks with a window, if the others have wider ones. The last block is one of the others."""
     keys_are_values: bool = False
     """Blocks have no projection of values."""
+    layer_inputs: int = 0
+    """n, the width of the inputs that each token has for each block. 0 = none."""
+    reading: tuple[int, int] = (0, 0)
+    """How many blocks read the keys of an earlier one: of those beside ``local``, and of those of ``local``."""
+    own_mlp: int = 0
+    """Width of the MLP of the other blocks."""
 
     @classmethod
     def of(cls, size: ModelSize, roles: ActorRolloutRef, work: Pass, device: str) -> Shapes:
@@ -146,7 +152,8 @@ class Shapes:
             tokens=work.tokens, responses=work.responses, segments=work.rows, device=device, post_norms=size.post_norms,
             slides=bool(shares) and not fits, gated=size.gated, rule=size.rule, linear_layers=size.linear_layers,
             ends_linear=not size.prunes, mixture=size.mixture, v_norm=size.v_norm, local=size.local,
-            keys_are_values=size.keys_are_values, **known,
+            keys_are_values=size.keys_are_values, layer_inputs=size.layer_inputs, reading=size.reading,
+            own_mlp=size.own_mlp or size.mlp, **known,
         )  # fmt: skip
 
     @property
@@ -219,11 +226,20 @@ class Shapes:
         return replace(self, is_linear=True, layers=self.layers - behind, skipped=0)
 
     @property
-    def of_local(self) -> Shapes:
-        """The same pass, with figures of a block with a window."""
+    def is_reading(self) -> bool:
+        """Whether figures of one block are those of a block that reads the keys of an earlier one."""
+        return self.reading[0] > 0
+
+    @property
+    def kinds(self) -> list[tuple[int, Shapes]]:
+        """(Number of blocks, the same pass with figures of one of them) for blocks of different sizes, that of the last first."""
         assert self.local is not None
-        heads = {"kv_heads": self.local.kv_heads, "head_dim": self.local.head_dim, "keys_are_values": False}
-        return replace(self, local=None, **heads)
+        (far_read, near_read), near = self.reading, self.local.layers
+        counts = far_read, self.layers - near - far_read, near_read, near - near_read
+        reading, own = replace(self, local=None, reading=(1, 0)), replace(self, local=None, reading=(0, 0), mlp=self.own_mlp)
+        size = self.local.kv_heads, self.local.head_dim
+        narrow = (replace(each, kv_heads=size[0], head_dim=size[1], keys_are_values=False) for each in (reading, own))
+        return [pair for pair in zip(counts, (reading, own, *narrow), strict=True) if pair[0]]
 
     @property
     def _other_head_dim(self) -> int:
@@ -237,7 +253,16 @@ class Shapes:
         return self._activation_bytes
 
     @property
+    def _inputs_bytes(self) -> int:
+        # Bytes of the inputs of all blocks, and of what their norm keeps: its input and its output before the weight, in fp32.
+        return self.tokens * self.layers * self.layer_inputs * (self.compute_bytes + 2 * max(self.compute_bytes, 4))
+
+    @property
     def _activation_bytes(self) -> int:
+        return self._blocks_bytes + self._inputs_bytes
+
+    @property
+    def _blocks_bytes(self) -> int:
         model, others = self.settings.model, self._other_blocks(self.layers - 1)
         if model.block_tile_tokens is not None:
             return others + max(self.final_norm_bytes, self.tiled_block_bytes(model.block_tile_tokens))
@@ -261,8 +286,9 @@ class Shapes:
     def kept_of(self, blocks: int) -> int:
         """Return the bytes that the last ``blocks`` blocks keep, without the block whose figures these are."""
         if self.local is not None:
-            near = min(self.local.layers, blocks)
-            return near * self.of_local.kept_bytes + (blocks - near) * self.kept_bytes
+            (count, last), *others = self.kinds
+            before = sum(each * shapes.kept_bytes for each, shapes in others)
+            return before + max(count - (self.layers - blocks), 0) * last.kept_bytes
         linear = max(min(self.linear_layers - self.is_linear, blocks), 0)
         if not linear or self._inputs_alone:
             return blocks * self.kept_bytes
@@ -638,7 +664,9 @@ class Shapes:
         # The inputs of attention and MLP, queries, keys, values, and the attention's output. The norms are recomputed.
         gates = query if self.gated else 0
         pairs = (3 if self.v_norm else 2) * key  # the norm of values keeps them too
-        own = self.tokens * self.compute_bytes * (2 * self.hidden + 2 * query + pairs + gates) + self.exchanged_bytes
+        kept = 3 * query if self.is_reading else 2 * query + pairs  # rotated queries beside the others, but no keys
+        kept += 2 * self.hidden + gates + (2 * self.hidden + 3 * self.layer_inputs if self.layer_inputs else 0)
+        own = self.tokens * self.compute_bytes * kept + self.exchanged_bytes
         return own + (self.read_bytes(self.keys) if self.keys > self.tokens else 0)
 
     @property
@@ -873,7 +901,7 @@ class Shapes:
     def matrix_params(self) -> int:
         """Parameters of a block in matrices that a token is multiplied with."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        columns = 2 * (query + key) + (query if self.gated else 0) - self.keys_are_values * key
+        columns = 2 * (query + (0 if self.is_reading else key)) + (query if self.gated else 0) - self.keys_are_values * key
         if self.is_linear and self.rule is not None:
             columns = 2 * (self.rule.keys + self.rule.value_heads) + 3 * self.rule.values
         return self.hidden * (columns + 3 * self.mlp)
@@ -881,20 +909,20 @@ class Shapes:
     @property
     def linear_params(self) -> int:
         if self.local is not None:
-            return self.local.layers * self.of_local.matrix_params + (self.layers - self.local.layers) * self.matrix_params
+            return sum(count * shapes.matrix_params for count, shapes in self.kinds)
         linear = replace(self, is_linear=True).matrix_params if self.linear_layers else 0
         return (self.layers - self.linear_layers) * self.matrix_params + self.linear_layers * linear
 
     def packed_bytes(self, kind: str) -> int:
         if self.local is not None:
-            near = self.local.layers * self.of_local._packed_block_bytes(kind)
-            return near + (self.layers - self.local.layers) * self._packed_block_bytes(kind)
+            return sum(count * shapes._packed_block_bytes(kind) for count, shapes in self.kinds)
         linear = replace(self, is_linear=True)._packed_block_bytes(kind) if self.linear_layers else 0
         return (self.layers - self.linear_layers) * self._packed_block_bytes(kind) + self.linear_layers * linear
 
     def _packed_block_bytes(self, kind: str) -> int:
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        columns, values = query * (2 if self.gated else 1) + (1 if self.keys_are_values else 2) * key, query
+        pairs = 0 if self.is_reading else 1 if self.keys_are_values else 2
+        columns, values = query * (2 if self.gated else 1) + pairs * key, query
         if self.is_linear and self.rule is not None:
             columns, values = 2 * (self.rule.keys + self.rule.value_heads + self.rule.values), self.rule.values
         read_hidden = (columns + 2 * self.mlp) * row_bytes(kind, self.hidden)
@@ -915,8 +943,10 @@ class Shapes:
             values, channels = self.rule.values, 2 * self.rule.keys + self.rule.values
             kept = (4 + 2 * b) * 2 * self.hidden + b * (channels + 2 * self.rule.value_heads) + (16 + 5 * b) * values
             return self.tokens * (kept + self._kept_gates) + self.border_bytes
+        key = 0 if self.is_reading else key
         normed = 2 * self.hidden + query + (2 if self.v_norm else 1) * key
         norms = self._norm_width * normed + 2 * self._post_norm_width * self.hidden
         gates = 3 * query if self.gated else 0  # the gates, their activation, and the gated output
-        kept = norms + b * (query + key + gates) + self._kept_gates
+        kept = norms + b * (query + key + gates + 3 * self.layer_inputs) + self._kept_gates
+        kept += (self.hidden * (b + self._post_norm_width)) if self.layer_inputs else 0
         return self.tokens * kept + self.exchanged_bytes

@@ -201,10 +201,10 @@ class Held:
     def _matrices(self) -> tuple[int, int]:
         """(Elements of the embedding and head matrices in the root unit, elements of the largest that is a separate unit)."""
         matrix, has_value_head = self.size.vocab * self.size.hidden, not self.has_logits
-        tied = self.size.tied and not has_value_head
+        tied, further = self.size.tied and not has_value_head, self.size.root_params
         if self.fsdp.own_units and not tied:
-            return 0, matrix
-        return matrix * (1 if tied or has_value_head else 2), 0
+            return further, matrix
+        return matrix * (1 if tied or has_value_head else 2) + further, 0
 
     def forward(self, work: Pass) -> dict[str, float]:
         """Kind -> bytes at the peak of a pass without gradients, with the parameters."""

@@ -346,7 +346,7 @@ class _Prediction:
         size, rollout = self.sizes.policy, self.roles.rollout
         element_bytes = 1 if rollout.kv_cache_dtype.startswith("fp8") else width(rollout.dtype)
         parts = rollout.tensor_model_parallel_size
-        keys = sum(kv_bytes_per_token(*kind, element_bytes, parts) for kind in size.kinds)
+        keys = sum(kv_bytes_per_token(*kind, element_bytes, parts) for kind in size.kinds_with_keys)
         # Each sequence also has a state per block without attention, whatever its length. It counts for the longest one.
         states = size.linear_layers * self.policy.at_rest.pair_bytes / parts
         return keys + math.ceil(states / self._longest)

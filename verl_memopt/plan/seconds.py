@@ -259,7 +259,7 @@ class _Step:
         room = max(self.kv_tokens // longest, 1) if vllm else rows
         at_once = max(min(rows, rollout.max_num_seqs, room), 1)
         weights, products = self._weights(rollout.dtype) / parts, self.rates.products(rollout.dtype) * parts
-        token_bytes = sum(kv_bytes_per_token(*kind, width(rollout.dtype), parts) for kind in size.kinds)
+        token_bytes = sum(kv_bytes_per_token(*kind, width(rollout.dtype), parts) for kind in size.kinds_with_keys)
         cache = at_once * token_bytes * (data.max_prompt_length + data.max_response_length / 2)
         if size.rule is not None:  # states in fp32 are read and written
             cache += at_once * size.linear_layers * 8 * size.rule.values * size.rule.key_dim / parts
