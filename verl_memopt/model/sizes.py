@@ -136,7 +136,7 @@ class ModelSize:
         """Parameters that compute a token."""
         mixture = self.mixture
         idle = 0 if mixture is None else (mixture.experts - mixture.top_k) * mixture.width
-        return self.params - self.layers * 3 * self.hidden * idle
+        return self.params - self.root_params - self.layers * 3 * self.hidden * idle
 
     @property
     def expert_params(self) -> int:
@@ -216,6 +216,11 @@ PUBLISHED = {
         prunes=False,
         positions=2**17,
         counted=(3_880_263_168, 94_382_592),
+    ),
+    "google/gemma-4-E4B-it": ModelSize(
+        2560, 10_240, 42, 8, 2, 512, 262_144, True, qk_norm=True, window=512, post_norms=True, positions=2**17,
+        counted=(7_463_013_418, 106_182_145), v_norm=True, local=LocalHeads(35, 2, 256), reading=(3, 15), layer_inputs=256,
+        root_params=2_846_097_664,
     ),
     "google/gemma-4-31B-it": ModelSize(
         5376, 21_504, 60, 32, 4, 512, 262_144, True, qk_norm=True, window=1024, post_norms=True, positions=2**18,
