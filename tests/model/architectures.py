@@ -40,6 +40,8 @@ SMALL_GEMMA_4 = GEMMA_4 | {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }  # fmt: skip
 OF_TEXT: dict[str, dict[str, Any]] = {"gemma4_text": GEMMA_4, "gemma4": SMALL_GEMMA_4}
+NO_LAYER_INPUTS = {name: value for name, value in GEMMA_4.items() if name not in ("hidden_size_per_layer_input", "num_experts")}
+OF_TEXT |= dict.fromkeys(("gemma4_unified", "gemma4_unified_text"), NO_LAYER_INPUTS)
 """Fields of the text part of some types. Not all of these are fields of a config that was made."""
 
 
@@ -80,6 +82,10 @@ VISION: dict[str, Any] = {
             "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "subsampling_conv_channels": [4, 4],
             "output_proj_dims": 32,
         },
+    },
+    "gemma4_unified": {
+        "vision_config": {"mm_embed_dim": 64, "mm_posemb_size": 8, "output_proj_dims": 64, "patch_size": 4},
+        "audio_config": {"audio_embed_dim": 32},
     },
     "qwen3_5": {"vision_config": _QWEN_EYES},
     "qwen3_5_moe": {"vision_config": _QWEN_EYES},

@@ -228,6 +228,14 @@ def test_parts_of_gemma_4_that_are_not_computed_are_refused(folders, fields, rea
         load_model_config(Model(path=str(folders["gemma4_text"]), override_config=fields), folders["gemma4_text"])
 
 
+def test_ranks_do_not_share_the_tokens_of_rows_whose_keys_later_layers_read(folders, one_rank):
+    fsdp = Fsdp(dtype="fp32", ulysses_sequence_parallel_size=2)
+    with pytest.raises(
+        ConfigError, match=r"ulysses_sequence_parallel_size=2: some layers of gemma4_text read the keys.*Set it to 1"
+    ):
+        build_policy(Model(path=str(folders[SMALL])), fsdp, folders[SMALL], one_rank, torch.device("cpu"), ModelUse(trained=True))
+
+
 def test_an_unknown_activation_is_computed_by_autograd(folder, one_rank, caplog):
     model = built(folder, one_rank, override_config={"hidden_activation": "relu"})
     assert not model.decoder.recompute

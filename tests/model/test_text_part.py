@@ -22,7 +22,7 @@ from verl_memopt.model.text_part import split_names, with_dtype
 from verl_memopt.model.tiny import build_tokenizer
 from verl_memopt.model.weights import WeightFolder, load_model_config, named_weights, store_scalars, stored_tensors
 
-KINDS = ["qwen3_vl_moe", "qwen3_vl", "gemma3", "gemma4", "qwen3_5", "qwen3_5_moe"]
+KINDS = ["qwen3_vl_moe", "qwen3_vl", "gemma3", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe"]
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])
 PROCESSOR = '{"size": {"longest_edge": 56}}'
 

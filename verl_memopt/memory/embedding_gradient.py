@@ -25,7 +25,7 @@ CAST_UNIT = "cast_unit"
 """Attribute of a module: its :class:`~verl_memopt.memory.precision_torch.CastUnit`, if it is cast to compute."""
 
 
-SCALED = ("Gemma3TextScaledWordEmbedding", "Gemma4TextScaledWordEmbedding")
+SCALED = tuple(f"{name}TextScaledWordEmbedding" for name in ("Gemma3", "Gemma4", "Gemma4Unified"))
 """Classes of transformers whose output is the embedding times a constant."""
 
 

@@ -500,7 +500,7 @@ def _activation(config: Any) -> str:
 UNIT_OFFSET = ("Gemma3RMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
 """Classes of RMS norms that multiply by 1 + w in fp32. Other classes multiply by w."""
 
-IN_FP32 = ("Gemma4RMSNorm", "GptOssRMSNorm")
+IN_FP32 = ("Gemma4RMSNorm", "Gemma4UnifiedRMSNorm", "GptOssRMSNorm")
 """Classes of RMS norms that multiply by w in fp32, and round once."""
 
 

@@ -67,7 +67,10 @@ SHARED = (
     f"LoRA leaves its routed experts as they are. {REPLAYED} `quantization` and an auxiliary loss are refused; `load_mode=mmap` "
     "too, if the files have experts one by one."
 )
-BESIDE_GEMMA_4 = tuple(f"model.{part}." for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio"))
+BESIDE_GEMMA_4 = tuple(
+    f"model.{part}." for part in ("vision_tower", "audio_tower", "vision_embedder", "embed_vision", "embed_audio")
+)
+NO_MIXTURE = "Configs with a mixture of experts (26B-A4B) are refused."
 NO_LIST = "do not keep their decoder blocks in a list named layers"
 RENAMED = "use other names for their weights in a checkpoint than in the model"
 OWN_WAY = "cannot compute packed rows"
@@ -91,8 +94,16 @@ FAMILIES = (
         note=BESIDE,
     ),
     Family("gemma3_text", "Gemma 3", "Gemma3", capped=True),
-    Family("gemma4", "Gemma 4 with images and sound, as text", text="gemma4_text", apart=BESIDE_GEMMA_4, note=BESIDE),
-    Family("gemma4_text", "Gemma 4", "Gemma4Text", capped=True, uneven=True, nearest="gemma3_text"),
+    Family(
+        "gemma4",
+        "Gemma 4 with images and sound, as text",
+        text="gemma4_text",
+        apart=BESIDE_GEMMA_4,
+        note=f"{BESIDE} {NO_MIXTURE}",
+    ),
+    Family("gemma4_text", "Gemma 4", "Gemma4Text", capped=True, uneven=True, nearest="gemma3_text", note=NO_MIXTURE),
+    Family("gemma4_unified", "Gemma 4 12B, as text", text="gemma4_unified_text", apart=BESIDE_GEMMA_4, note=BESIDE),
+    Family("gemma4_unified_text", "Gemma 4 12B", "Gemma4UnifiedText", capped=True, uneven=True),
     Family("glm", "GLM-4-9B and GLM-Edge"),
     Family("glm4", "GLM-4-0414"),
     Family(
