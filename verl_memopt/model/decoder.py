@@ -443,10 +443,10 @@ class DecoderBlock(nn.Module):
             own_norms[:2],
             0.0 if own_norms[2] is None else own_norms[2].eps,
             attention.gated,
-            SwiGLU() if mixture is not None or mlp.gate is None else mlp.gate,
+            SwiGLU() if isinstance(mlp, Experts) or mlp.gate is None else mlp.gate,
         )
         layers = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-        if mixture is not None:
+        if isinstance(mlp, Experts):
             return tiled_block(hidden.squeeze(0), cos[0], sin[0], layout, shape, vectors, layers, mixture)
         of_mlp = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         return tiled_block(hidden.squeeze(0), cos[0], sin[0], layout, shape, vectors, (*layers, *of_mlp))
@@ -486,16 +486,16 @@ class DecoderBlock(nn.Module):
             after: Any = self.post_attention_layernorm
             attended = _recomputed(after, attended) if self.options.recompute else after(attended)
         norm, post = self.mlp_norms
-        own = {} if routed is None else {"routed": routed.at(None if rows is None else rows.index)}
+        routes = {} if routed is None else {"routed": routed.at(None if rows is None else rows.index)}
         if self.mlp.sums:
             # As many tiles as for all tokens, so that the tiles of a pruned block are not larger.
             tiles = len(product_tiles(x))
-            out = self.mlp.forward_sum(residual, attended, norm, tiles, checkpoint, post, **own)
+            out = self.mlp.forward_sum(residual, attended, norm, tiles, checkpoint, post, **routes)
         else:
             # The sum has three dimensions, so that the block does not return a view to FSDP2.
             hidden = residual[None] + attended[None]
             del attended  # freed before the MLP allocates
-            out = self.mlp(hidden, norm, post, **own)
+            out = self.mlp(hidden, norm, post, **routes)
         out = out if inputs is None else self._with_inputs(out, inputs)
         return out if stored is None else (out, *stored)
 

@@ -205,8 +205,10 @@ class _Backward:
         for rows in block.mlp_rows(tile):
             part = slice(rows.start - tile.rows.start, rows.stop - tile.rows.start)
             normal = block.shape.norms[1].compute((hidden[part],), (block.norm_weights[1],))
-            place = {"part": rows} if isinstance(self.mlp, TiledExperts) else {}
-            self.mlp.backward(grad[part], normal, self.mlp_alone, **place)
+            if isinstance(self.mlp, TiledExperts):
+                self.mlp.backward(grad[part], normal, self.mlp_alone, part=rows)
+            else:
+                self.mlp.backward(grad[part], normal, self.mlp_alone)
             self._add_norm(1, normal, hidden[part], grad[part])
             del normal
         del hidden

@@ -300,8 +300,8 @@ class TrlTrainer:
         target = given.expanduser().absolute()
         names, ours, adapter = model_files(run.model_path), model_files(target), run.model_path / "adapter"
         adapters = {path.name for path in adapter.iterdir()} if adapter.is_dir() else set()
-        others = {*(names - ours), *(set() if ours else adapters)}
-        if others := sorted(name for name in others if os.path.lexists(target / name)):
+        written = {*(names - ours), *(set() if ours else adapters)}
+        if others := sorted(name for name in written if os.path.lexists(target / name)):
             raise ArgumentError(f"save_model: {target / others[0]} is there, and no run wrote it. Give another folder.")
         copy = _link if target == run.path else shutil.copy2  # hard links keep the run's folder from growing
         for source in (run.model_path, adapter) if adapters else (run.model_path,):
