@@ -309,8 +309,26 @@ def test_a_long_conversation_gives_the_log_probs_and_gradients_of_rows_alone(fol
     assert_near(together(filled(folder, options=options), forest), alone(forest))
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize(("kind", "deviation"), [("qwen3_moe", 0.05), ("qwen3_5_moe_text", 0.03)])
+IN_EVERY_RUN = "tiles"
+"""Of the options with a shared expert. The reference takes seconds."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "deviation", "options"),
+    [
+        *(pytest.param("qwen3_moe", 0.05, options, id=f"qwen3_moe-{name}") for name, options in OPTIONS.items()),
+        *(
+            pytest.param(
+                "qwen3_5_moe_text",
+                0.03,
+                options,
+                id=f"qwen3_5_moe_text-{name}",
+                marks=[] if name == IN_EVERY_RUN else pytest.mark.slow,
+            )
+            for name, options in OPTIONS.items()
+        ),
+    ],
+)
 def test_experts_in_a_long_conversation_give_the_log_probs_and_gradients_of_rows_alone(tmp_path, kind, deviation, options):
     shape = TinyShape(model_type=kind, num_heads=6, num_kv_heads=3, initializer_range=deviation)
     folder, forest = make_tiny_model(tmp_path / "model", shape, seed=3), agent(turns=6, answers=2)
