@@ -81,6 +81,7 @@ def test_a_rollout_in_half_precision_is_nearer_to_passes_that_replay_its_experts
     assert replayed < 0.8 * plain
 
 
+@pytest.mark.slow
 def test_turns_of_conversations_replay_the_engines_experts(step, tmp_path):
     tools = tmp_path / "tools.py"
     tools.write_text(

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.trainer.conftest import Member, group_of
+from tests.worker.test_conversations import conversations
 from verl_memopt.agents.conversation import Turn
 from verl_memopt.agents.loop import Conversation
 from verl_memopt.algorithms.kl import KlController
@@ -90,6 +91,33 @@ def test_only_a_pass_of_the_policy_replays_experts(routed):
     batch = batch_of(RESPONSES).for_record()
     passed = LogProbPass(group_of(Routed(0)), "old", Routed.read, Budget(True, 8, None, "key"), True, routed=routed)
     assert passed.compute(batch, "abcd").log_probs.unique().tolist() == [float(routed)]
+
+
+def spelled(ids):
+    """Gives an engine's record in which the expert of each token but the last says which token it is."""
+    return torch.tensor(ids[:-1], dtype=torch.int16).view(-1, 1, 1)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_each_token_has_the_experts_that_the_engine_chose_for_it(shared):
+    actor, prompts = Actor(use_prefix_grouper=shared), [[3, 4], [3, 4], [6], [6]]
+    pairs = [(spelled([*prompt, 0]), spelled(answer)) for prompt, answer in zip(prompts, RESPONSES, strict=True)]
+    pairs[1] = pairs[1][0] + 9, pairs[1][1]  # another choice for the prompt of the first answer
+    batch = to_batch(RowAnswers([], prompts, Generation(RESPONSES, None, [], routes=pairs), []), 2, actor)
+    experts = batch.prompt_routes
+    assert [row.flatten().tolist() for row in experts.flat.split(experts.sizes())] == prompts
+    for routes, answer in zip(batch.routes.split(batch.responses.sizes()), RESPONSES, strict=True):
+        assert routes.flatten().tolist()[:-1] == answer[:-1]
+
+    rows = [[turn for turn in row if turn.output_ids] for row in conversations()[0]]
+    turns = [[Turn(*turn, None, spelled([*turn.prompt_ids, *turn.output_ids])) for turn in row] for row in rows]
+    talks = [Conversation(turns=row) for row in turns]
+    outputs = [[token for turn in row for token in turn.output_ids] for row in rows]
+    batch = to_batch(RowAnswers([], outputs, Generation(outputs, None, []), [], conversations=talks), 3, actor)
+    forest = batch.forest
+    computed = [number for row in batch.record_places([[len(turn.output_ids) for turn in row] for row in rows]) for number in row]
+    places = torch.cat(computed)
+    assert torch.equal(forest.routes[places, 0, 0].long(), forest.tokens[places])
 
 
 RLOO = Algorithm(adv_estimator="rloo")
