@@ -100,7 +100,8 @@ def test_turns_of_conversations_replay_the_engines_experts(step, tmp_path):
 
 @pytest.mark.parametrize("mode", ["R2", "R3"])
 def test_a_session_replays_over_several_updates(toy, mixture, tmp_path, mode):
-    given = {**SMALL, MODE: mode, f"{AR}.actor.optim.lr": 0.003, f"{AR}.rollout.max_logprob_diff": None}
+    given = {**SMALL, MODE: mode, f"{AR}.actor.optim.lr": 0.003, f"{AR}.rollout.max_logprob_diff": None, "data.seed": 7}
+    given[f"{AR}.rollout.dtype"] = "fp32"
     with verl_memopt.session(str(mixture), run_dir=tmp_path, **given) as session:
         answers = session.generate(["1+1=", "2+3="], n=4)
         found = [dict(session.update(answers, [float(row % 3) - 1 for row in range(8)])) for _ in range(2)]
