@@ -143,7 +143,7 @@ def test_compiled_statements_give_the_numbers_of_uncompiled_ones(compiles, dtype
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "gemma4_text"])
 @pytest.mark.parametrize("compiles", BACKENDS, indirect=True)
 def test_an_update_with_compiled_statements_differs_by_rounding_only(compiles, kind, tmp_path, one_rank):
     folder = make_tiny_model(tmp_path / "model", TinyShape(model_type=kind, tie_embeddings=False), seed=3)

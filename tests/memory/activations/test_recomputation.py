@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import gelu, silu
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
@@ -218,7 +219,7 @@ def test_bfloat16_is_as_near_to_the_truth_as_autograd_but_for_one_rounding(case)
         assert relative(one.double(), true) <= relative(other.double(), true) + 2**-9
 
 
-@pytest.mark.parametrize("kind", [Qwen3RMSNorm, Gemma3RMSNorm, Qwen3_5RMSNorm])
+@pytest.mark.parametrize("kind", [Qwen3RMSNorm, Gemma3RMSNorm, Gemma4RMSNorm, Qwen3_5RMSNorm])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
 def test_a_norm_alone_is_that_of_transformers_to_the_bit(kind, dtype, bound):
     x, norm = drawn(300, 16, dtype=dtype), kind(16, EPS)
