@@ -15,7 +15,7 @@ KINDS = {
     kind: TinyShape(kind, num_layers=4)
     for kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_moe", "gemma3_text", "gemma4_text", "gpt_oss")
 }
-KINDS["small gemma4_text"] = TinyShape("gemma4_text", num_layers=5, layer_inputs=8, reading_layers=3)
+KINDS["small gemma4_text"] = TinyShape("gemma4_text", num_layers=4, layer_inputs=8, reading_layers=2)
 PLAIN = {"recompute_elementwise": False, "prune_last_block": False}
 WINDOW = 7
 
