@@ -28,12 +28,9 @@ multiprocessing.set_forkserver_preload(PRELOADED)
 
 def run_ranks(function, world_size, *args, timeout=120):
     """Return [function(rank, *args) of each rank]. An exception in any rank fails the caller with that rank's traceback."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     with TemporaryDirectory() as folder:
         context = mp.start_processes(
-            _run, (world_size, port, folder, function, args), nprocs=world_size, join=False, start_method="forkserver"
+            _run, (world_size, folder, function, args), nprocs=world_size, join=False, start_method="forkserver"
         )
         deadline = time.monotonic() + timeout
         while not context.join(timeout=1):  # gives False whenever only some have ended
@@ -47,11 +44,27 @@ def run_ranks(function, world_size, *args, timeout=120):
     return [value for _, value in answers]
 
 
-def _run(rank, world_size, port, folder, function, args):
+def _meeting(rank, file):
+    """Gives the port of rank 0, and there the socket that listens on it. So no other process can take the port in between."""
+    if rank == 0:
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        file.with_suffix(".new").write_text(str(port))
+        file.with_suffix(".new").rename(file)
+        return port, listener.detach()
+    deadline = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < deadline, "rank 0 has no port"
+        time.sleep(0.01)
+    return int(file.read_text()), None
+
+
+def _run(rank, world_size, folder, function, args):
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     gc.freeze()  # what was imported outlives the rank
-    join_process_group(torch.device("cpu"), rank, world_size, "127.0.0.1", port, 60)
+    port, listener = _meeting(rank, Path(folder) / "port")
+    join_process_group(torch.device("cpu"), rank, world_size, "127.0.0.1", port, 60, listener)
     try:
         answer = (True, function(rank, *args))
     except Exception:  # noqa: BLE001 - whatever a rank raises is told to the caller

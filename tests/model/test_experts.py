@@ -187,6 +187,19 @@ def test_the_kernel_for_all_experts_of_a_tile_gives_what_one_product_per_expert_
     assert all(relative(one, other) <= bound for one, other in zip(run(), one_by_one, strict=True))
 
 
+@pytest.mark.parametrize(
+    "router", [Router(CHOSEN, True), Router(CHOSEN, False), Router(CHOSEN, False, over_chosen=True)], ids=str
+)
+def test_a_router_in_half_precision_has_probabilities_in_fp32(router):
+    x, weight = drawn(TOKENS, HIDDEN, dtype=torch.bfloat16), drawn(EXPERTS, HIDDEN, seed=1, dtype=torch.bfloat16)
+    logits, scores = x @ weight.t(), router.scores(x.detach(), weight.detach())
+    found = router.weights(scores, router.choose(scores))
+    whole = logits.double().softmax(-1)
+    best = (logits.double() if router.over_chosen else whole).topk(CHOSEN).values
+    expected = best.softmax(-1) if router.over_chosen else best / (best.sum(-1, keepdim=True) if router.renormalizes else 1)
+    assert relative(found, expected) <= 1e-6
+
+
 # Experts of gpt-oss: biases, transposed weights, gate and up by turns, values that are cut, a softmax over those that are chosen.
 
 OSS = MixtureKind(Router(CHOSEN, False, over_chosen=True), ClampedGate(1.702, 0.7), transposed=True)
@@ -315,7 +328,9 @@ def on_ranks(rank, folder, options):
     return {name: whole_of(parameter.grad).numpy() for name, parameter in policy.model.named_parameters()}
 
 
-@pytest.mark.parametrize(("kind", "num_experts"), [("qwen3_5_text", 0), ("qwen3_moe", 3), ("qwen3_moe", 1), ("qwen3_5_moe_text", 3)])
+@pytest.mark.parametrize(
+    ("kind", "num_experts"), [("qwen3_5_text", 0), ("qwen3_moe", 3), ("qwen3_moe", 1), ("qwen3_5_moe_text", 3)]
+)
 def test_ranks_shard_layers_and_sum_the_gradients_of_one(tmp_path, one_rank, kind, num_experts):
     """Also layers with a state, a number of experts that ranks do not divide, fewer experts than ranks, and a shared expert."""
     shape = replace(SHAPE, model_type=kind, num_layers=4, num_experts=num_experts, experts_per_token=min(2, num_experts))

@@ -204,17 +204,7 @@ PUBLISHED = {
         gated=True, rule=DeltaShape(16, 32, 128, 128), linear_layers=30, mixture=MixtureSize(256, 512, 8, 512),
     ),
     "google/gemma-3-4b-it": ModelSize(
-        2560,
-        10_240,
-        34,
-        8,
-        4,
-        256,
-        262_208,
-        True,
-        qk_norm=True,
-        prunes=False,
-        positions=2**17,
+        2560, 10_240, 34, 8, 4, 256, 262_208, True, qk_norm=True, window=1024, post_norms=True, positions=2**17,
         counted=(3_880_263_168, 94_382_592),
     ),
     "google/gemma-4-E4B-it": ModelSize(
