@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from verl_memopt.model.families import FAMILIES, Family, family_of
+from verl_memopt.model import families
+from verl_memopt.model.families import Family, family_of
 
 HEAD = """# Which models
 
@@ -63,8 +64,8 @@ the bounds and the reasons. To add a type to the tables, see [A model family](ex
 
 
 def page() -> str:
-    works = "".join(_works(family) for family in FAMILIES if family.refused is None)
-    refused = (f"| `{one.model_type}` | {one.models} | {one.refused} |\n" for one in FAMILIES if one.refused is not None)
+    works = "".join(_works(family) for family in families.FAMILIES if family.refused is None)
+    refused = (f"| `{one.model_type}` | {one.models} | {one.refused} |\n" for one in families.FAMILIES if one.refused is not None)
     return f"{HEAD}{works}{REFUSED}{''.join(refused)}{FOOT}"
 
 

@@ -12,7 +12,7 @@ from tests.model.doubles import in_double
 from verl_memopt.config.schema import Actor, CriticModel, Fsdp, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.assembly import ModelUse, build_policy, materialize
-from verl_memopt.model.families import FAMILIES, TESTED
+from verl_memopt.model.families import FAMILIES, working_types
 from verl_memopt.model.packing import pack_groups, pack_rows
 from verl_memopt.model.packing_check import check_architecture, check_packing
 from verl_memopt.model.weights import named_weights
@@ -23,7 +23,7 @@ PROMPTS, ANSWERS, GROUPS = (17, 17, 5), (9, 6, 21), (0, 0, 1)
 NO_WINDOW = "qwen2_moe"
 """A type whose packed rows are wrong with a window, so that it is refused with one."""
 
-SLIDING = [kind for kind in TESTED if hasattr(CONFIG_MAPPING[kind](), "sliding_window") and kind != NO_WINDOW]
+SLIDING = [kind for kind in working_types() if hasattr(CONFIG_MAPPING[kind](), "sliding_window") and kind != NO_WINDOW]
 """Tested types whose attention can slide over a window; a small one cuts every prompt here."""
 
 REFUSED = [family for family in FAMILIES if family.refused is not None]
@@ -91,16 +91,20 @@ def fields_of(model_type):
     return (window if model_type in SLIDING else {}) | SHAPED.get(model_type, {})
 
 
-@pytest.mark.parametrize("model_type", [*TESTED, *OTHERS])
+@pytest.mark.parametrize("model_type", [*working_types(), *OTHERS])
 def test_a_type_that_is_accepted_gives_transformers_log_probs_and_gradients(tmp_path, one_rank, model_type):
     # Layers that carry a state amplify rounding if their weights are random and large.
     deviation = 0.03 if model_type.startswith("qwen3_5") else 0.06
-    folder = tiny_folder(tmp_path / "model", model_type, deviation, **fields_of(model_type))
+    compared(tiny_folder(tmp_path / "model", model_type, deviation, **fields_of(model_type)), one_rank)
+
+
+def compared(folder, mesh, **settings):
+    """Compares log-probs and gradients, with and without shared prompts, and gives the model as in training."""
     expected, model = theirs(folder)
     weights = torch.linspace(-1, 1, len(expected))
     (expected * weights).sum().backward()
     gradients = {text_name(name): parameter.grad for name, parameter in model.named_parameters()}
-    ours = trained(folder, one_rank, True)
+    ours = trained(folder, mesh, True, **settings)
     for shared in (True, False):
         ours.zero_grad()
         found = packed(ours, shared)
@@ -112,6 +116,7 @@ def test_a_type_that_is_accepted_gives_transformers_log_probs_and_gradients(tmp_
             torch.testing.assert_close(
                 parameter.grad, gradients[name].float(), rtol=1e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}"
             )
+    return ours
 
 
 def test_a_window_that_a_type_computes_wrongly_is_refused(tmp_path, one_rank):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_memopt.memory.knob import Claim, Knob, LadderRow, activation_saving
-from verl_memopt.model.families import OWN_BLOCKS
+from verl_memopt.model.families import own_blocks
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -43,8 +43,8 @@ KNOB = Knob(
 def can_prune(block: Module, key: str = _KEY) -> bool:
     """Return whether a transformers block can skip outputs that nothing reads. If it cannot, warn and name ``key``."""
     name = type(block).__name__
-    if name not in OWN_BLOCKS:
-        reason = f"{name} is not one of {', '.join(OWN_BLOCKS)}"
+    if name not in own_blocks():
+        reason = f"{name} is not one of {', '.join(own_blocks())}"
     elif hasattr(block, "linear_attn"):
         reason = f"{name} carries a state from token to token"
     else:

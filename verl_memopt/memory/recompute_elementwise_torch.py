@@ -29,7 +29,7 @@ from verl_memopt.memory.kernels import has_kernel
 from verl_memopt.memory.lora_torch import LoraLinear
 from verl_memopt.memory.quantized_frozen_torch import Packing, stored_weight, whole_weight
 from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS, SUM_ELEMENTS
-from verl_memopt.model.families import OWN_BLOCKS
+from verl_memopt.model.families import own_blocks
 
 KEY = "actor_rollout_ref.model.recompute_elementwise"
 
@@ -53,8 +53,8 @@ def why_kept(blocks: Iterable[nn.Module], trained: bool) -> str | None:
 
 def _unlike(block: Any, trained: bool) -> str | None:
     name = type(block).__name__
-    if name not in OWN_BLOCKS:
-        return f"{name} is not one of {', '.join(OWN_BLOCKS)}"
+    if name not in own_blocks():
+        return f"{name} is not one of {', '.join(own_blocks())}"
     config = _config(block)
     if gate_of(config) is None:
         return f"{name} has the activation {_activation(config)}, not {', '.join(GATES)}"

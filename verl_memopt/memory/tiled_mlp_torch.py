@@ -35,15 +35,12 @@ from verl_memopt.memory.recompute_elementwise_torch import (
     sum_of,
     zeros_to_sum,
 )
-from verl_memopt.model.families import OWN_DECODER
+from verl_memopt.model.families import own_classes
 
 KEY = "actor_rollout_ref.model.tiled_mlp"
 
-KNOWN = tuple(f"{name}MLP" for name in OWN_DECODER if name != "GptOss")
-"""Classes of MLPs that compute down(act(gate(x)) * up(x))."""
-
-KNOWN_MIXTURES = (*(f"{name}SparseMoeBlock" for name in OWN_DECODER), "GptOssMLP")
-"""Classes of mixtures of experts, which run over tiles of experts (:mod:`verl_memopt.model.experts`)."""
+MIXTURE_OF_GPT_OSS = "GptOssMLP"
+"""The one mixture of experts whose class is named as an MLP."""
 
 LAYERS = ("gate_proj", "up_proj", "down_proj")
 
@@ -53,15 +50,18 @@ def check_mlps(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) -> No
 
     A model that is not ``trained`` only runs without gradients, so its layers may be of any kind (such as quantised).
     """
+    # MLPs that compute down(act(gate(x)) * up(x)), and mixtures, which run over tiles of experts (model/experts.py).
+    known = [name for name in own_classes("MLP") if name != MIXTURE_OF_GPT_OSS]
+    mixtures = (*own_classes("SparseMoeBlock"), MIXTURE_OF_GPT_OSS)
     for block in blocks:
         mlp: Any = getattr(block, "mlp", None)
-        layers = {name: type(getattr(mlp, name)) for name in LAYERS} if trained and type(mlp).__name__ in KNOWN else {}
+        layers = {name: type(getattr(mlp, name)) for name in LAYERS} if trained and type(mlp).__name__ in known else {}
         unlike = next((name for name, kind in layers.items() if kind not in (nn.Linear, LoraLinear)), None)
-        if type(mlp).__name__ in KNOWN_MIXTURES and is_silu(block):
+        if type(mlp).__name__ in mixtures and is_silu(block):
             continue
-        if type(mlp).__name__ not in KNOWN:
+        if type(mlp).__name__ not in known:
             actual = "has no mlp" if mlp is None else f"computes {type(mlp).__name__}"
-            problem = f"{type(block).__name__} {actual}; tiles are known for {', '.join(KNOWN)}"
+            problem = f"{type(block).__name__} {actual}; tiles are known for {', '.join(known)}"
         elif unlike is not None:
             kind = layers[unlike].__name__
             problem = f"{unlike} of {type(mlp).__name__} is {kind}, whose gradient cannot be summed over tiles"

@@ -38,7 +38,7 @@ from verl_memopt.memory.tiled_mlp_torch import check_mlps, recomputed_mlp, tiled
 from verl_memopt.model.attention import HEAD_MULTIPLE, Attend, AttentionArgs
 from verl_memopt.model.captured_block import CapturedBlocks
 from verl_memopt.model.experts import Experts
-from verl_memopt.model.families import OWN_BLOCKS
+from verl_memopt.model.families import own_blocks
 from verl_memopt.model.gated_delta_net import GatedDeltaNet
 from verl_memopt.model.prefix_kv import Prefix, Tables
 from verl_memopt.model.prefix_layout import PrefixLayout
@@ -647,9 +647,9 @@ def _maybe(norm: nn.Module | None, x: Tensor) -> Tensor:
 
 
 def is_llama_like(lm: Any) -> bool:
-    """Whether :class:`Decoder` can replace the decoder of a causal LM. Those of ``OWN_DECODER`` qualify."""
+    """Whether :class:`Decoder` can replace the decoder of a causal LM. Those of :func:`own_blocks` qualify."""
     decoder = lm.get_decoder()
-    known_blocks = all(type(block).__name__ in OWN_BLOCKS and _knows_mixture(block) for block in decoder.layers)
+    known_blocks = all(type(block).__name__ in own_blocks() and _knows_mixture(block) for block in decoder.layers)
     # A model folder may contain its own code with the same class names.
     own_code = not type(lm).__module__.startswith("transformers.")
     return known_blocks and not own_code and {name for name, _ in decoder.named_children()} - set(LAYER_INPUTS) == set(PARTS)
@@ -734,7 +734,7 @@ def _check_tiled_blocks(lm: PreTrainedModel, blocks: Any, trained: bool, key: st
         reason = f"{class_name(blocks[0])} has norms of the outputs of attention and MLP"
     if reason is not None:
         raise ConfigError(
-            f"{name}: tiles work only for blocks of {', '.join(OWN_BLOCKS)} with plain linear layers, but {reason}. "
+            f"{name}: tiles work only for blocks of {', '.join(own_blocks())} with plain linear layers, but {reason}. "
             f"Set {name}=null."
         )
     attentions = [block.self_attn for block in blocks if hasattr(block, "self_attn")]

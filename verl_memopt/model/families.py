@@ -212,17 +212,6 @@ FAMILIES = (
 NEAREST = {EXPERTS: "qwen3_moe", MORE: "qwen3_vl", STATE: "qwen3_5_text"}
 """Beginning of a reason -> the type that works and is nearest to a type that is refused for it. Others: qwen3."""
 
-TESTED = tuple(family.model_type for family in FAMILIES if family.refused is None)
-"""Model types for which a test compares packed log-probs with transformers' own forward."""
-
-OWN_DECODER = tuple(family.classes for family in FAMILIES if family.classes is not None)
-"""Prefixes of the class names of models whose blocks :class:`verl_memopt.model.decoder.Decoder` computes."""
-
-OWN_BLOCKS = tuple(f"{name}DecoderLayer" for name in OWN_DECODER)
-"""Classes of their blocks. Each has two RMS norms, rotary attention with or without norms of queries and keys, and the MLP
-``down(act(gate(x)) * up(x))``. Those of Gemma 3 and 4 have two more norms, of the outputs of attention and MLP. Those of Gemma 4
-also norm values, and multiply the block's output by a factor."""
-
 PACKED_LAYERS = ("full_attention", "sliding_attention")
 """Layer types in a config that packed attention can compute."""
 
@@ -290,6 +279,29 @@ def is_uneven(config: PretrainedConfig) -> bool:
         return True
 
 
+def working_types() -> tuple[str, ...]:
+    """Return the model types for which a test compares packed log-probs with transformers' own forward."""
+    return tuple(family.model_type for family in FAMILIES if family.refused is None)
+
+
+def own_classes(part: str) -> tuple[str, ...]:
+    """Return the classes of a part of the models whose blocks :class:`verl_memopt.model.decoder.Decoder` computes.
+
+    ``part`` is the end of their names, such as ``MLP``.
+    """
+    return tuple(f"{family.classes}{part}" for family in FAMILIES if family.classes is not None)
+
+
+def own_blocks() -> tuple[str, ...]:
+    """Return the classes of their blocks.
+
+    Each has two RMS norms, rotary attention with or without norms of queries and keys, and the MLP
+    ``down(act(gate(x)) * up(x))``. Those of Gemma 3 and 4 have two more norms, of the outputs of attention and MLP. Those of
+    Gemma 4 also norm values, and multiply the block's output by a factor.
+    """
+    return own_classes("DecoderLayer")
+
+
 POLICY_KEY = "actor_rollout_ref.model"
 """Section of the settings for the policy's model. The critic's section is ``critic.model``."""
 
@@ -304,7 +316,7 @@ def refused(config: PretrainedConfig, source: str, reason: str, key: str = POLIC
     nearest = family_of(config.model_type).nearest or by_reason
     return ConfigError(
         f"{key}.path={source}: models of type {config.model_type} {reason}. The nearest type that works is {nearest}. "
-        f"Types that are tested: {', '.join(TESTED)}."
+        f"Types that are tested: {', '.join(working_types())}."
     )
 
 
@@ -341,7 +353,7 @@ def unsupported(config: PretrainedConfig) -> str | None:
     part = next((field for field in GEMMA_4_PARTS if getattr(text, field, None)), None)
     if text.model_type == "gemma4_text" and part is not None:
         return f"{GEMMA_4_PARTS[part]} ({part}={getattr(text, part)}), which are not computed here"
-    tested, experts = config.model_type in TESTED, num_experts(config)
+    tested, experts = config.model_type in working_types(), num_experts(config)
     if not tested and experts > 1:
         reason = family.refused or EXPERTS
         return f"{reason} ({experts} in a layer), which are not computed here"

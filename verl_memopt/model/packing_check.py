@@ -29,12 +29,12 @@ from verl_memopt.model.decoder import class_name
 from verl_memopt.model.families import (
     PACKED_LAYERS,
     POLICY_KEY,
-    TESTED,
     check_lengths,
     features,
     layer_types,
     one_line,
     refused,
+    working_types,
 )
 from verl_memopt.model.folder import TOKENIZER_FILES, check_vocabulary, existing_tokenizer, resolve_folder
 from verl_memopt.model.packed_model import PackedModel, PolicyModel
@@ -288,7 +288,7 @@ def check_architecture(model: Model | CriticModel, folder: Path, longest: int, k
     rebuild_buffers(packed_model, torch.device("cpu"), key)
     missing = sorted(read.keys() - weights.names.keys())
     left_over = sorted(weights.names.keys() - read.keys() - (LM_HEAD if stored else TIED))
-    if config.model_type not in TESTED and (missing or left_over):
+    if config.model_type not in working_types() and (missing or left_over):
         example, has = (missing[0], "model") if missing else (left_over[0], "checkpoint")
         reason = f"use other names for their weights in a checkpoint than in the model (only the {has} has {example})"
         raise refused(config, str(folder), reason, key)

@@ -16,7 +16,7 @@ from verl_memopt.memory.quantized_frozen import mxfp4_row_bytes
 from verl_memopt.model.attention import REGISTERED
 from verl_memopt.model.decoder import LAYER_INPUTS
 from verl_memopt.model.delta_rule import DeltaShape
-from verl_memopt.model.families import NO_LIST, OWN_BLOCKS, is_mxfp4, layer_configs, layer_types, num_experts, refused, window
+from verl_memopt.model.families import NO_LIST, is_mxfp4, layer_configs, layer_types, num_experts, own_blocks, refused, window
 from verl_memopt.model.folder import HUB_ID, fetch, refuse_odd_files
 from verl_memopt.model.weights import empty_model, load_model_config
 
@@ -288,7 +288,7 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
         qk_norm=hasattr(attention, "q_norm"),
         window=window(config),
         post_norms=hasattr(block, "post_feedforward_layernorm"),
-        prunes=type(layers[-1]).__name__ in OWN_BLOCKS and not hasattr(layers[-1], "linear_attn"),
+        prunes=type(layers[-1]).__name__ in own_blocks() and not hasattr(layers[-1], "linear_attn"),
         positions=getattr(config, "max_position_embeddings", None),
         counted=(_parameters(empty), _parameters(block)),
         gated=_is_gated(attention),
