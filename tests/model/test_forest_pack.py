@@ -159,9 +159,13 @@ def rows_alone(model, forest):
     model.zero_grad()
     log_probs = {}
     with in_double(model):
-        for place in set(forest.places):
-            path = forest.tokens[forest.path(place)]
-            log_probs[place] = (model(path[None]).logits[0, -2] / 0.9).log_softmax(-1)[path[-1]]
+        # Longest paths first: a row that ends at a place is the beginning of any that goes on from there.
+        for path in sorted((forest.path(place) for place in set(forest.places)), key=len, reverse=True):
+            if path[-1] in log_probs:
+                continue
+            tokens = forest.tokens[path]
+            found = (model(tokens[None]).logits[0, :-1] / 0.9).log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+            log_probs |= dict(zip(path[1:], found, strict=True))
         found = torch.stack([log_probs[place] for place in forest.places])
         (found * weights(found)).sum().backward()
     return [found.detach(), *(parameter.grad for parameter in model.parameters())]
@@ -309,29 +313,18 @@ def test_a_long_conversation_gives_the_log_probs_and_gradients_of_rows_alone(fol
     assert_near(together(filled(folder, options=options), forest), alone(forest))
 
 
-IN_EVERY_RUN = "tiles"
-"""Of the options with a shared expert. The reference takes seconds."""
-
-
-@pytest.mark.parametrize(
-    ("kind", "deviation", "options"),
-    [
-        *(pytest.param("qwen3_moe", 0.05, options, id=f"qwen3_moe-{name}") for name, options in OPTIONS.items()),
-        *(
-            pytest.param(
-                "qwen3_5_moe_text",
-                0.03,
-                options,
-                id=f"qwen3_5_moe_text-{name}",
-                marks=[] if name == IN_EVERY_RUN else pytest.mark.slow,
-            )
-            for name, options in OPTIONS.items()
-        ),
-    ],
-)
-def test_experts_in_a_long_conversation_give_the_log_probs_and_gradients_of_rows_alone(tmp_path, kind, deviation, options):
+@pytest.fixture(scope="module", params=[("qwen3_moe", 0.05), ("qwen3_5_moe_text", 0.03)], ids=lambda param: param[0])
+def experts(request, tmp_path_factory):
+    """Gives a folder with experts, a forest, and the results of its rows alone."""
+    kind, deviation = request.param
     shape = TinyShape(model_type=kind, num_heads=6, num_kv_heads=3, initializer_range=deviation)
-    folder, forest = make_tiny_model(tmp_path / "model", shape, seed=3), agent(turns=6, answers=2)
-    alone = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
-    alone.set_experts_implementation("eager")  # the other one refuses fp64
-    assert_near(together(filled(folder, options=options), forest), rows_alone(alone, forest))
+    folder, forest = make_tiny_model(tmp_path_factory.mktemp(kind), shape, seed=3), agent(turns=6, answers=2)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    model.set_experts_implementation("eager")  # the other one refuses fp64
+    return folder, forest, rows_alone(model, forest)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_experts_in_a_long_conversation_give_the_log_probs_and_gradients_of_rows_alone(experts, options):
+    folder, forest, expected = experts
+    assert_near(together(filled(folder, options=options), forest), expected)
