@@ -24,6 +24,7 @@ from verl_memopt.model.sizes import PUBLISHED
 from verl_memopt.observe.log_setup import silent
 from verl_memopt.observe.phase import GIB
 from verl_memopt.plan.levers import Lever, levers_of
+from verl_memopt.plan.model_refusals import why_refused
 from verl_memopt.plan.search import Search, State
 from verl_memopt.plan.verdict import Card, judge, sizes_of_models
 
@@ -79,9 +80,11 @@ def _drawn(reader: random.Random) -> Case:
         *([f"{role}.model.lora_rank=32"] if reader.random() < 0.3 else []),
     ]
     settings = load_settings("rloo_trainer", overrides)
-    size = sizes_of_models(settings).policy
+    sizes = sizes_of_models(settings)
+    if (reason := why_refused(settings, sizes)) is not None:
+        raise ConfigError(reason)
     host = None if reader.random() < 0.6 else round(reader.choice((32, 64, 128, 256)) * GIB)
-    everything = levers_of(settings, size, host is not None)
+    everything = levers_of(settings, sizes, host is not None)
     # The run begins somewhere, so that half of what saves is on already.
     for lever in everything:
         if reader.random() < 0.35:
@@ -89,13 +92,13 @@ def _drawn(reader: random.Random) -> Case:
                 settings = changed(settings, reader.choice(lever.levels).keys)
             except ConfigError:
                 continue
-    levers = [*levers_of(settings, size, host is not None)]
+    levers = [*levers_of(settings, sizes, host is not None)]
     reader.shuffle(levers)
     taken: list[Lever] = []
     for lever in levers:
         if prod(len(each.levels) for each in (*taken, lever)) <= MOST_STATES:
             taken.append(lever)
-    order = levers_of(settings, size, host is not None)
+    order = levers_of(settings, sizes, host is not None)
     kept = tuple(lever for lever in order if lever in taken)
     # A card between what the run needs and the least that some combinations of the levers need: the answer is not plain.
     search = Search(settings, Card(round(80 * GIB), host), kept)

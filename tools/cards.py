@@ -19,8 +19,9 @@ from verl_memopt.memory.cards import CARDS, gigabytes
 from verl_memopt.model.sizes import PUBLISHED
 from verl_memopt.observe.log_setup import silent
 from verl_memopt.observe.phase import GIB
+from verl_memopt.plan.model_refusals import why_refused
 from verl_memopt.plan.search import PLANS, Change, Search
-from verl_memopt.plan.verdict import Card
+from verl_memopt.plan.verdict import Card, sizes_of_models
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = "examples/memory_optimization"
@@ -34,7 +35,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 LEAST_BYTES = {"all": 2.0, "lora": 2.0, "qlora": 0.5}
 """Way of training -> bytes per weight that stay on the card during generation under any settings.
 
-A model that needs more than the card has is not tried.
+A model that needs more than the card has is not tried. Neither is one that refuses the settings, such as experts in 4 bits.
 """
 
 
@@ -133,7 +134,10 @@ def _largest(card: str, way: str, searches: bool) -> Largest:
             continue
         files = ["data.train_files=none", "data.val_files=null", f"memory={card}", f"model={model}"]
         with silent():
-            search = Search(load_settings("rloo_trainer", [*files, *WAYS[way]]), size, None if searches else ())
+            settings = load_settings("rloo_trainer", [*files, *WAYS[way]])
+            if why_refused(settings, sizes_of_models(settings)) is not None:
+                continue
+            search = Search(settings, size, None if searches else ())
         changes, after = search.changes(PLANS[:1])
         if after.fits:
             return Largest(model, changes, math.ceil(after.host_bytes / GIB), after.peaks.binding)

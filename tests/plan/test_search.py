@@ -18,7 +18,7 @@ from verl_memopt.model.sizes import PUBLISHED, ModelSize
 from verl_memopt.observe.phase import GIB
 from verl_memopt.plan.levers import levers_of
 from verl_memopt.plan.search import Search, find_out
-from verl_memopt.plan.verdict import Card
+from verl_memopt.plan.verdict import Card, sizes_of_models
 
 LLAMA_70B = ModelSize(8192, 28_672, 80, 64, 8, 128, 128_256, False, positions=2**17)
 
@@ -84,7 +84,7 @@ def test_one_long_row_is_shared_by_several_cards_where_one_has_no_room_for_it():
     lengths = ("data.max_response_length=30000", "data.train_batch_size=8", f"{AR}.actor.ppo_mini_batch_size=8")
     settings = settings_of("model=qwen3_0_6b", "memory=12g", "trainer.n_gpus_per_node=2", *lengths)
     few = ("sequence_parallel", "rollout_memory", "token_budget", "grad_offload")  # all levers take five seconds
-    levers = levers_of(settings, PUBLISHED["Qwen/Qwen3-0.6B"], host_is_bounded=False)
+    levers = levers_of(settings, sizes_of_models(settings), host_is_bounded=False)
     search = Search(settings, Card(round(4.5 * GIB)), [lever for lever in levers if lever.levels[-1].knob in few])
     changes, after = search.changes()
     assert not search.verdict(search.as_it_is).fits
@@ -160,7 +160,7 @@ def test_no_lever_goes_back_from_what_holds_less_already():
     for given, key, now in (([], f"{AR}.ref.fsdp_config.param_offload", "stream"), (lora, f"{AR}.model.quantization", "nf4")):
         settings = settings_of("model=qwen3_8b", "memory=24g", *given, config="grpo_trainer")
         assert value_at(settings, key) == now
-        levers = levers_of(settings, PUBLISHED["Qwen/Qwen3-8B"], host_is_bounded=False)
+        levers = levers_of(settings, sizes_of_models(settings), host_is_bounded=False)
         assert not [level for lever in levers for level in lever.levels if key in level.keys]
 
 

@@ -54,6 +54,13 @@ def profile_named(name: str) -> str:
 KNOB = Knob(cost="what its keys cost", besides=tuple(f"memory={name}" for name in PROFILES))
 
 
+SETTLED = (
+    *(ACTOR_KEY, grad_offload.KEY, split_masters.KEY, shared_weights.KEY, REFERENCE_KEY, TEACHER_KEY),
+    *(twin(grad_offload.KEY), twin(split_masters.KEY)),
+)
+"""Keys whose values :func:`one_copy` and :func:`streamed` settle, from the other keys of a run."""
+
+
 def one_copy(settings: Settings, written: Set[str]) -> dict[str, object]:
     """Return the keys that replace ``param_offload`` in a profile where one device can hold all weights: key -> value.
 

@@ -97,6 +97,11 @@ class ModelSize:
     """Parameters outside of blocks, beside those of the vocabulary: of the inputs of layers."""
 
     @property
+    def has_own_blocks(self) -> bool:
+        """Whether our own decoder computes its blocks. The last one is pruned, unless it carries a state."""
+        return self.prunes or self.linear_layers > 0
+
+    @property
     def kinds(self) -> list[tuple[int, int, int]]:
         """(layers, key heads, size of a head) of the layers with attention, for each kind of heads."""
         if self.local is None:

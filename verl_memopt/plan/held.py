@@ -183,6 +183,7 @@ class Held:
         alone = self._alone and not self.whole and not self.fsdp.offload_policy
         keeps_inputs = model.checkpointing in ("full", "every_n") and model.recompute_elementwise
         plain = plain and not self.size.post_norms and model.block_tile_tokens is None
+        plain = plain and self.size.mixture is None and not self.size.linear_layers and not self.size.gated
         return self.trained and self.fsdp.cuda_graphs and alone and plain and keeps_inputs
 
     def graphs(self, tokens: int) -> dict[str, float]:

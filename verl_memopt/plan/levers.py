@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from verl_memopt.config.keys import leaf_types, value_at
+from verl_memopt.config.keys import leaf_types, replaced, value_at
 from verl_memopt.config.schema import Settings
 from verl_memopt.memory import grad_offload, quantized_base, split_masters
 from verl_memopt.memory.critic_rules import has_critic, twin
@@ -16,7 +16,10 @@ from verl_memopt.memory.knob import has_own_teacher, has_teacher, knob_named, lo
 from verl_memopt.memory.param_offload import ACTOR_KEY, REFERENCE_KEY, STREAM, TEACHER_KEY
 from verl_memopt.memory.rollout_memory import AUTO, CACHE
 from verl_memopt.memory.sequence_parallel import KEYS as SEQUENCE
+from verl_memopt.memory.shared_weights import KEY as SHARED
 from verl_memopt.model.sizes import ModelSize
+from verl_memopt.plan.model_refusals import why_refused
+from verl_memopt.plan.peaks import Sizes
 
 _AR = "actor_rollout_ref"
 _MODEL, _ROLLOUT, _ACTOR = f"{_AR}.model", f"{_AR}.rollout", f"{_AR}.actor"
@@ -62,18 +65,23 @@ class Lever:
     """Which level needs the least memory depends on the other levers, so every level is tried."""
 
 
-def levers_of(settings: Settings, size: ModelSize, host_is_bounded: bool) -> tuple[Lever, ...]:
-    """Return the levers of a run. If two levers set the same key, the later one wins.
+def levers_of(settings: Settings, sizes: Sizes, host_is_bounded: bool) -> tuple[Lever, ...]:
+    """Return the levers of a run, without levels that its models refuse. If two levers set the same key, the later one wins.
 
     ``host_is_bounded``: host memory has a limit. Offloading to the host may then be too much, so each offload is a choice.
     """
-    made = (*_passes(settings, size), *_engine(settings, size), *_weights(settings, host_is_bounded), *_lossy(settings, size))
-    return tuple(lever for candidate in made if (lever := _useful(settings, candidate)) is not None)
+    size = sizes.policy
+    made = (*_passes(settings, size), *_engine(settings, size), *_weights(settings, sizes, host_is_bounded))
+    made += tuple(_lossy(settings, size))
+    return tuple(lever for candidate in made if (lever := _useful(settings, sizes, candidate)) is not None)
 
 
-def _useful(settings: Settings, lever: Lever) -> Lever | None:
-    # Keep the levels that differ from the run's values and from each other. Return None if there is no such level.
+def _useful(settings: Settings, sizes: Sizes, lever: Lever) -> Lever | None:
+    # Keep the levels that the models accept and that differ from the run's values and from each other. Return None if there is
+    # no such level.
     kept: list[Level] = [AS_IS]
+    accepted = tuple(level for level in lever.levels if why_refused(replaced(settings, level.keys), sizes) is None)
+    lever = Lever(accepted, lever.cost, lever.is_choice)
     differing = [{key: value for key, value in level.keys.items() if value_at(settings, key) != value} for level in lever.levels]
     # Levels are ordered from most memory to least. If the run already uses one, that level and all before it are skipped.
     own = max((at for at, keys in enumerate(differing) if not keys), default=-1)
@@ -216,7 +224,7 @@ def _engine(settings: Settings, size: ModelSize) -> Iterator[Lever]:
 # Levers for the place of weights, gradients and optimizer moments.
 
 
-def _weights(settings: Settings, host_is_bounded: bool) -> Iterator[Lever]:
+def _weights(settings: Settings, sizes: Sizes, host_is_bounded: bool) -> Iterator[Lever]:
     model, actor = settings.actor_rollout_ref.model, settings.actor_rollout_ref.actor
     if actor.optim.override_optimizer_config:
         yield Lever((_row(settings, "bucketed_adamw"),), 2)
@@ -238,7 +246,9 @@ def _weights(settings: Settings, host_is_bounded: bool) -> Iterator[Lever]:
             one_at_a_time = {key: True, f"{_MODEL}.activation_offload_in_flight": 1, f"{_MODEL}.activation_offload_device_gb": 0}
             levels = (*levels, Level(knob, _with_critic(settings, one_at_a_time)))
         yield Lever(levels, cost, is_choice=off)
-    if model.load_mode == "stream" and off:
+    # Files of mixtures may store experts in another form than the model, which only the files say.
+    maps = all((size or sizes.policy).mixture is None for size in (sizes.reference, sizes.teacher, sizes.student))
+    if model.load_mode == "stream" and off and maps:
         yield Lever((_row(settings, "load_mode"),), 4, is_choice=True)
     if needs_reference(settings):
         rests = [
@@ -262,7 +272,7 @@ def _rests_of_teacher(settings: Settings) -> Iterator[Level]:
 def _homes(settings: Settings) -> Iterator[Level]:
     # The policy's weights can be shared with the engine, be on the host between their phases, stay on the device, or always be on
     # the host.
-    share, native = f"{_ROLLOUT}.share_weights", f"{_ACTOR}.fsdp_config.offload_policy"
+    share, native = SHARED, f"{_ACTOR}.fsdp_config.offload_policy"
     settled = {share: "auto"} if settings.actor_rollout_ref.rollout.share_weights is True else {}
     yield Level("shared_weights", {share: True, ACTOR_KEY: False, native: False})
     yield Level("param_offload", _with_critic(settings, {ACTOR_KEY: True, native: False, **settled}))
@@ -285,8 +295,10 @@ def _lossy(settings: Settings, size: ModelSize) -> Iterator[Lever]:
     yield Lever((_row(settings, "stochastic_rounding", changes_numbers=True),), 25)
     yield Lever((_row(settings, "optimizer_state_dtype", changes_numbers=True),), 22)
     yield Lever((_row(settings, "optimizer_in_backward", changes_numbers=True),), 28, is_choice=True)
-    base = {f"{_ACTOR}.fsdp_config.model_dtype": "bfloat16"}
+    base: Keys = {f"{_ACTOR}.fsdp_config.model_dtype": "bfloat16"}
     ranks = [rank for rank in RANKS if not model.lora_rank or rank < model.lora_rank]
+    if size.linear_layers and settings.actor_rollout_ref.rollout.name == "vllm":
+        base = {**base, SHARED: False}  # vLLM has no adapters for layers of linear attention, and takes merged weights
     adapters = [{f"{_MODEL}.lora_rank": rank, **({} if model.lora_rank else base)} for rank in ranks]
     yield Lever(tuple(Level("lora", keys, changes_numbers=True) for keys in adapters), 50)
     bits = [{quantized_base.KEY: kind} for kind in ("int8", "nf4")]

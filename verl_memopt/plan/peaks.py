@@ -125,6 +125,12 @@ SHARED_PHASES: dict[str, tuple[str, ...]] = {
 """Role that can have a resource pool -> its phases that other roles have too."""
 
 
+def shares_weights(roles: ActorRolloutRef, size: ModelSize, devices: int, sleeps: bool) -> bool:
+    # vLLM keeps tensors that it derives from experts, and the trainer cannot compute with them.
+    derives = roles.rollout.name == "vllm" and size.mixture is not None
+    return not derives and why_not(roles, devices, sleeps) is None
+
+
 def predict(
     settings: Settings, sizes: Sizes, phases: Collection[str], device: str = "cuda", card_bytes: int | None = None
 ) -> Peaks:
@@ -326,7 +332,7 @@ class _Prediction:
 
     @cached_property
     def shares(self) -> bool:
-        return self.pool is None and why_not(self.roles, self.ranks, self.sleeps) is None
+        return self.pool is None and shares_weights(self.roles, self.sizes.policy, self.ranks, self.sleeps)
 
     @property
     def engine_copy(self) -> float:

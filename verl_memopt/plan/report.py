@@ -10,10 +10,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from verl_memopt.config.keys import replaced, shown
+from verl_memopt.config.keys import replaced, shown, value_at
+from verl_memopt.config.loader import changed
 from verl_memopt.config.schema import Settings
+from verl_memopt.errors import ConfigError
 from verl_memopt.memory.critic_rules import has_critic, own_pools
 from verl_memopt.memory.knob import devices_of, num_devices
+from verl_memopt.memory.param_offload import ACTOR_KEY
+from verl_memopt.memory.profiles import SETTLED
+from verl_memopt.observe.log_setup import silent
 from verl_memopt.observe.phase import GIB
 from verl_memopt.plan.conversations import assumptions
 from verl_memopt.plan.levers import BUDGET
@@ -21,6 +26,25 @@ from verl_memopt.plan.search import LONGEST, Findings, Step, find_out
 from verl_memopt.plan.seconds import Rates
 from verl_memopt.plan.until_it_fits import CommandLine
 from verl_memopt.plan.verdict import Card, FitVerdict, machines, seconds_with
+
+
+def whole_command(settings: Settings, found: Findings, line: CommandLine) -> CommandLine:
+    """Return the command with the changes. It gives the settings that were judged, whatever its profile makes of the changes."""
+    keys: dict[str, Any] = found.keys
+    data = {"data.train_files": settings.data.train_files, "data.val_files": settings.data.val_files}
+    with silent():
+        judged = changed(settings, keys)
+        for _ in SETTLED:
+            wanted = {key: value_at(judged, key) for key in SETTLED if key not in keys}
+            try:
+                loaded = line.having({**data, **keys}).settings()
+                differing = {key: value for key, value in wanted.items() if value_at(loaded, key) != value}
+            except ConfigError:  # weights that the profile offloads do not go together with the changes
+                differing = {key: value for key, value in wanted.items() if key == ACTOR_KEY}
+            if not differing:
+                break
+            keys = {**differing, **keys}
+    return line.having(keys)
 
 
 def as_json(settings: Settings, found: Findings, line: CommandLine) -> dict[str, Any]:
@@ -46,7 +70,7 @@ def as_json(settings: Settings, found: Findings, line: CommandLine) -> dict[str,
             for change in found.changes
         ],
         "fits_with_changes": found.fits,
-        "command": str(line.having(found.keys)) if found.fits else None,
+        "command": str(whole_command(settings, found, line)) if found.fits else None,
         "with_changes": None if found.after is None else {"phases": found.after.peaks.totals, "verdict": found.after.line},
         "estimated_seconds": {rates.name: estimated(settings, last, found, rates) for rates in machines(last.card)},
         "longest_response": found.response,
@@ -122,7 +146,7 @@ def print_findings(settings: Settings, found: Findings, line: CommandLine, conso
     given = {override.lstrip("+").partition("=")[0] for override in line.overrides}
     files = [f"{key}=FILE" for key in ("data.train_files", "data.val_files") if key not in given and line.config_dir is None]
     add = f"; add {' '.join(files)}" if files else ""
-    console.print(f"\nThe whole command{add}:\n  {line.having(found.keys)}", soft_wrap=True)
+    console.print(f"\nThe whole command{add}:\n  {whole_command(settings, found, line)}", soft_wrap=True)
     with_changes = "" if verdict.fits else " (with these settings)"
     console.print(f"\nThe most that fits{with_changes}:")
     reach = f"data.max_response_length, now {data.max_response_length}"

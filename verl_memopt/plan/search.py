@@ -23,6 +23,7 @@ from verl_memopt.memory.knob import knob_named, longest_sample, uses_kl
 from verl_memopt.observe.log_setup import silent
 from verl_memopt.observe.phase import GIB
 from verl_memopt.plan.levers import BUDGET, BUDGETS, SHARE, Level, Lever, levers_of
+from verl_memopt.plan.model_refusals import why_refused
 from verl_memopt.plan.peaks import CERTAIN
 from verl_memopt.plan.verdict import Card, FitVerdict, cards_like, is_here, judge, seconds_with, sizes_of_models
 
@@ -105,6 +106,10 @@ class Findings:
 
 
 def find_out(settings: Settings, card: Card) -> Findings:
+    """Raise a ConfigError if a model of the run refuses its settings."""
+    reason = why_refused(settings, sizes_of_models(settings))
+    if reason is not None:
+        raise ConfigError(reason)
     search = Search(settings, card)
     verdict = judge(settings, card)
     changes, after = ((), None) if verdict.fits else search.changes()
@@ -150,19 +155,20 @@ class Search:
     def __init__(self, settings: Settings, card: Card, levers: Sequence[Lever] | None = None) -> None:
         self._card = card
         self.settings = settings
-        size = sizes_of_models(settings).policy
-        self.levers = tuple(levers_of(settings, size, card.host_bytes is not None) if levers is None else levers)
+        sizes = sizes_of_models(settings)
+        self.levers = tuple(levers_of(settings, sizes, card.host_bytes is not None) if levers is None else levers)
         self._share = next((at for at, lever in enumerate(self.levers) if SHARE in lever.levels[-1].keys), None)
         self.as_it_is: State = (0,) * len(self.levers)
         self._verdicts: dict[State, FitVerdict] = {}
         self._accepted: dict[State, bool] = {}
 
     def judged(self, keys: Mapping[str, Any]) -> FitVerdict | None:
-        # Return the verdict with new values of some keys; None if the rules refuse the combination.
+        # Return the verdict with new values of some keys; None if the rules or the models refuse the combination.
         with suppress(ConfigError):
             with silent():
                 settings = changed(self.settings, keys)
-            return judge(settings, self._card)
+            if why_refused(settings, sizes_of_models(settings)) is None:
+                return judge(settings, self._card)
         return None
 
     def changes(self, plans: Sequence[Callable[[Level], bool]] = PLANS) -> tuple[tuple[Change, ...], FitVerdict]:

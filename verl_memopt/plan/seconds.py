@@ -20,10 +20,10 @@ from verl_memopt.memory.lora import adapter_params
 from verl_memopt.memory.param_offload import STREAM
 from verl_memopt.memory.precision import width
 from verl_memopt.memory.rollout_memory import kv_bytes_per_token
-from verl_memopt.memory.shared_weights import why_not
 from verl_memopt.model.sizes import ModelSize
 from verl_memopt.model.state_chunks import SIZES
 from verl_memopt.plan.formulas import Pass, Shapes
+from verl_memopt.plan.peaks import shares_weights
 
 REACHED_PRODUCTS, REACHED_MEMORY, REACHED_BUS = 0.5, 0.8, 0.8
 """Shares of a datasheet's rates that large matrix products, elementwise kernels and copies from pinned memory usually reach."""
@@ -246,7 +246,7 @@ class _Step:
     def sync(self) -> float:
         roles, devices = self.settings.actor_rollout_ref, num_devices(self.settings)
         weights = self._weights(roles.rollout.dtype) / roles.rollout.tensor_model_parallel_size
-        read = 0 if why_not(roles, devices, sleeps=True) is None else 2 * weights / self.rates.memory_bytes
+        read = 0 if shares_weights(roles, self.size, devices, sleeps=True) else 2 * weights / self.rates.memory_bytes
         return read + (weights / self.rates.bus_bytes if roles.actor.fsdp_config.param_offload else 0)
 
     def generation(self) -> float:

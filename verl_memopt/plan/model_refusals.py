@@ -1,0 +1,85 @@
+"""What a run refuses only when it builds its models, told from their sizes, so that ``fit`` proposes none of it.
+
+The build refuses the same where it sees the modules: ``parallelize`` and ``_check_heads`` of ``model/assembly.py``,
+``block_options`` of ``model/decoder.py``, and the arguments of ``rollout/vllm_process.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl_memopt.config.schema import CriticModel, Model, Settings, TrainedFsdp
+from verl_memopt.memory.critic_rules import has_critic
+from verl_memopt.memory.knob import has_teacher, needs_reference, num_devices
+from verl_memopt.memory.shared_weights import KEY as SHARE
+from verl_memopt.model.attention import HEAD_MULTIPLE
+from verl_memopt.model.sizes import ModelSize
+from verl_memopt.plan.peaks import Sizes, shares_weights
+
+_AR = "actor_rollout_ref"
+_ENGINE, _RANK = f"{_AR}.rollout.name", f"{_AR}.model.lora_rank"
+
+
+def why_refused(settings: Settings, sizes: Sizes) -> str | None:
+    """Return the error with which the build of a run would refuse its settings for its models. None = it would not."""
+    return next(_reasons(settings, sizes), None)
+
+
+def _reasons(settings: Settings, sizes: Sizes) -> Iterator[str]:
+    roles, critic = settings.actor_rollout_ref, settings.critic.model
+    yield from _of_blocks(f"{_AR}.model", roles.model, f"{_AR}.actor.fsdp_config", roles.actor.fsdp_config, sizes.policy)
+    if has_critic(settings):
+        yield from _of_blocks(
+            "critic.model", critic, "critic.model.fsdp_config", critic.fsdp_config, sizes.critic or sizes.policy
+        )
+    yield from _of_quantization(settings, sizes)
+    if roles.rollout.name == "vllm":
+        yield from _of_vllm(settings, sizes.policy)
+
+
+def _of_blocks(key: str, model: Model | CriticModel, sharding: str, fsdp: TrainedFsdp, size: ModelSize) -> Iterator[str]:
+    if model.tiled_mlp.enabled and not size.has_own_blocks:
+        yield f"{key}.tiled_mlp.enabled=true: the model has MLPs that are not known. Set it to false."
+    if model.block_tile_tokens is not None:
+        reason = None if size.has_own_blocks else "the model has blocks that are not known"
+        reason = reason or ("its blocks have norms of the outputs of attention and MLP" if size.post_norms else None)
+        reason = reason or (f"heads have a size of {size.head_dim}" if size.head_dim % HEAD_MULTIPLE else None)
+        if reason is not None:
+            yield f"{key}.block_tile_tokens={model.block_tile_tokens}: {reason}. Set it to null."
+    if fsdp.sequence_ranks > 1 and (size.linear_layers or any(size.reading)):
+        reason = "carry a state from token to token" if size.linear_layers else "read the keys of an earlier one"
+        yield f"{sharding}.ulysses_sequence_parallel_size={fsdp.sequence_ranks}: layers of the model {reason}. Set it to 1."
+
+
+def _of_quantization(settings: Settings, sizes: Sizes) -> Iterator[str]:
+    roles, teacher, rewards = settings.actor_rollout_ref, settings.teacher, settings.reward_model
+    base, policy = roles.model.quantization, sizes.policy
+    if base != "none" and (policy.mixture is not None or policy.rule is not None):
+        part = "experts" if policy.mixture is not None else "convolutions of layers that carry a state"
+        yield f"{_AR}.model.quantization={base}: only linear layers are quantised, and the model has {part}. Set it to none."
+    frozen: list[tuple[str, str, tuple[ModelSize | None, ...]]] = []
+    if needs_reference(settings):
+        frozen.append((f"{_AR}.ref", roles.ref.quantization, (sizes.reference,)))
+    if has_teacher(settings):
+        frozen.append(("teacher", teacher.quantization, (sizes.teacher, *sizes.further_teachers)))
+    if rewards.enable:
+        frozen.append(("reward_model.model", rewards.model.quantization, (sizes.student, *sizes.further)))
+    for key, kind, models in frozen:
+        if kind != "none" and any(
+            size.has_own_blocks and size.mixture is not None for size in (each or policy for each in models)
+        ):
+            yield f"{key}.quantization={kind}: only linear layers are quantised, and the model has experts. Set it to none."
+
+
+def _of_vllm(settings: Settings, size: ModelSize) -> Iterator[str]:
+    roles = settings.actor_rollout_ref
+    if size.sinks:
+        yield f"{_ENGINE}=vllm: vLLM loads the experts of this model only when it starts. Set {_ENGINE}=hf."
+    if size.mixture is not None and roles.rollout.share_weights is True:
+        yield f"{SHARE}=true: vLLM keeps tensors that it derives from experts. Set {SHARE}=auto."
+    shares = shares_weights(roles, size, num_devices(settings), sleeps=True)
+    if shares and size.linear_layers and roles.model.lora_rank:
+        yield (
+            f"{SHARE}={str(roles.rollout.share_weights).lower()}, {_RANK}={roles.model.lora_rank}: vLLM has no adapters for "
+            f"layers of linear attention. Set {SHARE}=false, with which it gets merged weights, or {_ENGINE}=hf."
+        )
