@@ -128,6 +128,18 @@ def test_no_phase_of_a_run_with_states_or_experts_holds_more_than_was_predicted(
     assert both.keys() >= START
 
 
+@pytest.mark.parametrize("kind", ["qwen3_moe", pytest.param("gpt_oss", marks=SLOW)])
+def test_experts_beside_adapters_have_no_gradients_in_the_prediction(kind, tmp_path):
+    drawn, cast = draw(15), [f"{FSDP}.model_dtype=bfloat16", f"{FSDP}.dtype=fp32"]
+    shape = replace(drawn.shape, model_type=kind, num_layers=2, num_experts=16, expert_size=128)
+    settings = (*drawn.settings, f"{AR}.model.lora_rank=4", "debug.mode=forge", *cast)
+    outcome, peaks, _ = run(replace(drawn, shape=shape, settings=settings), tmp_path / "draw", limited=False)
+    assert outcome.ran, outcome.error
+    held, predicted = outcome.measured["update_actor"], outcome.predicted["update_actor"]
+    assert held <= predicted < 1.25 * held
+    assert peaks.phases["update_actor"]["whole gradients"] < 0.01 * peaks.phases["update_actor"]["params"]
+
+
 def test_a_run_that_fits_runs_and_one_far_above_the_limit_is_refused_and_runs_out_of_memory(tmp_path):
     inside, _, _ = run(replace(draw(15), share=1.0), tmp_path / "inside")
     beyond, _, _ = run(replace(draw(15), share=0.25), tmp_path / "beyond")

@@ -278,7 +278,7 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
     if hasattr(getattr(block, "mlp", None), "experts"):
         # Some types call the width of an expert by the name that others give to the width of an MLP.
         own = getattr(config, "moe_intermediate_size", None) or width
-        shared = getattr(config, "shared_expert_intermediate_size", 0)
+        shared = config.shared_expert_intermediate_size if hasattr(block.mlp, "shared_expert") else 0
         mixture = MixtureSize(num_experts(config), own, config.num_experts_per_tok, shared)
         width = mixture.top_k * own + shared
     return ModelSize(

@@ -14,6 +14,7 @@ import torch
 
 from verl_memopt.config.schema import ActorRolloutRef
 from verl_memopt.memory.fused import NARROW_TILE_ELEMENTS, TILE_ELEMENTS
+from verl_memopt.memory.lora import adapter_params
 from verl_memopt.memory.precision import width
 from verl_memopt.memory.quantized_frozen import row_bytes
 from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS, SUM_ELEMENTS
@@ -529,8 +530,10 @@ class Shapes:
     def _experts_backward_bytes(self, mixture: MixtureSize) -> int:
         """Return the bytes of a mixture's backward beside what its block keeps, for tokens that are spread evenly.
 
-        They include the gradients of the experts' weights, until these become the gradients of their parameters.
+        They include the gradients of the experts' weights, until these become the gradients of their parameters. Beside adapters
+        experts are frozen, and only a shared one has adapters.
         """
+        rank = self.settings.model.lora_rank
         b, h, width, wide = self.compute_bytes, self.hidden, mixture.width, max(self.compute_bytes, 4)
         tile = self._expert_rows(mixture)
         # The gradient of the output, the normed input and the sum of its gradient; probabilities; which row is where.
@@ -543,8 +546,10 @@ class Shapes:
         # in fp32, or at the gradients of gate and up. Sums of the gradients of weights are in fp32.
         part, shared = self._shared_rows, mixture.shared
         at_output = part * h * (b + (4 if b == wide else 8))
-        at_shared = 3 * shared * (part * b + h * wide) + max(at_output, self._at_gate_of(part * shared))
-        return tokens + 3 * mixture.experts * width * h * b + max(at_weights, at_input, at_shared if shared else 0)
+        sums = 3 * wide * (rank * (h + shared) if rank else h * shared)
+        at_shared = 3 * shared * part * b + sums + max(at_output, self._at_gate_of(part * shared))
+        experts = 0 if rank else 3 * mixture.experts * width * h * b
+        return tokens + experts + max(at_weights, at_input, at_shared if shared else 0)
 
     @property
     def linear_forward_bytes(self) -> int:
@@ -884,8 +889,11 @@ class Shapes:
 
     @property
     def _summed_params(self) -> int:
-        # Parameters of a block in matrices. Of a mixture all experts have a sum.
+        # Parameters of a block whose gradients are sums over tiles: those in matrices, of a mixture those of all experts, and
+        # beside a frozen base those of adapters.
         mixture = self.mixture
+        if self.settings.model.lora_rank:
+            return -(-adapter_params(self) // self.layers)
         idle = 0 if mixture is None else (mixture.experts - mixture.top_k) * mixture.width
         return self.matrix_params + 3 * idle * self.hidden
 

@@ -194,6 +194,11 @@ class Held:
         return {"graphs": Shapes.of(self.size, self.roles, work, self.device).graph_bytes}
 
     @property
+    def _trained_of_block(self) -> float:
+        # Parameters of a block that have gradients.
+        return self.adapters / self.size.layers if self.adapters else self.size.block_params
+
+    @property
     def _in_units(self) -> bool:
         # Whether one device casts unit by unit, without FSDP2 (memory/precision_torch.py).
         return self.is_cast and self._alone and not self.fsdp.offload_policy
@@ -388,12 +393,12 @@ class Held:
             "activations": top["activations"] - (s.kept_of(s.layers - 1) if s.settings.model.in_flight is None else 0)
         }
         # Upper bounds: a block's gradients exist when its backward ends. Of a known forest without gathered units they are exact.
-        block, bound = s.gradient_bytes * s.block_params / self.ranks, s.forest is None or self.is_cast
+        block, bound = s.gradient_bytes * self._trained_of_block / self.ranks, s.forest is None or self.is_cast
         begun = [
             sum_kinds(head, {"grads": min(grads, matrix)}),
             sum_kinds(top, {"grads": min(grads, matrix + (2 - ends_late if bound else 0) * block)}),
         ]
-        last = s.gradient_bytes * max(self._matrices) if ends_late else 0
+        last = s.gradient_bytes * max(self._matrices) if ends_late and not self.adapters else 0
         end, step = later
         unfinished = [
             sum_kinds(first, {"grads": grads - last - (0 if bound else block)}),
@@ -454,6 +459,8 @@ class Held:
         tile = tile_params(self.at_rest, self.ranks)
         # A gradient in tiles is never whole. The root's is, to the end of a backward.
         root_gradient, matrix_gradient = (root, max(root, own)) if tile is None else (0, tile)
+        if self.adapters:
+            root_gradient = matrix_gradient = 0
         head_unit = own if self.has_logits else 0
         head = windows.head | {
             "gathered parameters": b * (root + head_unit) + self._first_stays + self._stay,
@@ -461,7 +468,7 @@ class Held:
         }
         block = windows.block | {
             "gathered parameters": b * root + self._first_stays + max(self._stay, self._unit),
-            "whole gradients": b * (root_gradient + s.block_params),
+            "whole gradients": b * (root_gradient + self._trained_of_block),
         }
         end = windows.end | {"gathered parameters": b * root, "whole gradients": b * matrix_gradient}
         return replace(windows, head=head, block=block, end=end)
