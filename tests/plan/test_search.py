@@ -20,6 +20,7 @@ from verl_memopt.plan.levers import levers_of
 from verl_memopt.plan.search import Search, find_out
 from verl_memopt.plan.verdict import Card, sizes_of_models
 
+TEACHER = "teacher.fsdp_config"
 LLAMA_70B = ModelSize(8192, 28_672, 80, 64, 8, 128, 128_256, False, positions=2**17)
 
 
@@ -63,13 +64,31 @@ def test_numbers_change_only_where_nothing_else_makes_a_run_fit(given, card, cha
     assert lossy(advised(*given, card=card)) == changing_numbers
 
 
-@pytest.mark.parametrize(("host", "changing_numbers"), [(None, []), (64, ["quantized_frozen"])])
-def test_a_teacher_that_does_not_fit_streams_and_is_quantised_only_for_a_small_host(host, changing_numbers):
-    given = ("model=qwen3_0_6b", "algorithm.adv_estimator=distill", "teacher.model.path=Qwen/Qwen3-32B", DYNAMIC)
-    card = Card.of(24)
-    found = advised(*given, card=card if host is None else replace(card, host_bytes=host * GIB))
+TAUGHT = ("model=qwen3_0_6b", "algorithm.adv_estimator=distill", "teacher.model.path=Qwen/Qwen3-32B", DYNAMIC)
+SMALL_HOST = replace(Card.of(24), host_bytes=64 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("card", "changing_numbers"),
+    [(Card.of(24), []), pytest.param(SMALL_HOST, ["quantized_frozen"], marks=pytest.mark.slow)],  # of 55,000 choices
+    ids=["large host", "small host"],
+)
+def test_a_teacher_that_does_not_fit_streams_and_is_quantised_only_for_a_small_host(card, changing_numbers):
+    found = advised(*TAUGHT, card=card)
     assert lossy(found) == changing_numbers
-    assert found.keys["teacher.fsdp_config.param_offload"] == "stream"
+    assert found.keys[f"{TEACHER}.param_offload"] == "stream"
+
+
+def test_of_a_teachers_own_levers_a_small_host_needs_that_it_is_quantised():
+    def is_own(lever):
+        return not lever.is_choice or any(key.startswith("teacher.") for level in lever.levels for key in level.keys)
+
+    settings = settings_of(*TAUGHT)
+    own = [lever for lever in Search(settings, SMALL_HOST).levers if is_own(lever)]
+    changes, after = Search(settings, SMALL_HOST, own).changes()
+    assert after.fits
+    assert [change.name for change in changes if change.changes_numbers] == ["quantized_frozen"]
+    assert {key: value for change in changes for key, value in change.keys.items()}[f"{TEACHER}.param_offload"] == "stream"
 
 
 @pytest.mark.parametrize("memory", ["memory=large_multi_gpu", DYNAMIC])
