@@ -390,7 +390,7 @@ def test_a_wide_shared_expert_has_the_activations_of_the_formula(tmp_path, one_r
     assert act.close(found, replace(formula, suffix_tokens=plain.suffix_tokens).activation_bytes, 0.05)
 
 
-@pytest.mark.parametrize("options", [OWN, {**OWN, "recompute": True, "block_tile_tokens": 16}], ids=str)
+@pytest.mark.parametrize("options", [OWN, {**OWN, "recompute": True, "block_tile_tokens": 64}], ids=str)
 def test_fake_tensors_compute_experts_with_evenly_spread_tokens(mixture_folder, options):
     act.assert_fake_tensors_give_the_bytes_of_real_ones(mixture_folder, **options)
 
