@@ -129,7 +129,9 @@ def test_a_sink_takes_its_share_in_a_window(name, layout, heads, window):
         found = with_gradients(lambda *x: attend(name, *x[:3], layout, window, x[3]), inputs)
     expected = with_gradients(lambda *x: attend("eager", *x[:3], layout, window, x[3]), inputs)
     assert agree(found, expected, 1e-6)
-    assert norm_error(found[4], expected[4]) < 1e-5
+    # Terms of a sink's gradient may cancel, and then it is rounding of numbers of the others' size.
+    others = torch.stack([gradient.norm() for gradient in expected[1:4]]).norm()
+    assert (found[4] - expected[4]).norm() <= 1e-6 * expected[4].norm() + 1e-6 * others
 
 
 @given(LAYOUTS, st.integers(1, 30))
