@@ -194,9 +194,11 @@ class Held:
         return {"graphs": Shapes.of(self.size, self.roles, work, self.device).graph_bytes}
 
     @property
-    def _trained_of_block(self) -> float:
-        # Parameters of a block that have gradients.
-        return self.adapters / self.size.layers if self.adapters else self.size.block_params
+    def _learning_of_block(self) -> float:
+        # Parameters of a block whose gradients count. Beside adapters a block holds less than this bound, but not the gradients
+        # of experts, which are frozen.
+        size = self.size
+        return size.block_params - (size.expert_params / size.layers if self.adapters else 0)
 
     @property
     def _in_units(self) -> bool:
@@ -393,12 +395,12 @@ class Held:
             "activations": top["activations"] - (s.kept_of(s.layers - 1) if s.settings.model.in_flight is None else 0)
         }
         # Upper bounds: a block's gradients exist when its backward ends. Of a known forest without gathered units they are exact.
-        block, bound = s.gradient_bytes * self._trained_of_block / self.ranks, s.forest is None or self.is_cast
+        block, bound = s.gradient_bytes * self._learning_of_block / self.ranks, s.forest is None or self.is_cast
         begun = [
             sum_kinds(head, {"grads": min(grads, matrix)}),
             sum_kinds(top, {"grads": min(grads, matrix + (2 - ends_late if bound else 0) * block)}),
         ]
-        last = s.gradient_bytes * max(self._matrices) if ends_late and not self.adapters else 0
+        last = s.gradient_bytes * max(self._matrices) if ends_late else 0
         end, step = later
         unfinished = [
             sum_kinds(first, {"grads": grads - last - (0 if bound else block)}),
@@ -459,7 +461,7 @@ class Held:
         tile = tile_params(self.at_rest, self.ranks)
         # A gradient in tiles is never whole. The root's is, to the end of a backward.
         root_gradient, matrix_gradient = (root, max(root, own)) if tile is None else (0, tile)
-        if self.adapters:
+        if self.adapters:  # the root and the matrices of blocks are frozen
             root_gradient = matrix_gradient = 0
         head_unit = own if self.has_logits else 0
         head = windows.head | {
@@ -468,7 +470,7 @@ class Held:
         }
         block = windows.block | {
             "gathered parameters": b * root + self._first_stays + max(self._stay, self._unit),
-            "whole gradients": b * (root_gradient + self._trained_of_block),
+            "whole gradients": b * (root_gradient + (self.adapters / self.size.layers or s.block_params)),
         }
         end = windows.end | {"gathered parameters": b * root, "whole gradients": b * matrix_gradient}
         return replace(windows, head=head, block=block, end=end)
