@@ -140,6 +140,28 @@ def test_experts_beside_adapters_have_no_gradients_in_the_prediction(kind, tmp_p
     assert peaks.phases["update_actor"]["whole gradients"] < 0.01 * peaks.phases["update_actor"]["params"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("gpt_oss", [f"{FSDP}.dtype=bfloat16"]),
+        pytest.param("gpt_oss", [f"{FSDP}.dtype=fp32"], marks=SLOW),
+        pytest.param("gpt_oss", [f"{AR}.actor.use_prefix_grouper=false"], marks=SLOW),
+        pytest.param("gpt_oss", [f"{AR}.model.block_tile_tokens=32"], marks=SLOW),
+        pytest.param("gpt_oss", [f"{AR}.model.enable_gradient_checkpointing=true"], marks=SLOW),
+        pytest.param("gpt_oss", [f"{AR}.model.recompute_elementwise=false"], marks=SLOW),
+    ],
+)
+def test_windows_that_cut_rows_hold_no_more_than_was_predicted(kind, more, tmp_path):
+    drawn = draw(6)
+    longer = ("debug.mode=forge", "data.max_prompt_length=400", "data.max_response_length=16", f"{AR}.model.lora_rank=4")
+    on_device = f"{AR}.model.enable_activation_offload=false"
+    drawn = replace(drawn, shape=replace(drawn.shape, model_type=kind), settings=(*drawn.settings, *longer, on_device, *more))
+    outcome, _, _ = run(drawn, tmp_path / "draw", limited=False)
+    assert outcome.ran, outcome.error
+    both = {phase: (held, outcome.predicted[phase]) for phase, held in outcome.measured.items() if phase in outcome.predicted}
+    assert {phase: pair for phase, pair in both.items() if pair[0] > pair[1]} == {}
+
+
 def test_a_run_that_fits_runs_and_one_far_above_the_limit_is_refused_and_runs_out_of_memory(tmp_path):
     inside, _, _ = run(replace(draw(15), share=1.0), tmp_path / "inside")
     beyond, _, _ = run(replace(draw(15), share=0.25), tmp_path / "beyond")

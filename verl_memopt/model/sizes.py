@@ -60,6 +60,8 @@ class ModelSize:
     """Whether queries and keys have a norm (Qwen3)."""
     window: int | None = None
     """Number of positions that a token sees in layers with sliding-window attention. None = no layer has a window."""
+    window_layers: int = 0
+    """How many layers have the window."""
     post_norms: bool = False
     """Whether the outputs of attention and MLP have norms (Gemma 3 and 4), which multiply in fp32."""
     prunes: bool = True
@@ -185,7 +187,7 @@ PUBLISHED = {
         mixture=MixtureSize(128, 768, 8),
     ),
     "openai/gpt-oss-20b": ModelSize(
-        2880, 11_520, 24, 64, 8, 64, 201_088, False, qkv_bias=True, window=128, positions=2**17,
+        2880, 11_520, 24, 64, 8, 64, 201_088, False, qkv_bias=True, window=128, window_layers=12, positions=2**17,
         counted=(20_914_757_184, 823_186_976), mixture=MixtureSize(32, 2880, 4), sinks=True, mxfp4=True,
     ),
     "Qwen/Qwen3.5-0.8B": ModelSize(
@@ -209,17 +211,17 @@ PUBLISHED = {
         gated=True, rule=DeltaShape(16, 32, 128, 128), linear_layers=30, mixture=MixtureSize(256, 512, 8, 512),
     ),
     "google/gemma-3-4b-it": ModelSize(
-        2560, 10_240, 34, 8, 4, 256, 262_208, True, qk_norm=True, window=1024, post_norms=True, positions=2**17,
-        counted=(3_880_263_168, 94_382_592),
+        2560, 10_240, 34, 8, 4, 256, 262_208, True, qk_norm=True, window=1024, window_layers=29, post_norms=True,
+        positions=2**17, counted=(3_880_263_168, 94_382_592),
     ),
     "google/gemma-4-E4B-it": ModelSize(
-        2560, 10_240, 42, 8, 2, 512, 262_144, True, qk_norm=True, window=512, post_norms=True, positions=2**17,
-        counted=(7_463_013_418, 106_182_145), v_norm=True, local=LocalHeads(35, 2, 256), reading=(3, 15), layer_inputs=256,
-        root_params=2_846_097_664,
+        2560, 10_240, 42, 8, 2, 512, 262_144, True, qk_norm=True, window=512, window_layers=35, post_norms=True,
+        positions=2**17, counted=(7_463_013_418, 106_182_145), v_norm=True, local=LocalHeads(35, 2, 256), reading=(3, 15),
+        layer_inputs=256, root_params=2_846_097_664,
     ),
     "google/gemma-4-31B-it": ModelSize(
-        5376, 21_504, 60, 32, 4, 512, 262_144, True, qk_norm=True, window=1024, post_norms=True, positions=2**18,
-        counted=(30_697_345_340, 534_009_857), v_norm=True, local=LocalHeads(50, 16, 256), keys_are_values=True,
+        5376, 21_504, 60, 32, 4, 512, 262_144, True, qk_norm=True, window=1024, window_layers=50, post_norms=True,
+        positions=2**18, counted=(30_697_345_340, 534_009_857), v_norm=True, local=LocalHeads(50, 16, 256), keys_are_values=True,
     ),
     "meta-llama/Llama-3.2-1B-Instruct": ModelSize(2048, 8192, 16, 32, 8, 64, 128_256, True, positions=2**17),
     "meta-llama/Llama-3.2-3B-Instruct": ModelSize(3072, 8192, 28, 24, 8, 128, 128_256, True, positions=2**17),
@@ -292,6 +294,7 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
         tied=bool(config.tie_word_embeddings),
         qk_norm=hasattr(attention, "q_norm"),
         window=window(config),
+        window_layers=_sliding(config),
         post_norms=hasattr(block, "post_feedforward_layernorm"),
         prunes=type(layers[-1]).__name__ in own_blocks() and not hasattr(layers[-1], "linear_attn"),
         positions=getattr(config, "max_position_embeddings", None),
@@ -312,6 +315,12 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
             _parameters(part) for name in LAYER_INPUTS for part in [getattr(empty.get_decoder(), name, None)] if part
         ),
     )
+
+
+def _sliding(config: Any) -> int:
+    kinds = layer_types(config)
+    count = kinds.count("sliding_attention") if kinds else config.num_hidden_layers
+    return count if window(config) is not None else 0
 
 
 def _reading(config: Any, local: LocalHeads | None) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from verl_memopt.memory.precision import width
 from verl_memopt.memory.quantized_frozen import row_bytes
 from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS, SUM_ELEMENTS
 from verl_memopt.memory.sequence_parallel import key_copies
-from verl_memopt.model.attention import LARGEST_FLASH_HEAD
+from verl_memopt.model.attention import HEAD_MULTIPLE, LARGEST_FLASH_HEAD
 from verl_memopt.model.attention_dense import ATTENTION_ELEMENTS, MASKED_PRODUCTS, key_heads_at_once
 from verl_memopt.model.delta_rule import DeltaShape
 from verl_memopt.model.sizes import LocalHeads, MixtureSize, ModelSize
@@ -105,6 +105,14 @@ class Shapes:
     """U, the tokens among T that ``prune_last_block`` leaves out of the last block."""
     slides: bool = False
     """A sliding window cuts rows that may share a prompt, so a layer copies keys: at most twice as many as the pack has."""
+    window: int | None = None
+    """W, the positions that a token sees in some blocks, if some row is longer. None = no row is cut."""
+    window_layers: int = 0
+    """How many of ``layers`` have the window."""
+    longest: int = 0
+    """L, the tokens of the longest row."""
+    sinks: bool = False
+    """Attention has sinks."""
     post_norms: bool = False
     """The outputs of attention and MLP have norms too, and all norms multiply by 1 + w in fp32."""
     segments: int = 1
@@ -151,7 +159,9 @@ class Shapes:
             settings=roles, layers=size.layers, hidden=size.hidden, mlp=size.mlp, heads=size.heads, kv_heads=size.kv_heads,
             head_dim=size.head_dim, vocab=size.vocab, params=size.params, block_params=size.block_params, tied=size.tied,
             tokens=work.tokens, responses=work.responses, segments=work.rows, device=device, post_norms=size.post_norms,
-            slides=bool(shares) and not fits, gated=size.gated, rule=size.rule, linear_layers=size.linear_layers,
+            slides=bool(shares) and not fits, window=None if fits else size.window, window_layers=size.window_layers,
+            longest=min(work.longest or work.tokens, work.tokens), sinks=size.sinks, gated=size.gated,
+            rule=size.rule, linear_layers=size.linear_layers,
             ends_linear=not size.prunes, mixture=size.mixture, v_norm=size.v_norm, local=size.local,
             keys_are_values=size.keys_are_values, layer_inputs=size.layer_inputs, reading=size.reading,
             own_mlp=size.own_mlp or size.mlp, **known,
@@ -260,13 +270,17 @@ class Shapes:
 
     @property
     def _activation_bytes(self) -> int:
-        return self._blocks_bytes + self._inputs_bytes
+        # Beside others that keep the same, the last block has no window, or all blocks have one.
+        is_own = self._inputs_alone or self.window_layers == self.layers
+        return self._blocks_bytes + self._inputs_bytes + is_own * self._window_kept_bytes
 
     @property
     def _blocks_bytes(self) -> int:
         model, others = self.settings.model, self._other_blocks(self.layers - 1)
         if model.block_tile_tokens is not None:
-            return others + max(self.final_norm_bytes, self.tiled_block_bytes(model.block_tile_tokens))
+            # Blocks with a window are computed without tiles.
+            whole = self.backward_bytes if self.window is not None else 0
+            return others + max(self.final_norm_bytes, self.tiled_block_bytes(model.block_tile_tokens), whole)
         if model.left_out(self.skipped):
             before = self._other_blocks(self.layers - 2) + self.backward_bytes if self.layers > 1 else 0
             return max(before, others + self.pruned_backward_bytes)
@@ -286,6 +300,10 @@ class Shapes:
 
     def kept_of(self, blocks: int) -> int:
         """Return the bytes that the last ``blocks`` blocks keep, without the block whose figures these are."""
+        windows = 0 if self._inputs_alone else min(self.window_layers, blocks) * self._window_kept_bytes
+        return windows + self._kept_of(blocks)
+
+    def _kept_of(self, blocks: int) -> int:
         if self.local is not None:
             (count, last), *others = self.kinds
             before = sum(each * shapes.kept_bytes for each, shapes in others)
@@ -726,6 +744,7 @@ class Shapes:
                 self.forest.run * (3 * query_elements + summed), queries * query_elements + keys * (2 * query_elements + summed)
             )
         held = self.compute_bytes * self.sequence_ranks * (head + call) + self._float_bytes(query_elements, summed)
+        held = max(held, self._window_gradient_bytes)
         if self.device == "cuda":
             held = self._efficient_backward_bytes(query_elements)
         elif self._is_masked(self.tokens, self.keys):
@@ -734,6 +753,60 @@ class Shapes:
         # before.
         exchange = 0 if self.sequence_ranks == 1 else 2 * self.tokens * query
         return self._at_attention + max(held, self.compute_bytes * exchange)
+
+    @property
+    def _slides_by_torch(self) -> bool:
+        # Whether torch's SDPA computes blocks with a window on a CPU, and autograd keeps its tensors.
+        return self.window is not None and self.device == "cpu" and not self.is_linear
+
+    @property
+    def _window_kept_bytes(self) -> int:
+        """Bytes that autograd keeps of a block with a window on a CPU, beside :attr:`attention_bytes`.
+
+        Rotated queries and keys; for each pair of a token and a token of its longest row an element of the mask; outputs, and
+        log-sum-exps. Answers that share a prompt also have copies of its last W - 1 keys and values, and fp32 copies of the three
+        inputs in half precision. A sink is a key of its own, and heads have :data:`HEAD_MULTIPLE` more elements for it.
+        """
+        if not self._slides_by_torch:
+            return 0
+        assert self.window is not None
+        b, query, key, tokens = self.compute_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.tokens
+        wide, more = max(b, 4) if self.slides else b, HEAD_MULTIPLE if self.sinks else 0
+        wide_query, wide_key = query + self.heads * more, key + self.kv_heads * more
+        # With sinks there are no norms of queries and keys, which would keep them before they are rotated too.
+        rotated = 0 if self.sinks else b * tokens * (query + key)
+        kept = rotated + wide * tokens * (self.longest + 1 + wide_query) + 4 * tokens * self.heads
+        if wide > b:
+            kept += wide * tokens * (query + 2 * key)
+        if self.sinks:
+            kept += wide * tokens * wide_query
+        if self.sinks or self.slides:
+            answers = self.segments if self.forest is not None else -(-self.segments // 2)
+            copied = answers * (self.window - 1) if self.slides else 0
+            kept += 2 * wide * (tokens + copied + self.segments) * wide_key
+        return kept
+
+    @property
+    def window_forward_bytes(self) -> int:
+        """Bytes of such a block's attention in a pass without gradients: copies of its inputs, outputs, and one row's mask."""
+        if not self._slides_by_torch:
+            return 0
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        wide = max(self.compute_bytes, 4) if self.slides else self.compute_bytes
+        copies = query + 2 * key if wide > self.compute_bytes else 0
+        # Positions are int64, and the mask has two bool parts.
+        return wide * self.tokens * (2 * query + copies) + (16 + wide) * self.longest**2
+
+    @property
+    def _window_gradient_bytes(self) -> int:
+        # Gradients of such a block: of keys and values, each added to those of later rows; of the longest row; and in half
+        # precision of the fp32 output.
+        if not self._slides_by_torch:
+            return 0
+        b, query, key = self.compute_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        if self.slides:
+            return max(b, 4) * 4 * self.tokens * key + (4 * self.tokens * query if b < 4 else 0)
+        return b * (3 * self.tokens * key + self.longest * (query + 2 * key))
 
     def _float_bytes(self, query_elements: int, summed: int) -> int:
         # In half precision a CPU computes parts that are merged in fp32: copies of the gradient, the queries, the output, keys

@@ -241,6 +241,7 @@ class Held:
             attention = b * work.tokens * (2 * h + 2 * query + 2 * key + 2 * s.head_dim + s.sequence_ranks * turned)
         # Gates, and copies of both parts of a product; or the output before its sinks are merged.
         attention += b * work.tokens * query * (2 * self.size.gated + self.size.sinks)
+        attention += s.window_forward_bytes
         attention = max(attention + (norm if self.size.qk_norm else 0), 2 * b * work.tokens * h + norm)
         # The MLP's peak also has the state before the block, and rotary tables.
         mlp = b * work.tokens * (4 * h + wide * s.mlp + 2 * s.head_dim)
