@@ -167,7 +167,7 @@ def test_activations_are_those_of_the_formula(deep, knobs):
     model = {name: value for name, value in BYTES[knobs].items() if name != "recompute"}
     model["enable_gradient_checkpointing"] = "recompute" in BYTES[knobs]
     keys = {f"model.{name}": value for name, value in model.items()} | {"actor.fsdp_config.dtype": "fp32"}
-    work = Pass(act.TOKENS, act.RESPONSES, 2 * act.ROWS, act.TOKENS)
+    work = Pass(act.TOKENS, act.RESPONSES, 2 * act.ROWS, act.TOKENS, longest=act.PROMPT + act.RESPONSE)
     shapes = Shapes.of(size_of(Model(path=str(deep)), "model"), replaced(ActorRolloutRef(), keys), work, "cpu")
     assert act.close(found, shapes.activation_bytes)
 
