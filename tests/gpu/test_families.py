@@ -8,6 +8,7 @@ import torch
 from tests.gpu import machine
 from tests.model import test_delta_rule as states
 from tests.model import test_experts as mixtures
+from verl_memopt.memory.tiled_mlp_torch import Traits
 from verl_memopt.model.experts import Mixture, MixtureKind, Router, mixed
 from verl_memopt.model.prefix_layout import PrefixLayout
 
@@ -60,3 +61,22 @@ def test_experts_give_the_exact_outputs_and_gradients(kind):
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     (found * weights.to(found)).sum().backward()
     near([tensor.grad for tensor in own], torch.autograd.grad((expected * weights).sum(), exact), dtype)
+
+
+@pytest.mark.rehearsed
+def test_a_shared_expert_gives_the_exact_outputs_and_gradients():
+    kind, shared = MixtureKind(Router(mixtures.CHOSEN, True)), mixtures.shared_expert(adapted=False)
+    given = [tensor.detach().float() for tensor in (*mixtures.weights(), *filter(lambda one: one is not None, shared))]
+    x = torch.randn(300, given[0].shape[1], generator=torch.Generator().manual_seed(2))
+    exact = [tensor.double().requires_grad_() for tensor in (x, *given)]
+    own = [tensor.to(machine.device()).requires_grad_() for tensor in (x, *given)]
+    rest = iter(exact[4:])
+    layers = [None if tensor is None else next(rest) for tensor in shared]
+    expected = mixtures.by_token(exact[0], kind.router, exact[1:4]) + mixtures.by_layers(exact[0], layers)
+    rest = iter(own[4:])
+    tensors = *own[1:4], *(None if tensor is None else next(rest) for tensor in shared)
+    found = mixed(None, own[0], None, Mixture(kind, tensors, (Traits(0.0, None),) * 4), 2)[0]
+    near([found], [expected.detach()], torch.float32)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    (found * weights.to(found)).sum().backward()
+    near([tensor.grad for tensor in own], torch.autograd.grad((expected * weights).sum(), exact), torch.float32)
