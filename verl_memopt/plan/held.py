@@ -574,7 +574,10 @@ class Held:
         adapted = work.tokens * s.compute_bytes * wide if self.adapters else 0
         if model.recompute_elementwise and s.flash and model.block_tile_tokens is None:
             # Adapters add to the wide tensors of the MLP, and flash attention holds nothing at that time.
-            return max(block, s.kept_on_device(s.layers - 1) + s.mlp_bytes(work.tokens) + adapted)
+            # The gradient of a checkpointed block's output stays until its backward ends. Where weights are trained, the bound of
+            # their gradients covers it.
+            incoming = s.input_bytes if self.adapters and model.checkpointing == "full" else 0
+            return max(block + incoming, s.kept_on_device(s.layers - 1) + s.mlp_bytes(work.tokens) + adapted)
         return block + adapted
 
     def _reduction(self, params: float) -> dict[str, float]:
