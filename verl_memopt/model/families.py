@@ -112,8 +112,8 @@ FAMILIES = (
         "GptOss",
         sinks=True,
         whole_experts=True,
-        note="It needs the engine `hf`. LoRA leaves its experts as they are: on one device, beside an engine with weights of its "
-        "own, also in MXFP4. Else folders in MXFP4 are decoded to the dtype of the model. Saved models are never in MXFP4. "
+        note="It needs the engine `hf`. LoRA leaves its experts as they are. Experts of a folder in MXFP4 keep its bytes with "
+        "LoRA on one device, if the engine has its own weights; otherwise they are decoded. Saved models are never in MXFP4. "
         f"{REPLAYED} `quantization` and an auxiliary loss are refused.",
     ),
     Family("granite", "Granite, dense", divided_by="logits_scaling"),
