@@ -9,7 +9,8 @@ from tests.gpu import machine
 from tests.model import test_delta_rule as states
 from tests.model import test_experts as mixtures
 from verl_memopt.memory.tiled_mlp_torch import Traits
-from verl_memopt.model.experts import Mixture, MixtureKind, Router, mixed
+from verl_memopt.model.experts import Mixture, mixed
+from verl_memopt.model.mixture_kind import MixtureKind, Router
 from verl_memopt.model.prefix_layout import PrefixLayout
 
 GROUPS = ((130, (3, 64, 1, 65)), (2, (1, 2, 70)), (200, ()))

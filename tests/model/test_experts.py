@@ -26,9 +26,10 @@ from verl_memopt.memory.lora_torch import adapters
 from verl_memopt.memory.recompute_elementwise_torch import RMSNorm
 from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.memory.tiled_mlp_torch import Traits
-from verl_memopt.model import experts
+from verl_memopt.model import expert_products
 from verl_memopt.model.captured_block import why_not_captured
-from verl_memopt.model.experts import ClampedGate, Mixture, MixtureKind, Router, TiledExperts, mixed
+from verl_memopt.model.experts import Mixture, TiledExperts, mixed
+from verl_memopt.model.mixture_kind import ClampedGate, MixtureKind, Router
 from verl_memopt.model.packing_check import check_architecture
 from verl_memopt.model.sizes import MixtureSize, size_of
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
@@ -183,7 +184,7 @@ def test_the_kernel_for_all_experts_of_a_tile_gives_what_one_product_per_expert_
         return [out.detach(), *gradients((out,), (x, *tensors))]
 
     one_by_one = run()
-    monkeypatch.setattr(experts, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(expert_products, "_has_kernel", lambda *_: True)
     assert all(relative(one, other) <= bound for one, other in zip(run(), one_by_one, strict=True))
 
 

@@ -1,0 +1,173 @@
+"""Products of rows with the weights of their experts, and the sums of the weights' gradients.
+
+A GPU has one kernel for all experts of a tile. On a CPU the kernel would be a loop over experts too. Frozen weights may be the
+bytes of MXFP4: each expert's is decoded for its product alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+
+from verl_memopt.memory.quantized_frozen import mxfp4_width
+from verl_memopt.memory.quantized_frozen_torch import mxfp4_weight
+from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS
+from verl_memopt.memory.recompute_elementwise_torch import add_product, wide_dtype
+
+
+class ExpertTile(NamedTuple):
+    experts: range
+    rows: slice
+    """Rows of these experts, among all rows in the order of the experts."""
+    counts: list[int]
+    """Number of rows of each of these experts."""
+
+
+class RoutedRows:
+    """The rows that experts compute: each token once for each of its k experts, in the order of the experts.
+
+    Attributes:
+        order: int64 [t x k], the place of each row in the flat [t, k] of the router.
+        tokens: int64 [t x k], the token of each row.
+        counts: Number of rows of each expert.
+    """
+
+    def __init__(self, chosen: Tensor, num_experts: int) -> None:
+        flat = chosen.flatten()
+        self.order = flat.argsort(stable=True)
+        self.tokens = self.order // chosen.shape[1]
+        if detect_fake_mode() is None:
+            # One wait for the device. The sizes of the products must be known on the host.
+            self.counts: list[int] = torch.bincount(flat, minlength=num_experts).tolist()
+        else:
+            # Fake tensors have no values, so tokens are spread evenly.
+            part, more = divmod(flat.numel(), num_experts)
+            self.counts = [part + (place < more) for place in range(num_experts)]
+
+    def tiles(self, least: int) -> Iterator[ExpertTile]:
+        """Yield the experts in groups with about equally many rows, of which an expert is never cut."""
+        limit = min(-(-sum(self.counts) // least), PRODUCT_ROWS.get(self.order.device.type, 8192))
+        first, start, held = 0, 0, 0
+        for expert, count in enumerate(self.counts):
+            if held and held + count > limit:
+                yield ExpertTile(range(first, expert), slice(start, start + held), self.counts[first:expert])
+                first, start, held = expert, start + held, 0
+            held += count
+        yield ExpertTile(range(first, len(self.counts)), slice(start, start + held), self.counts[first:])
+
+
+ALIGNED_BYTES = 16
+"""The kernel needs rows of a multiple of this many bytes."""
+
+
+def _has_kernel(*tensors: Tensor) -> bool:
+    return all(
+        tensor.device.type != "cpu" and tensor.dtype == torch.bfloat16 and tensor.shape[-1] * 2 % ALIGNED_BYTES == 0
+        for tensor in tensors
+    )
+
+
+def _ends(tile: ExpertTile, device: torch.device) -> Tensor:
+    return torch.tensor(tile.counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
+
+
+def of_experts(tile: ExpertTile) -> Iterator[tuple[int, slice]]:
+    # Yield each expert that has rows, and which rows of the tile these are.
+    start = 0
+    for expert, count in zip(tile.experts, tile.counts, strict=True):
+        if count:
+            yield expert, slice(start, start + count)
+        start += count
+
+
+def turned_weights(weights: Tensor, turn: bool) -> Tensor:
+    # Bytes of MXFP4 always have the input last.
+    return weights.transpose(1, 2) if turn and weights.is_floating_point() else weights
+
+
+def _decoded(weights: Tensor, expert: int, dtype: torch.dtype) -> Tensor:
+    return weights[expert] if weights.is_floating_point() else mxfp4_weight(weights[expert], dtype)
+
+
+def products(x: Tensor, weights: Tensor, tile: ExpertTile, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """Return ``x @ weights[e].t() + bias[e]`` [r, m] for the rows of each expert e in a tile.
+
+    ``x`` is [r, n], ``weights`` [E, m, n] and ``bias`` [E, m].
+    """
+    if _has_kernel(x, weights) and weights.shape[1] * 2 % ALIGNED_BYTES == 0:
+        part = weights[tile.experts.start : tile.experts.stop]
+        found = torch._grouped_mm(x, part.transpose(1, 2), offs=_ends(tile, x.device))
+        out = found if out is None else out.copy_(found)
+        if bias is not None:
+            for expert, rows in of_experts(tile):
+                out[rows].add_(bias[expert])
+        return out
+    # Written into ``out``, because selective checkpointing would keep the output of a plain product.
+    out = x.new_empty(x.shape[0], weights.shape[1]) if out is None else out
+    for expert, rows in of_experts(tile):
+        weight = _decoded(weights, expert, x.dtype)
+        if bias is None:
+            torch.mm(x[rows], weight.t(), out=out[rows])
+        else:
+            torch.addmm(bias[expert], x[rows], weight.t(), out=out[rows])
+        del weight  # before the next one is decoded
+    return out
+
+
+def products_back(grad: Tensor, weights: Tensor, tile: ExpertTile) -> Tensor:
+    """Return ``grad @ weights[e]`` [r, n] for the rows of each expert e in a tile. grad [r, m], weights [E, m, n]."""
+    if _has_kernel(grad, weights):
+        return torch._grouped_mm(grad, weights[tile.experts.start : tile.experts.stop], offs=_ends(tile, grad.device))
+    width = weights.shape[2] if weights.is_floating_point() else mxfp4_width(weights.shape[2])
+    out = grad.new_empty(grad.shape[0], width)
+    for expert, rows in of_experts(tile):
+        weight = _decoded(weights, expert, grad.dtype)
+        torch.mm(grad[rows], weight, out=out[rows])
+        del weight  # before the next one is decoded
+    return out
+
+
+class ExpertSum:
+    """The gradient of the weights of all experts [E, m, n] or, ``turned``, [E, n, m]; or of one matrix, or of their biases."""
+
+    def __init__(self, weight: Tensor, turned: bool = False) -> None:
+        self._weight, self._is_turned = weight, turned
+        self._total: Tensor | None = None
+
+    def _made(self, alone: bool) -> Tensor:
+        if self._total is None:
+            dtype = self._weight.dtype if alone else wide_dtype(self._weight.dtype)
+            self._total = torch.zeros_like(self._weight, dtype=dtype, memory_format=torch.contiguous_format)
+        return self._total
+
+    def add(self, grad: Tensor, x: Tensor, tile: ExpertTile, alone: bool) -> None:
+        # grad [r, m], x [r, n]
+        total = turned_weights(self._made(alone), self._is_turned)
+        if _has_kernel(grad, x):
+            found = torch._grouped_mm(grad.t(), x, offs=_ends(tile, x.device))
+            total[tile.experts.start : tile.experts.stop].add_(found)
+            return
+        for expert, rows in of_experts(tile):
+            add_product(total[expert], grad[rows], x[rows])
+
+    def add_rows(self, grad: Tensor, tile: ExpertTile, alone: bool) -> None:
+        # grad [r, m] of biases [E, m]
+        total = self._made(alone)
+        for expert, rows in of_experts(tile):
+            total[expert] += grad[rows].sum(0, dtype=total.dtype)
+
+    def add_vector(self, grad: Tensor, alone: bool) -> None:
+        total = self._made(alone)
+        total += grad.sum(0, dtype=total.dtype)
+
+    def add_matrix(self, grad: Tensor, x: Tensor, alone: bool) -> None:
+        add_product(self._made(alone), grad, x)
+
+    def gradient(self) -> Tensor:
+        # No row at all is possible if a rank has no tokens. The sum is freed.
+        total, self._total = self._made(alone=True), None
+        return total.to(self._weight.dtype)
