@@ -63,7 +63,7 @@ def test_fit_refuses_of_a_family_what_its_build_refuses(kind, one_rank, tmp_path
     [
         ("gpt_oss_20b", (f"{AR}.rollout.name=vllm",), f"{AR}.rollout.name"),
         ("qwen3_30b_a3b", (f"{AR}.rollout.share_weights=true", f"{FSDP}.dtype=bfloat16", f"{FSDP}.model_dtype=bfloat16"), None),
-        ("qwen3_5_0_8b", LORA, f"{AR}.rollout.share_weights"),
+        ("qwen3_5_0_8b", (*LORA, f"{AR}.rollout.share_weights=true", f"{FSDP}.dtype=bfloat16"), f"{AR}.rollout.share_weights"),
         ("qwen3_30b_a3b", ("algorithm.use_kl_in_reward=true", f"{AR}.ref.quantization=int8"), f"{AR}.ref.quantization"),
     ],
 )
@@ -93,6 +93,13 @@ def test_the_command_for_a_new_family_is_accepted_and_fits(preset, memory, gigab
     loaded = settings_of(*whole_command(settings, found, line).overrides)
     assert why_refused(loaded, sizes_of_models(loaded)) is None
     assert judge(loaded, Card.of(gigabytes)).fits
+
+
+def test_adapters_on_layers_that_carry_a_state_leave_vllm_its_own_copy():
+    on = (DYNAMIC, "model=qwen3_5_0_8b", f"{FSDP}.model_dtype=bfloat16", f"{AR}.rollout.free_cache_engine=false")
+    held = [judge(settings_of(*on, *more), Card.of(24)).peaks.phases["update_actor"] for more in ((), LORA)]
+    own = held[1]["rollout weights"] - held[0]["rollout weights"]
+    assert own >= 1.9 * sizes_of_models(settings_of(*on)).policy.params
 
 
 def test_experts_are_not_shared_with_vllm_so_both_copies_count():

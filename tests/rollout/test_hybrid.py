@@ -5,17 +5,15 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.model.architectures import tiny_folder
 from tests.model.test_text_part import exported
-from tests.rollout.tools import difference_from_naive, engine_at, model_of, place_at, rollout_settings, sampling
+from tests.rollout.tools import difference_from_naive, engine_at, model_of, sampling
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.tiny import build_tokenizer
-from verl_memopt.rollout.engine import build_engine
 
 HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None
 SIZES = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "max_position_embeddings": 256}
@@ -78,12 +76,6 @@ def test_vllm_answers_with_the_experts_of_the_last_load(tmp_path):
 def test_vllm_on_a_cpu_refuses_another_dtype_than_its_kernels_have_before_it_starts(folder):
     with pytest.raises(ConfigError, match=r"rollout\.dtype=float32: on a CPU vLLM.*dtype=bfloat16, or .*rollout\.name=hf"):
         engine_at("vllm", folder)
-
-
-def test_vllm_refuses_adapters_of_linear_attention_before_it_starts(folder):
-    place = replace(place_at(folder), lora_rank=2)
-    with pytest.raises(ConfigError, match=r"rollout\.share_weights: vLLM has no adapters.*share_weights=false.*name=hf"):
-        build_engine(rollout_settings("vllm", dtype="bfloat16"), place)
 
 
 @pytest.mark.skipif(HAS_TORCHVISION, reason="torchvision is installed")

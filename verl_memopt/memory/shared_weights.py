@@ -104,17 +104,28 @@ OBSTACLES = (
 """Reasons why weights cannot be shared. The first that exists is named."""
 
 
-def why_not(roles: ActorRolloutRef, devices: int, sleeps: bool) -> str | None:
+def why_not(roles: ActorRolloutRef, devices: int, sleeps: bool, experts: bool = False, states: bool = False) -> str | None:
     """Return why engine and trainer do not share weights under these settings, and the way out. None = they share them.
 
-    An engine that changes its weights (quantisation, experts) cannot share them either, but that is known only once it runs.
-    ``sleeps``: the engine sleeps outside of rollouts.
+    An engine that changes its weights (by a quantisation of its own) cannot share them either, but that is known only once it
+    runs.
+
+    Args:
+        roles: The settings.
+        devices: Number of devices.
+        sleeps: The engine sleeps outside of rollouts.
+        experts: The model has mixtures of experts.
+        states: The model has layers of linear attention.
     """
     if roles.rollout.share_weights is False:
         return f"{KEY}=false."
     for obstacle in OBSTACLES:
         if obstacle.when(roles, devices):
             return f"{obstacle.because} ({', '.join(obstacle.keys)}). {obstacle.way_out} to share them."
+    if roles.rollout.name == "vllm" and experts:
+        return f"vLLM keeps tensors that it derives from experts. Set {_ENGINE}=hf to share them."
+    if roles.rollout.name == "vllm" and states and roles.model.lora_rank:
+        return f"vLLM has no adapters for layers of linear attention, so it gets merged weights. Set {_ENGINE}=hf to share them."
     if roles.rollout.name != "vllm" and roles.rollout.share_weights is not True:
         return f"auto shares weights only with {_ENGINE}=vllm. Set {KEY}=true to share them."
     # A quantised base must be shared: FSDP2 would shard its bytes, but an engine needs them whole.

@@ -297,8 +297,6 @@ def _lossy(settings: Settings, size: ModelSize) -> Iterator[Lever]:
     yield Lever((_row(settings, "optimizer_in_backward", changes_numbers=True),), 28, is_choice=True)
     base: Keys = {f"{_ACTOR}.fsdp_config.model_dtype": "bfloat16"}
     ranks = [rank for rank in RANKS if not model.lora_rank or rank < model.lora_rank]
-    if size.linear_layers and settings.actor_rollout_ref.rollout.name == "vllm":
-        base = {**base, SHARED: False}  # vLLM has no adapters for layers of linear attention, and takes merged weights
     adapters = [{f"{_MODEL}.lora_rank": rank, **({} if model.lora_rank else base)} for rank in ranks]
     yield Lever(tuple(Level("lora", keys, changes_numbers=True) for keys in adapters), 50)
     bits = [{quantized_base.KEY: kind} for kind in ("int8", "nf4")]

@@ -12,12 +12,13 @@ from verl_memopt.config.schema import CriticModel, Model, Settings, TrainedFsdp
 from verl_memopt.memory.critic_rules import has_critic
 from verl_memopt.memory.knob import has_teacher, needs_reference, num_devices
 from verl_memopt.memory.shared_weights import KEY as SHARE
+from verl_memopt.memory.shared_weights import why_not
 from verl_memopt.model.attention import HEAD_MULTIPLE
 from verl_memopt.model.sizes import ModelSize
-from verl_memopt.plan.peaks import Sizes, shares_weights
+from verl_memopt.plan.peaks import Sizes
 
 _AR = "actor_rollout_ref"
-_ENGINE, _RANK = f"{_AR}.rollout.name", f"{_AR}.model.lora_rank"
+_ENGINE = f"{_AR}.rollout.name"
 
 
 def why_refused(settings: Settings, sizes: Sizes) -> str | None:
@@ -75,11 +76,8 @@ def _of_vllm(settings: Settings, size: ModelSize) -> Iterator[str]:
     roles = settings.actor_rollout_ref
     if size.sinks:
         yield f"{_ENGINE}=vllm: vLLM loads the experts of this model only when it starts. Set {_ENGINE}=hf."
-    if size.mixture is not None and roles.rollout.share_weights is True:
-        yield f"{SHARE}=true: vLLM keeps tensors that it derives from experts. Set {SHARE}=auto."
-    shares = shares_weights(roles, size, num_devices(settings), sleeps=True)
-    if shares and size.linear_layers and roles.model.lora_rank:
-        yield (
-            f"{SHARE}={str(roles.rollout.share_weights).lower()}, {_RANK}={roles.model.lora_rank}: vLLM has no adapters for "
-            f"layers of linear attention. Set {SHARE}=false, with which it gets merged weights, or {_ENGINE}=hf."
-        )
+    devices = num_devices(settings)
+    if roles.rollout.share_weights is True and why_not(roles, devices, sleeps=True) is None:
+        reason = why_not(roles, devices, True, size.mixture is not None, size.linear_layers > 0)
+        if reason is not None:
+            yield f"{SHARE}=true: {reason} Set {SHARE}=auto to run with two copies."

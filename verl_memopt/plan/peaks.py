@@ -126,9 +126,7 @@ SHARED_PHASES: dict[str, tuple[str, ...]] = {
 
 
 def shares_weights(roles: ActorRolloutRef, size: ModelSize, devices: int, sleeps: bool) -> bool:
-    # vLLM keeps tensors that it derives from experts, and the trainer cannot compute with them.
-    derives = roles.rollout.name == "vllm" and size.mixture is not None
-    return not derives and why_not(roles, devices, sleeps) is None
+    return why_not(roles, devices, sleeps, size.mixture is not None, size.linear_layers > 0) is None
 
 
 def predict(

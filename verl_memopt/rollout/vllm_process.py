@@ -147,11 +147,7 @@ def carries_state(place: EnginePlace) -> bool:
 
 def _with_state(arguments: Mapping[str, Any], rollout: schema.Rollout, place: EnginePlace) -> dict[str, Any]:
     # Arguments for a model with layers of linear attention. Refuse what vLLM refuses only in its first forward.
-    if place.lora_rank:
-        raise ConfigError(
-            f"{KEY}.share_weights: vLLM has no adapters for layers of linear attention. Set {KEY}.share_weights=false, with "
-            f"which vLLM gets merged weights, or {KEY}.name=hf."
-        )
+    assert not place.lora_rank, "vLLM has no adapters for these layers"
     if is_gpu(place.device):
         return {}
     if arguments["dtype"] != "bfloat16":

@@ -34,7 +34,7 @@ from verl_memopt.memory.rollout_memory import CACHE
 from verl_memopt.memory.shared_weights import KEY as SHARE_WEIGHTS
 from verl_memopt.memory.shared_weights import bytes_a_parameter, why_not
 from verl_memopt.memory.token_budget_torch import oom_retry
-from verl_memopt.model.families import num_experts
+from verl_memopt.model.families import STATE_LAYER, layer_types, num_experts
 from verl_memopt.model.folder import load_tokenizer
 from verl_memopt.model.packed_model import PolicyModel, dtype_of
 from verl_memopt.model.packing_check import TEACHER_KEY, adapter_shape
@@ -413,7 +413,7 @@ class Worker:
         join_process_group(self.device, place.rank, place.world_size, place.master_addr, place.master_port, seconds, listener)
         if self.plan.engine_folder is not None:
             self.engine = build_engine(settings.rollout, self._engine_place(self.plan.engine_folder))
-            shared = shared_weights(self.engine, settings, place.world_size, self.plan.free_engine)
+            shared = shared_weights(self.engine, settings, place.world_size, self._unshared)
             self.shares_weights = shared is not None
             self.release_engine()
         roles = RoleBuilder(self.plan, place, self.device, self.residency, shared)
@@ -475,11 +475,21 @@ class Worker:
         policy = _built(self.policy)
         return as_reference(policy.model, policy.start if self.settings.ref.adapter == "start" else None, self.device)
 
+    @cached_property
+    def _unshared(self) -> str | None:
+        # Why engine and policy have a copy of the weights each, as far as the settings and the model's config say.
+        assert self.plan.engine_folder is not None
+        config = load_model_config(self.settings.model, Path(self.plan.engine_folder))
+        states = STATE_LAYER in layer_types(config.get_text_config())
+        devices, sleeps = self.placement.world_size, self.plan.free_engine
+        reason = why_not(self.settings, devices, sleeps, num_experts(config) > 1, states)
+        if reason is not None and self.settings.rollout.share_weights is True:
+            raise _cannot_share(reason)
+        return reason
+
     def _engine_place(self, folder: str) -> EnginePlace:
         place, plan, model, beside = self.placement, self.plan, self.settings.model, self.plan.beside_cache_bytes
-        shares = why_not(self.settings, place.world_size, plan.free_engine) is None
-        if self.settings.rollout.name == "vllm" and num_experts(load_model_config(model, Path(folder))) > 1:
-            shares = False  # vLLM brings experts into another order, and the policy cannot compute with that
+        shares = self._unshared is None
         return EnginePlace(
             rank=place.rank,
             world_size=place.world_size,
@@ -601,16 +611,16 @@ def left_for_cache(device: torch.device, limit: int | None, beside: int) -> int:
 
 
 def shared_weights(
-    engine: RolloutEngine, settings: ActorRolloutRef, devices: int, sleeps: bool
+    engine: RolloutEngine, settings: ActorRolloutRef, devices: int, reason: str | None
 ) -> dict[str, torch.Tensor] | None:
     """Return the engine's weights, with which the policy computes. None = engine and policy have a copy each. Log which and why.
 
-    ``sleeps`` says whether the engine sleeps outside of rollouts.
+    ``reason`` is what :func:`~verl_memopt.memory.shared_weights.why_not` returned.
 
     Raises:
         ConfigError: The weights cannot be shared, but ``rollout.share_weights=true`` or a quantised base needs it.
     """
-    reason, weights, refused = why_not(settings, devices, sleeps), None, False
+    weights, refused = None, False
     if reason is None:
         try:
             weights = engine.share_weights()
@@ -618,7 +628,7 @@ def shared_weights(
             # The engine of a quantised base is built with empty weights, and only a policy that shares them fills them.
             reason, refused = f"{error}.", settings.model.quantization != "none"
     if weights is None and settings.rollout.share_weights is True:
-        raise ConfigError(f"{SHARE_WEIGHTS}=true: {reason} Set {SHARE_WEIGHTS}=auto to run with two copies.")
+        raise _cannot_share(reason)
     if weights is None and refused:
         raise ConfigError(
             f"{QUANTIZATION}={settings.model.quantization}: the engine cannot share the quantised base: {reason} Set "
@@ -632,6 +642,10 @@ def shared_weights(
         over = "" if devices == 1 else f" on each of {devices} devices, each of which updates its shard of the {trained}"
         logger.info("engine and policy share one copy of the weights, %.1f MiB%s", num_bytes / MIB, over)
     return weights
+
+
+def _cannot_share(reason: str | None) -> ConfigError:
+    return ConfigError(f"{SHARE_WEIGHTS}=true: {reason} Set {SHARE_WEIGHTS}=auto to run with two copies.")
 
 
 def resident_words(parameters: int, phases: Mapping[str, tuple[float, float]]) -> str:
