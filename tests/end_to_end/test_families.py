@@ -4,15 +4,30 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.end_to_end.runs import LOCAL, assert_equal_runs, metrics, start, succeeded, train, train_here, wait_for_step
+from tests.end_to_end.runs import (
+    LOCAL,
+    RECIPES,
+    assert_equal_runs,
+    metrics,
+    settings_of,
+    start,
+    succeeded,
+    train,
+    train_here,
+    wait_for_step,
+)
 from tests.model import mxfp4
+from verl_memopt.config.loader import load_settings
 from verl_memopt.data import toy as toy_task
 from verl_memopt.model.families import FAMILIES
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.plan.peaks import predict
+from verl_memopt.plan.verdict import sizes_of_models
 
 AR = "actor_rollout_ref"
 FP32 = [f"{AR}.rollout.dtype=fp32", f"{AR}.actor.fsdp_config.dtype=fp32"]
 SMALL = ["data.train_batch_size=8", f"{AR}.actor.ppo_mini_batch_size=8", f"{AR}.rollout.n=4", "data.val_max_samples=8"]
+PHASES = ("gen", "update_actor", "update_weights")
 KINDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_moe", "gemma3_text", "gemma4_text", "gpt_oss")
 """Types beside that of the toy, whose model every other test trains."""
 
@@ -50,17 +65,32 @@ def test_adapters_over_experts_in_mxfp4_are_trained_and_a_saved_model_is_decoded
     (tmp_path / "reward.py").write_text(REWARD)
     rewarded = f"custom_reward_function.path={tmp_path / 'reward.py'}"
     adapters = [f"{AR}.model.lora_rank=4", f"{AR}.model.lora_alpha=8", "trainer.total_training_steps=2"]
-    folders, rows = mxfp4.folders(tmp_path), []
-    for folder in folders:
-        given = [f"{AR}.model.path={folder}", rewarded, *adapters, *LOCAL, *SMALL, *FP32]
-        assert train_here(toy, tmp_path / "runs" / folder.name, *given) == 0
-        rows.append(metrics(tmp_path / "runs" / folder.name))
-    for step in (1, 2):
-        assert rows[0][step]["training/rollout_probs_diff_mean"] < 1e-6
-        assert rows[0][step]["actor/grad_norm"] == pytest.approx(rows[1][step]["actor/grad_norm"], rel=1e-5)
-    packed, plain = (dict(saved(tmp_path / "runs" / folder.name).named_parameters()) for folder in folders)
+    folders, rows = mxfp4.folders(tmp_path), {}
+    shares = f"{AR}.rollout.share_weights"
+    for case, folder, more in (
+        ("shared", folders[0], []),  # auto: the engine computes with the same bytes
+        ("apart", folders[0], [f"{shares}=false"]),
+        ("decoded", folders[1], []),
+    ):
+        given = [f"{AR}.model.path={folder}", rewarded, *adapters, *LOCAL, *SMALL, *FP32, *more]
+        assert train_here(toy, tmp_path / case, *given, "trainer.track_memory_every_steps=1") == 0
+        rows[case] = metrics(tmp_path / case)
+    for case in ("shared", "apart"):
+        for step in (1, 2):
+            assert rows[case][step]["training/rollout_probs_diff_mean"] < 1e-6
+            assert rows[case][step]["actor/grad_norm"] == pytest.approx(rows["decoded"][step]["actor/grad_norm"], rel=1e-5)
+    settings = load_settings("toy", [*settings_of(toy, tmp_path), *given[:-1], f"{AR}.model.path={folders[0]}"], RECIPES)
+    sizes = sizes_of_models(settings)
+    predicted = predict(settings, sizes, PHASES, "cpu").phases
+    for phase in PHASES:
+        held, beside = (rows[case][2][f"memory/{phase}/peak_allocated_gb"] * 2**30 for case in ("shared", "apart"))
+        assert held <= sum(predicted[phase].values())
+        # One copy of the experts, in 4 bits.
+        assert held < beside - 2 * sizes.policy.mxfp4_bytes
+    packed, apart, plain = (dict(saved(tmp_path / case).named_parameters()) for case in ("shared", "apart", "decoded"))
     assert packed.keys() == plain.keys()
     assert all(torch.equal(packed[name], plain[name]) for name in packed if ".experts." in name)
+    assert all(torch.equal(packed[name], apart[name]) for name in packed if ".experts." in name)
 
 
 def test_every_family_of_our_own_decoder_is_among_them():

@@ -53,10 +53,10 @@ def _packed(shapes: Shapes) -> int:
 def experts_stay_packed(lora_rank: int, fsdp: Fsdp, devices: int, shares: bool) -> bool:
     """Return whether experts that a folder stores in MXFP4 rest in these bytes, because they are a frozen base.
 
-    ``shares``: the engine computes with the trainer's weights. FSDP2 would shard and cast the bytes like weights, so there must
-    be one device without ``offload_policy``.
+    FSDP2 would shard and cast the bytes like weights, so there must be one device without ``offload_policy``, or each device has
+    the whole base: ``shares``, the engine computes with the trainer's weights.
     """
-    return lora_rank > 0 and devices == 1 and not fsdp.offload_policy and not shares
+    return lora_rank > 0 and (devices == 1 or shares) and not fsdp.offload_policy
 
 
 KNOB = Knob(

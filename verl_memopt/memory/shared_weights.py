@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from verl_memopt.memory.knob import Claim, Knob, LadderRow, Range, Refusal, UnusedKey, num_devices
 from verl_memopt.memory.lora import SLOT_RANKS, base_rests_as_computed
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from verl_memopt.config.schema import ActorRolloutRef, Settings
 
 KEY = "actor_rollout_ref.rollout.share_weights"
-_ENGINE, _DTYPE, _LEVEL = (f"actor_rollout_ref.rollout.{name}" for name in ("name", "dtype", "sleep_level"))
+_ENGINE, _DTYPE, _LEVEL, _LOAD = (f"actor_rollout_ref.rollout.{name}" for name in ("name", "dtype", "sleep_level", "load_format"))
 _SPLIT = "actor_rollout_ref.actor.fsdp_config.split_master_weights"
 _RANK = "actor_rollout_ref.model.lora_rank"
 _TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
@@ -45,8 +45,9 @@ class SharedWeights:
     share_weights: Annotated[bool | str, CHOICE] = "auto"
     """Let the trainer compute with the engine's own parameters: one copy of the weights on the device, and no weight sync. On
     several devices, each with an engine, a sync copies to each device the rows that other devices have updated. auto = true with
-    ``name=vllm`` where results stay the same and no phase holds more memory, and on several devices with a quantised base. The
-    log says whether auto shares, and if not, why. true = an error where sharing is impossible."""
+    ``name=vllm`` where results stay the same and no phase holds more memory, and on several devices with a quantised base; with
+    any engine if a base under adapters has experts in MXFP4. The log says whether auto shares, and if not, why. true = an error
+    where sharing is impossible."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,18 @@ OBSTACLES = (
 """Reasons why weights cannot be shared. The first that exists is named."""
 
 
-def why_not(roles: ActorRolloutRef, devices: int, sleeps: bool, experts: bool = False, states: bool = False) -> str | None:
+class ModelTraits(NamedTuple):
+    """What of a model decides whether an engine can share its weights."""
+
+    experts: bool = False
+    """It has mixtures of experts."""
+    states: bool = False
+    """It has layers of linear attention."""
+    packed: bool = False
+    """Its folder stores experts in MXFP4."""
+
+
+def why_not(roles: ActorRolloutRef, devices: int, sleeps: bool, model: ModelTraits | None = None) -> str | None:
     """Return why engine and trainer do not share weights under these settings, and the way out. None = they share them.
 
     An engine that changes its weights (by a quantisation of its own) cannot share them either, but that is known only once it
@@ -114,22 +126,25 @@ def why_not(roles: ActorRolloutRef, devices: int, sleeps: bool, experts: bool = 
         roles: The settings.
         devices: Number of devices.
         sleeps: The engine sleeps outside of rollouts.
-        experts: The model has mixtures of experts.
-        states: The model has layers of linear attention.
+        model: The policy's model. None = one without any of these traits.
     """
+    model = model or ModelTraits()
     if roles.rollout.share_weights is False:
         return f"{KEY}=false."
     for obstacle in OBSTACLES:
         if obstacle.when(roles, devices):
             return f"{obstacle.because} ({', '.join(obstacle.keys)}). {obstacle.way_out} to share them."
-    if roles.rollout.name == "vllm" and experts:
+    if roles.rollout.name == "vllm" and model.experts:
         return f"vLLM keeps tensors that it derives from experts. Set {_ENGINE}=hf to share them."
-    if roles.rollout.name == "vllm" and states and roles.model.lora_rank:
+    if roles.rollout.name == "vllm" and model.states and roles.model.lora_rank:
         return f"vLLM has no adapters for layers of linear attention, so it gets merged weights. Set {_ENGINE}=hf to share them."
-    if roles.rollout.name != "vllm" and roles.rollout.share_weights is not True:
+    short = model.packed and roles.model.lora_rank > 0
+    if short and roles.rollout.load_format != "dummy":
+        return f"the engine would decode the experts of the folder. Set {_LOAD}=dummy to share their bytes."
+    if roles.rollout.name != "vllm" and roles.rollout.share_weights is not True and not short:
         return f"auto shares weights only with {_ENGINE}=vllm. Set {KEY}=true to share them."
     # A quantised base must be shared: FSDP2 would shard its bytes, but an engine needs them whole.
-    must = roles.rollout.share_weights is True or roles.model.quantization != "none"
+    must = roles.rollout.share_weights is True or roles.model.quantization != "none" or short
     if devices > 1 and sleeps and not must:
         return (
             f"an update would hold whole weights on each of {devices} devices, but only a shard if the engine sleeps. Set "

@@ -110,6 +110,19 @@ class Experts(nn.Module):
         return hidden + mixed(None, norm(hidden.squeeze(0)), None, mixture, self.options.mlp_tiles)
 
 
+def computes_as_ours(mlp: Any) -> None:
+    """Let the experts of transformers, in the ``mlp`` of a block, compute as ours do, which may be stored bytes."""
+    own = Experts(mlp, None)
+
+    def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        mixture, out = own.mixture, torch.zeros_like(hidden)
+        experts = TiledExperts(Mixture(mixture.kind, mixture.tensors[: mixture.num_routed]))
+        experts.add_output(hidden, out, (chosen, weights.to(wide_dtype(weights.dtype))))
+        return out
+
+    mlp.experts.forward = forward
+
+
 class Mixture(NamedTuple):
     kind: MixtureKind
     tensors: tuple[Any, ...]

@@ -113,7 +113,7 @@ FAMILIES = (
         sinks=True,
         whole_experts=True,
         note="It needs the engine `hf`. LoRA leaves its experts as they are. Experts of a folder in MXFP4 keep its bytes with "
-        "LoRA on one device, if the engine has its own weights; otherwise they are decoded. Saved models are never in MXFP4. "
+        "LoRA, on several devices if `share_weights` is on; otherwise they are decoded. Saved models are never in MXFP4. "
         f"{REPLAYED} `quantization` and an auxiliary loss are refused.",
     ),
     Family("granite", "Granite, dense", divided_by="logits_scaling"),

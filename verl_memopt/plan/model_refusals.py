@@ -15,7 +15,7 @@ from verl_memopt.memory.shared_weights import KEY as SHARE
 from verl_memopt.memory.shared_weights import why_not
 from verl_memopt.model.attention import HEAD_MULTIPLE
 from verl_memopt.model.sizes import ModelSize
-from verl_memopt.plan.peaks import Sizes
+from verl_memopt.plan.peaks import Sizes, traits_of
 
 _AR = "actor_rollout_ref"
 _ENGINE = f"{_AR}.rollout.name"
@@ -78,6 +78,6 @@ def _of_vllm(settings: Settings, size: ModelSize) -> Iterator[str]:
         yield f"{_ENGINE}=vllm: vLLM loads the experts of this model only when it starts. Set {_ENGINE}=hf."
     devices = num_devices(settings)
     if roles.rollout.share_weights is True and why_not(roles, devices, sleeps=True) is None:
-        reason = why_not(roles, devices, True, size.mixture is not None, size.linear_layers > 0)
+        reason = why_not(roles, devices, True, traits_of(size))
         if reason is not None:
             yield f"{SHARE}=true: {reason} Set {SHARE}=auto to run with two copies."

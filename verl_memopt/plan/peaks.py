@@ -35,7 +35,7 @@ from verl_memopt.memory.quantized_base import experts_stay_packed
 from verl_memopt.memory.quantized_frozen import QUANTIZED_AT_ONCE
 from verl_memopt.memory.residency import CRITIC, NEEDS, POLICY, REFERENCE, REWARD_MODEL, TEACHER
 from verl_memopt.memory.rollout_memory import AUTO, kv_bytes_per_token, sampler_bytes
-from verl_memopt.memory.shared_weights import why_not
+from verl_memopt.memory.shared_weights import ModelTraits, why_not
 from verl_memopt.memory.token_budget import Role, sizes_of
 from verl_memopt.model.sizes import ModelSize
 from verl_memopt.model.state_chunks import SIZES
@@ -126,7 +126,11 @@ SHARED_PHASES: dict[str, tuple[str, ...]] = {
 
 
 def shares_weights(roles: ActorRolloutRef, size: ModelSize, devices: int, sleeps: bool) -> bool:
-    return why_not(roles, devices, sleeps, size.mixture is not None, size.linear_layers > 0) is None
+    return why_not(roles, devices, sleeps, traits_of(size)) is None
+
+
+def traits_of(size: ModelSize) -> ModelTraits:
+    return ModelTraits(size.mixture is not None, size.linear_layers > 0, size.mxfp4)
 
 
 def predict(
@@ -339,7 +343,7 @@ class _Prediction:
     @cached_property
     def shared_weights(self) -> float:
         whole = width(self.roles.rollout.dtype) * self.sizes.policy.params
-        return (self.policy.base if self._packed else whole) if self.shares else 0
+        return (self.policy.base if self._packed or self.policy.packs_experts else whole) if self.shares else 0
 
     @property
     def _packed(self) -> bool:
@@ -360,7 +364,7 @@ class _Prediction:
         # Bytes of the activations and logits of one step of vLLM.
         size, rollout = self.sizes.policy, self.roles.rollout
         step = rollout.max_num_batched_tokens * (2 * size.hidden + 3 * size.mlp) * width(rollout.dtype)
-        decode_scratch = 2 * self.policy.decode_scratch if self._packed else 0  # in vLLM gate and up are one layer
+        decode_scratch = 2 * self.policy.decode_scratch if self.shares else 0  # in vLLM gate and up are one layer
         return step + 3 * rollout.max_num_seqs * size.vocab * 4 + decode_scratch
 
     @property

@@ -15,10 +15,11 @@ from verl_memopt.distributed.device import empty_cache
 from verl_memopt.errors import ConfigError, Stopped
 from verl_memopt.memory.host_buffers import host_buffer
 from verl_memopt.memory.lora_torch import copy_adapters, stored_adapters
-from verl_memopt.memory.quantized_frozen_torch import quantize_blocks
+from verl_memopt.memory.quantized_frozen_torch import pack_experts, quantize_blocks
 from verl_memopt.memory.weight_buckets_torch import Weights, WeightSlice
 from verl_memopt.model.attention import plain_attention
-from verl_memopt.model.families import num_experts
+from verl_memopt.model.experts import computes_as_ours
+from verl_memopt.model.families import is_mxfp4, num_experts
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.model.router_replay import number_dtype
 from verl_memopt.model.weights import rebuild_buffers, store_scalars
@@ -392,8 +393,13 @@ def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Modul
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **options)
             store_scalars(model)
+            blocks = list(model.get_decoder().layers)
             if place.quantization != "none":
-                quantize_blocks(list(model.get_decoder().layers), place.quantization)
+                quantize_blocks(blocks, place.quantization)
+            if place.lora_rank and is_mxfp4(config):
+                pack_experts(blocks)
+                for block in blocks:
+                    computes_as_ours(block.mlp)
         model.to_empty(device=place.device)
         # to_empty() gives every parameter memory of its own, so tied weights must be tied again.
         model.tie_weights()

@@ -32,9 +32,9 @@ from verl_memopt.memory.quantized_base import KEY as QUANTIZATION
 from verl_memopt.memory.residency import Residency
 from verl_memopt.memory.rollout_memory import CACHE
 from verl_memopt.memory.shared_weights import KEY as SHARE_WEIGHTS
-from verl_memopt.memory.shared_weights import bytes_a_parameter, why_not
+from verl_memopt.memory.shared_weights import ModelTraits, bytes_a_parameter, why_not
 from verl_memopt.memory.token_budget_torch import oom_retry
-from verl_memopt.model.families import STATE_LAYER, layer_types, num_experts
+from verl_memopt.model.families import STATE_LAYER, is_mxfp4, layer_types, num_experts
 from verl_memopt.model.folder import load_tokenizer
 from verl_memopt.model.packed_model import PolicyModel, dtype_of
 from verl_memopt.model.packing_check import TEACHER_KEY, adapter_shape
@@ -481,8 +481,8 @@ class Worker:
         assert self.plan.engine_folder is not None
         config = load_model_config(self.settings.model, Path(self.plan.engine_folder))
         states = STATE_LAYER in layer_types(config.get_text_config())
-        devices, sleeps = self.placement.world_size, self.plan.free_engine
-        reason = why_not(self.settings, devices, sleeps, num_experts(config) > 1, states)
+        traits = ModelTraits(num_experts(config) > 1, states, is_mxfp4(config))
+        reason = why_not(self.settings, self.placement.world_size, self.plan.free_engine, traits)
         if reason is not None and self.settings.rollout.share_weights is True:
             raise _cannot_share(reason)
         return reason
