@@ -45,9 +45,9 @@ class SharedWeights:
     share_weights: Annotated[bool | str, CHOICE] = "auto"
     """Let the trainer compute with the engine's own parameters: one copy of the weights on the device, and no weight sync. On
     several devices, each with an engine, a sync copies to each device the rows that other devices have updated. auto = true with
-    ``name=vllm`` where results stay the same and no phase holds more memory, and on several devices with a quantised base; with
-    any engine if a base under adapters has experts in MXFP4. The log says whether auto shares, and if not, why. true = an error
-    where sharing is impossible."""
+    ``name=vllm`` where results stay the same and no phase holds more memory, and with any engine and number of devices if the
+    base under adapters is quantised. The log says whether auto shares, and if not, why. true = an error where sharing is
+    impossible."""
 
 
 @dataclass(frozen=True)
@@ -138,14 +138,14 @@ def why_not(roles: ActorRolloutRef, devices: int, sleeps: bool, model: ModelTrai
         return f"vLLM keeps tensors that it derives from experts. Set {_ENGINE}=hf to share them."
     if roles.rollout.name == "vllm" and model.states and roles.model.lora_rank:
         return f"vLLM has no adapters for layers of linear attention, so it gets merged weights. Set {_ENGINE}=hf to share them."
-    short = model.packed and roles.model.lora_rank > 0
+    # A base in few bits. A second copy in the engine would be a decoded one.
+    short = roles.model.lora_rank > 0 and (model.packed or roles.model.quantization != "none")
     if short and roles.rollout.load_format != "dummy":
         return f"the engine would decode the experts of the folder. Set {_LOAD}=dummy to share their bytes."
     if roles.rollout.name != "vllm" and roles.rollout.share_weights is not True and not short:
         return f"auto shares weights only with {_ENGINE}=vllm. Set {KEY}=true to share them."
-    # A quantised base must be shared: FSDP2 would shard its bytes, but an engine needs them whole.
-    must = roles.rollout.share_weights is True or roles.model.quantization != "none" or short
-    if devices > 1 and sleeps and not must:
+    # A base in few bits must be shared: FSDP2 would shard its bytes, but an engine needs them whole.
+    if devices > 1 and sleeps and not (short or roles.rollout.share_weights is True):
         return (
             f"an update would hold whole weights on each of {devices} devices, but only a shard if the engine sleeps. Set "
             f"{KEY}=true to share them: it saves a shard in rollouts, the copies that FSDP2 gathers, and most of the sync."
