@@ -146,8 +146,8 @@ REFUSED = {
     "several devices with a copy each": (
         {"trainer.n_gpus_per_node": 2, "actor_rollout_ref.rollout.share_weights": False}, "trainer.n_gpus_per_node=2"
     ),
-    "several devices whose engines do not share by themselves": (
-        {"trainer.n_gpus_per_node": 2, "actor_rollout_ref.rollout.name": "hf"}, "trainer.n_gpus_per_node=2"
+    "several devices whose engines do not share": (
+        {"trainer.n_gpus_per_node": 2, "actor_rollout_ref.rollout.share_weights": False}, "trainer.n_gpus_per_node=2"
     ),
     "several devices without an engine": (
         {"trainer.n_gpus_per_node": 2, "algorithm.adv_estimator": "sft", "actor_rollout_ref.rollout.n": 1},
