@@ -418,7 +418,6 @@ def test_an_auxiliary_loss_is_refused_with_the_way_to_train_without_it(mixture_f
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantization": "int8", "lora_rank": 4}, r"model\.quantization=int8: only linear layers are quantised.*Set it to none"),
         ({"lora_rank": 4, "target_modules": ["q_proj", "up_proj"]}, r"no layer is named up_proj.*experts of a mixture have no"),
         ({"lora_rank": 4, "target_modules": ["experts"]}, "experts is no linear layer, but Qwen3MoeExperts"),
         (
@@ -436,11 +435,6 @@ def test_what_experts_cannot_do_is_refused_by_its_key(mixture_folder, one_rank, 
 def test_experts_with_another_activation_are_not_tiled(mixture_folder, one_rank):
     with pytest.raises(ConfigError, match=r"tiled_mlp\.enabled=true: Qwen3MoeDecoderLayer computes Qwen3MoeSparseMoeBlock"):
         act.build(mixture_folder, one_rank, **PLAIN, **TILES, override_config={"hidden_act": "gelu"})
-
-
-def test_a_reference_with_experts_is_not_quantised(mixture_folder, one_rank):
-    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.actor\.quantization=int8: only linear layers"):
-        act.quantised(mixture_folder, one_rank, "int8")
 
 
 def test_adapters_are_on_attention_and_leave_experts_frozen(mixture_folder, one_rank):

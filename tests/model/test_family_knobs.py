@@ -41,6 +41,8 @@ def drawn(draw, kind):
         options |= {"block_tile_tokens": draw.choice([5, 16]), "recompute_elementwise": True}
     if checkpoints and draw.random() < 0.3:
         options["offload"] = (1, 2)
+    if draw.random() < 0.3:
+        options |= {**act.LORA, "quantization": draw.choice(["none", "int8", "nf4"])}
     if kind.startswith("gemma") or kind == "gpt_oss":
         options["override_config"] = {"sliding_window": WINDOW}
     whole = options["recompute_elementwise"] and "block_tile_tokens" not in options
@@ -55,7 +57,7 @@ def compared(folder, mesh, seed):
     size = draw.randint(1, 6)
     parts = [[row + 6 * group for row in range(6)[at : at + size]] for group in range(2) for at in range(0, 6, size)]
     options, reuse = drawn(draw, kind)
-    same = {"override_config": options["override_config"]} if "override_config" in options else {}
+    same = {name: options[name] for name in ("override_config", "lora_rank", "lora_alpha", "quantization") if name in options}
     expected = results(act.build(folder, mesh, **PLAIN, **same), sharing(batch, False), [[row] for row in range(12)], False)
     found = results(act.build(folder, mesh, **options), batch, parts, reuse)
     assert_near(found, expected)

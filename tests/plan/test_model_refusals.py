@@ -64,7 +64,11 @@ def test_fit_refuses_of_a_family_what_its_build_refuses(kind, one_rank, tmp_path
         ("gpt_oss_20b", (f"{AR}.rollout.name=vllm",), f"{AR}.rollout.name"),
         ("qwen3_30b_a3b", (f"{AR}.rollout.share_weights=true", f"{FSDP}.dtype=bfloat16", f"{FSDP}.model_dtype=bfloat16"), None),
         ("qwen3_5_0_8b", (*LORA, f"{AR}.rollout.share_weights=true", f"{FSDP}.dtype=bfloat16"), f"{AR}.rollout.share_weights"),
-        ("qwen3_30b_a3b", ("algorithm.use_kl_in_reward=true", f"{AR}.ref.quantization=int8"), f"{AR}.ref.quantization"),
+        (
+            "qwen3_30b_a3b",
+            (*LORA, "trainer.n_gpus_per_node=2", f"{AR}.model.quantization=nf4"),
+            f"{AR}.model.quantization=nf4: .*several devices.*{AR}.rollout.name=hf",
+        ),
     ],
 )
 def test_a_run_that_its_model_refuses_is_refused_by_fit_with_a_way_out(preset, asked, key):

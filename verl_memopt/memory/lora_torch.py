@@ -26,7 +26,7 @@ from torch.nn.functional import linear
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_buffer
 from verl_memopt.memory.lora import Lora
-from verl_memopt.memory.quantized_frozen_torch import PACKED, QuantizedLinear, mxfp4_experts, quantized_layers, stored_weight
+from verl_memopt.memory.quantized_frozen_torch import PACKED, QuantizedLinear, packed_experts, quantized_layers, stored_weight
 from verl_memopt.model.families import text_name, whole_name
 from verl_memopt.observe.byte_tracker import scope
 
@@ -320,17 +320,18 @@ def merged_weights(
 
     A merged tensor is sharded like its base, and computed when the iterator reaches it. All ranks must iterate in step, because
     the small A of a layer is gathered, and so is B where the base is not sharded. ``exact`` returns the unquantised weight of a
-    quantised layer by its name. None = the quantised weight is decoded.
+    quantised layer or of packed experts by its name. None = the quantised weight is decoded.
     """
     layers = {f"{name}.weight": layer for name, layer in adapters(model).items()}
-    packed = {f"{name}.qweight": layer for name, layer in quantized_layers(model).items()}
+    packed, experts = {f"{name}.qweight": layer for name, layer in quantized_layers(model).items()}, packed_experts(model)
     for stored, value in weights:
         name, weight = stored, value
         # Adapters are not yielded: they are merged into their base tensor.
         if name.rsplit(".", 1)[-1] in ADAPTERS:
             continue
         if stored.endswith(PACKED):
-            name, weight = stored.removesuffix(PACKED), mxfp4_experts(value.detach())
+            name = stored.removesuffix(PACKED)
+            weight = experts[name].whole(value.detach()) if exact is None else exact(name).to(value.device)
         if stored in packed:
             name, layer = stored.removesuffix("qweight") + "weight", packed[stored]
             # The adapter is merged into the exact weight, if that can be read.

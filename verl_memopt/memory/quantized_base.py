@@ -1,15 +1,16 @@
 """Store the frozen base under LoRA adapters in 8 or 4 bits (QLoRA). Trainer and vLLM compute with the same bytes.
 
 Use it when: the frozen base takes most of the device memory, and rounding its weights is acceptable.
-Saves: most bytes of the blocks' linear layers, in update and rollout. They take 1.03 bytes per parameter with int8, and 0.56 with
-    nf4.
-Costs: each matrix product decodes its layer again, in rollouts too. The quantised base differs from the model's base; the error
-    is measured when the model is loaded, and logged.
-Works with: ``rollout.share_weights`` and every knob of blocks. Embedding, norms and head are not quantised. On several devices
-    each device has the whole base, which policy and engine share. On one device, an engine that does not share gets whole
-    weights, decoded and with the adapters merged in, and ``param_offload`` can move the quantised bytes. A saved model has the
-    adapters merged into the unquantised weights. It refuses ``offload_policy``, training without LoRA, mixtures of
-    experts, and several devices that do not share the base. Source: arXiv 2305.14314.
+Saves: most bytes of the blocks' linear layers and experts, in update and rollout. They take 1.03 bytes per parameter with int8,
+    and 0.56 with nf4.
+Costs: each matrix product decodes its layer or expert again, in rollouts too. The quantised base differs from the model's base;
+    the error is measured when the model is loaded, and logged.
+Works with: ``rollout.share_weights`` and every knob of blocks. Embedding, norms, head, routers, small gates and convolutions
+    are not quantised. Experts of a folder in MXFP4 keep its bytes. On several devices each device has the whole base, which
+    policy and engine share; vLLM shares no experts. On one device, an engine that does not share gets whole weights, decoded
+    and with the adapters merged in, and ``param_offload`` can move the quantised bytes. A saved model has the adapters merged
+    into the unquantised weights. It refuses ``offload_policy``, training without LoRA, mixtures of experts that transformers
+    computes, and several devices that do not share the base. Source: arXiv 2305.14314.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _NATIVE = "actor_rollout_ref.actor.fsdp_config.offload_policy"
 @dataclass(frozen=True)
 class QuantizedBase:
     quantization: Literal["none", "int8", "nf4"] = "none"
-    """Format in which the linear layers of the base rest under LoRA adapters: none, int8 or nf4 (4 bits). It loses precision: the
-    error is measured when the model is loaded, and logged."""
+    """Format in which the linear layers and experts of the base rest under LoRA adapters: none, int8 or nf4 (4 bits). It loses
+    precision: the error is measured when the model is loaded, and logged."""
 
 
 def _where(also: Callable[[Settings], bool]) -> Callable[[Settings], bool]:
@@ -95,6 +96,8 @@ KNOB = Knob(
             f"Set {_LOAD}=dummy.",
         ),
     ),
-    claims=(Claim("update_actor", "params", lambda before, after: before.compute_bytes * before.linear_params - _packed(after)),),
+    claims=(
+        Claim("update_actor", "params", lambda before, after: before.compute_bytes * before.quantized_params - _packed(after)),
+    ),
     row=LadderRow(211, on=(f"{KEY}=nf4",), off=(f"{KEY}=none",), on_top_of="lora"),
 )

@@ -1,10 +1,10 @@
-"""Frozen weights in 8 or 4 bits: linear layers keep codes and scales, and decode the weight for each matrix product.
+"""Frozen weights in 8 or 4 bits: linear layers and experts keep codes and scales, and decode a weight for each matrix product.
 
 The base under adapters may be such a frozen model. Backward decodes the weight again to compute the gradient of the input.
 
-Bytes saved: b_w - 1.03 bytes for each parameter in the blocks' linear layers with int8 (groups of 128), and b_w - 0.56 with nf4
-(groups of 64). b_w is the bytes per weight without the knob. Codes are sharded over ranks like weights, unless an engine shares
-them.
+Bytes saved: b_w - 1.03 bytes for each parameter in the blocks' linear layers and experts with int8 (groups of 128), and
+b_w - 0.56 with nf4 (groups of 64). b_w is the bytes per weight without the knob. Codes are sharded over ranks like weights,
+unless an engine shares them.
 
 Results are not exact. The worker measures the error of the log-probs when it loads the model, and logs it.
 
@@ -27,11 +27,10 @@ from torch.nn.functional import linear
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.quantized_frozen import (
     FORMATS,
-    MXFP4_GROUP,
+    MXFP4,
+    STORED,
     code_bytes,
     groups_of,
-    mxfp4_row_bytes,
-    mxfp4_width,
     row_bytes,
 )
 
@@ -44,7 +43,7 @@ NF4_LEVELS = (
 
 @dataclass(frozen=True)
 class Packing:
-    """Stores a weight [out, in] as bytes, uint8 [out, code bytes + 4 x groups]: each row's codes, then its scales.
+    """Stores a weight [out, in] as bytes, uint8 [out, code bytes + scales' bytes]: each row's codes, then its scales.
 
     Scales are stored as bytes beside their codes, so that no mixed-precision policy rounds them, and so that rows can be sharded,
     or joined with the rows of another weight.
@@ -83,6 +82,8 @@ class Packing:
 
         ``pairs`` is the table :func:`nf4_pairs` in this dtype on this device. None = it is made and copied there.
         """
+        if self.kind == MXFP4:
+            return mxfp4_decoded(stored[:, : self.code_bytes], stored[:, self.code_bytes :], dtype)
         rows = stored.shape[0]
         scale = stored[:, self.code_bytes :].contiguous().view(torch.float32)
         levels = self._levels(stored[:, : self.code_bytes], dtype, pairs).view(rows, self.groups, FORMATS[self.kind].group)
@@ -98,7 +99,9 @@ class Packing:
 
 
 def stored_weight(layer: Any) -> tuple[Tensor, Packing | None]:
-    return (layer.qweight, layer.packing) if isinstance(layer, QuantizedLinear) else (layer.weight, None)
+    if not isinstance(layer, QuantizedLinear):
+        return layer.weight, None
+    return (layer.qweight, layer.packing) if layer.exact is None else (layer.exact().to(layer.computes), None)
 
 
 def whole_weight(stored: Tensor, packing: Packing | None, dtype: torch.dtype) -> Tensor:
@@ -168,8 +171,6 @@ def nf4_pairs(dtype: torch.dtype) -> Tensor:
 
 # MXFP4, in which experts of gpt-oss are published: two codes per byte, the first in the low half, and a power of two per group.
 
-PACKED = "_packed"
-"""Behind the name of experts whose parameter has the bytes of MXFP4: uint8 [E, m, codes of a row, then its scales]."""
 MXFP4_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of codes 0 to 7. Codes 8 to 15 are the same with a minus."""
 
@@ -180,39 +181,93 @@ def mxfp4_decoded(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     levels, both = torch.cat((levels, -levels)), torch.arange(256, device="cpu")
     pairs = torch.stack([levels[both & 15], levels[both >> 4]], dim=-1).to(codes.device, non_blocking=True)
     powers = torch.exp2(both.float() - 127).to(dtype).to(codes.device, non_blocking=True)
-    out = pairs[codes.int()].view(*scales.shape, MXFP4_GROUP)
+    out = pairs[codes.int()].view(*scales.shape, STORED[MXFP4].group)
     return out.mul_(powers[scales.int()][..., None]).flatten(-2)
 
 
-def mxfp4_weight(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decode the bytes of one expert or of several, uint8 [..., m, row bytes], to [..., m, n]."""
-    half = mxfp4_width(packed.shape[-1]) // 2
-    return mxfp4_decoded(packed[..., :half], packed[..., half:], dtype)
+# Experts: the weights of all experts of a block are one tensor, and one expert is decoded at a time.
+
+PACKED = "_packed"
+"""Behind the name of experts whose parameter has bytes: uint8 [E, m, row bytes]."""
+EXPERTS = ("gate_up_proj", "down_proj")
+"""Names of the weights of a block's experts."""
 
 
-def mxfp4_experts(packed: Tensor) -> Tensor:
-    """Decode the bytes of all experts, uint8 [E, m, row bytes], to bfloat16 [E, n, m], as transformers stores them."""
-    width = mxfp4_width(packed.shape[2])
-    out = torch.empty((packed.shape[0], width, packed.shape[1]), dtype=torch.bfloat16, device=packed.device)
-    for expert, one in enumerate(packed):
-        out[expert].copy_(mxfp4_weight(one, out.dtype).t())
-    return out
+@dataclass(eq=False)
+class PackedExperts:
+    """How the bytes of all experts of a block, uint8 [E, m, row bytes], are decoded: those of gate and up, or those of down.
+
+    Attributes:
+        packing: The format of a row. The input is last, however the model stores whole weights.
+        outputs: Number m of rows of an expert.
+        turned: Whether the model stores whole weights as [E, n, m], and not as [E, m, n].
+        computes: The dtype of the weights before they were packed.
+        exact: Returns the unquantised weight [m, n] of an expert, which is then used. None = the bytes are decoded.
+    """
+
+    packing: Packing
+    outputs: int
+    turned: bool
+    computes: torch.dtype
+    exact: Callable[[int], Tensor] | None = None
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """The shape of an expert's whole weight in the model."""
+        width = self.packing.in_features
+        return (width, self.outputs) if self.turned else (self.outputs, width)
+
+    def weight(self, stored: Tensor, expert: int, dtype: torch.dtype) -> Tensor:
+        """Return the weight [m, n] of an expert in ``dtype``. ``stored`` are the bytes of all experts."""
+        if self.exact is not None:
+            return self.exact(expert).to(dtype)
+        return self.packing.dequantize(stored[expert], dtype)
+
+    def whole(self, stored: Tensor) -> Tensor:
+        """Decode all experts, in the form in which the model stores whole weights. MXFP4 becomes bfloat16, which is exact."""
+        dtype = torch.bfloat16 if self.packing.kind == MXFP4 else self.computes
+        out = torch.empty((len(stored), *self.sides), dtype=dtype, device=stored.device)
+        for own, one in zip(out, stored, strict=True):
+            (own.t() if self.turned else own).copy_(self.packing.dequantize(one, dtype))
+        return out
 
 
-def pack_experts(blocks: Sequence[Any]) -> None:
-    """Replace the experts' weights of blocks of gpt-oss by parameters for the bytes of MXFP4, uninitialised."""
+def pack_experts(blocks: Sequence[Any], kind: str) -> None:
+    """Replace the weights of blocks' experts by parameters for bytes, uninitialised. ``kind`` is a key of ``STORED``.
+
+    The module of a block's experts gets an attribute ``packed``: name of a weight -> how it is decoded.
+    """
     for block in blocks:
-        experts = block.mlp.experts
-        for name in ("gate_up_proj", "down_proj"):
-            weight = getattr(experts, name)
-            count, width, outputs = weight.shape  # stored with the input first
+        experts: Any = getattr(getattr(block, "mlp", None), "experts", None)
+        if experts is None:  # some blocks of a mixture have an MLP
+            continue
+        experts.packed = {}
+        for name in EXPERTS:
+            weight, turned = getattr(experts, name), experts.is_transposed
+            outputs, width = reversed(weight.shape[1:]) if turned else weight.shape[1:]
+            experts.packed[name] = PackedExperts(Packing(kind, width), outputs, turned, weight.dtype)
+            stored = torch.empty((len(weight), outputs, row_bytes(kind, width)), dtype=torch.uint8, device=weight.device)
             delattr(experts, name)
-            packed = torch.empty((count, outputs, mxfp4_row_bytes(width)), dtype=torch.uint8, device=weight.device)
-            setattr(experts, name + PACKED, nn.Parameter(packed, requires_grad=False))
+            setattr(experts, name + PACKED, nn.Parameter(stored, requires_grad=False))
+
+
+def packed_experts(model: nn.Module) -> dict[str, PackedExperts]:
+    """Return how the packed experts of a model are decoded, by the names of their whole weights."""
+    return {
+        f"{name.removeprefix('lm.')}.{weight}": packed
+        for name, module in model.named_modules()
+        for weight, packed in getattr(module, "packed", {}).items()
+    }
+
+
+KEPT = ("gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "conv1d")
+"""Modules of blocks that are not quantised. They are small, and a router's error would send tokens to other experts."""
 
 
 def check_quantizable(blocks: list[nn.Module], key: str) -> None:
-    """Refuse blocks with a matrix that is not the weight of exactly one linear layer: experts, or a weight of two layers.
+    """Refuse blocks with a matrix that is not quantised and does not have to stay as it is, or with a weight of two layers.
+
+    Call this when experts are packed already: those that transformers computes are not.
 
     Raises:
         ConfigError: There is such a matrix. ``key`` is the setting with its value, which the error names.
@@ -220,14 +275,19 @@ def check_quantizable(blocks: list[nn.Module], key: str) -> None:
     linears = [module.weight for block in blocks for module in block.modules() if isinstance(module, nn.Linear)]
     linear_weights = {id(weight) for weight in linears}
     named = [(name, parameter) for block in blocks for name, parameter in block.named_parameters() if parameter.ndim > 1]
-    other = next((name for name, parameter in named if id(parameter) not in linear_weights), None)
+    other = next((name for name, parameter in named if id(parameter) not in linear_weights and not _may_stay(name)), None)
     if other is not None or len(linear_weights) < len(linears):
         what = "two linear layers share a weight" if other is None else f"{other} is the weight of no linear layer (experts?)"
         raise ConfigError(f"{key}: in the model's blocks {what}, and only linear layers are quantised. Set it to none.")
 
 
+def _may_stay(name: str) -> bool:
+    module, _, parameter = name.rpartition(".")
+    return parameter.endswith((PACKED, "bias")) or module.rpartition(".")[2] in KEPT
+
+
 def quantize_blocks(blocks: list[nn.Module], kind: str) -> None:
-    """Replace each linear layer of the blocks by a :class:`QuantizedLinear`. Call this before sharding.
+    """Replace each linear layer of the blocks by a :class:`QuantizedLinear`, but those of ``KEPT``. Call this before sharding.
 
     ``kind`` is a key of ``FORMATS``. The new layers hold no values until their bytes are filled.
     """
@@ -235,24 +295,36 @@ def quantize_blocks(blocks: list[nn.Module], kind: str) -> None:
         # Listed first, because replacing layers changes what is iterated over.
         layers = [(name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
         for name, layer in layers:
-            block.set_submodule(name, QuantizedLinear(layer, kind))
+            if name.rpartition(".")[2] not in KEPT:
+                block.set_submodule(name, QuantizedLinear(layer, kind))
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
     return {name.removeprefix("lm."): module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
-@contextmanager
-def exact_weights(model: nn.Module, read: Callable[[str], Tensor]) -> Iterator[None]:
-    """Inside the body, each layer computes with its unquantised weight. It is read when needed and dropped afterwards.
+Region = tuple[slice, ...]
 
-    ``read`` returns a whole tensor of the checkpoint by its name.
+
+@contextmanager
+def exact_weights(model: nn.Module, read: Callable[[str, Region], Tensor]) -> Iterator[None]:
+    """Inside the body, each layer and expert computes with its unquantised weight. It is read when needed and dropped afterwards.
+
+    ``read`` returns a region of a tensor of the checkpoint by its name. () = the whole tensor.
     """
     layers = quantized_layers(model)
+    experts = {name: packed for name, packed in packed_experts(model).items() if packed.packing.kind != MXFP4}
+
+    def expert_weight(name: str, packed: PackedExperts, number: int) -> Tensor:
+        weight = read(name, (slice(number, number + 1), *(slice(0, size) for size in packed.sides)))[0]
+        return weight.t() if packed.turned else weight
+
     for name, layer in layers.items():
-        layer.exact = partial(read, f"{name}.weight")
+        layer.exact = partial(read, f"{name}.weight", ())
+    for name, packed in experts.items():
+        packed.exact = partial(expert_weight, name, packed)
     try:
         yield
     finally:
-        for layer in layers.values():
-            layer.exact = None
+        for each in (*layers.values(), *experts.values()):
+            each.exact = None

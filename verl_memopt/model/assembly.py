@@ -25,6 +25,7 @@ from verl_memopt.memory.lora import base_rests_as_computed
 from verl_memopt.memory.lora_torch import apply_lora
 from verl_memopt.memory.precision_torch import CastUnits
 from verl_memopt.memory.quantized_base import experts_stay_packed
+from verl_memopt.memory.quantized_frozen import MXFP4
 from verl_memopt.memory.quantized_frozen_torch import check_quantizable, pack_experts, quantize_blocks
 from verl_memopt.memory.sequence_parallel import check_heads, key_copies
 from verl_memopt.memory.sequence_parallel_torch import sequence_group
@@ -94,16 +95,12 @@ def parallelize(
 ) -> None:
     """Apply quantisation, LoRA, checkpointing, FSDP2 and parameter offload to a model without weights.
 
-    The blocks of ``packed`` must have their options already.
+    The blocks of ``packed`` must have their options already, and experts that are not whole must be packed.
 
     Raises:
         ConfigError: No module of the model matches the settings of adapters or FSDP2 units, or torch cannot shard its quantised
             blocks.
     """
-    if use.quantization != "none" and any(isinstance(getattr(block, "mlp", None), Experts) for block in packed.blocks()):
-        section = use.model_key if use.trained else use.fsdp_key.rpartition(".")[0]
-        key = f"{section}.quantization={use.quantization}"
-        raise ConfigError(f"{key}: only linear layers are quantised, and the model's experts are none. Set it to none.")
     # The order is fixed: quantise, add adapters, checkpoint, shard. Each operation wraps the result of the ones before it.
     precision, offload = mixed_precision(*dtypes), native_offload(fsdp.offload_policy)
     if use.quantization != "none":
@@ -277,9 +274,10 @@ def _build(
     # Tiled blocks keep no keys and values that answers could reuse. Ranks that share a sequence have only parts of them.
     whole = blocks is not None and blocks[0].recompute and blocks[0].tile_tokens is None
     packed.supports_prefix_kv = whole and packed.sequence is None
-    is_base = use.trained and isinstance(packed.decoder, Decoder) and is_mxfp4(config)
-    if is_base and experts_stay_packed(model.lora_rank, fsdp, mesh.size(), use.shared):
-        pack_experts(packed.blocks())
+    stored = is_mxfp4(config)
+    stays = use.trained and stored and experts_stay_packed(model.lora_rank, fsdp, mesh.size(), use.shared)
+    if isinstance(packed.decoder, Decoder) and (stays or use.quantization != "none"):
+        pack_experts(packed.blocks(), MXFP4 if stored else use.quantization)
     parallelize(packed, model, fsdp, mesh, (resting, compute, reduce), use)
     return packed
 

@@ -1,20 +1,20 @@
 """Products of rows with the weights of their experts, and the sums of the weights' gradients.
 
-A GPU has one kernel for all experts of a tile. On a CPU the kernel would be a loop over experts too. Frozen weights may be the
-bytes of MXFP4: each expert's is decoded for its product alone.
+A GPU has one kernel for all experts of a tile. On a CPU the kernel would be a loop over experts too. Frozen weights may be bytes:
+each expert's is decoded for its product alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
-from verl_memopt.memory.quantized_frozen import mxfp4_width
-from verl_memopt.memory.quantized_frozen_torch import mxfp4_weight
+from verl_memopt.memory.quantized_frozen_torch import PackedExperts
 from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS
 from verl_memopt.memory.recompute_elementwise_torch import add_product, wide_dtype
 
@@ -85,21 +85,41 @@ def of_experts(tile: ExpertTile) -> Iterator[tuple[int, slice]]:
 
 
 def turned_weights(weights: Tensor, turn: bool) -> Tensor:
-    # Bytes of MXFP4 always have the input last.
-    return weights.transpose(1, 2) if turn and weights.is_floating_point() else weights
+    return weights.transpose(1, 2) if turn else weights
 
 
-def _decoded(weights: Tensor, expert: int, dtype: torch.dtype) -> Tensor:
-    return weights[expert] if weights.is_floating_point() else mxfp4_weight(weights[expert], dtype)
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The weights of all experts [E, m, n], or their bytes [E, m, row bytes], with the record that decodes these."""
+
+    stored: Tensor
+    packed: PackedExperts | None = None
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    @property
+    def outputs(self) -> int:
+        return self.stored.shape[1]
+
+    @property
+    def inputs(self) -> int:
+        return self.stored.shape[2] if self.packed is None else self.packed.packing.in_features
+
+    def of(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """Return the weight [m, n] of an expert. ``dtype`` is that of decoded weights."""
+        return self.stored[expert] if self.packed is None else self.packed.weight(self.stored, expert, dtype)
 
 
-def products(x: Tensor, weights: Tensor, tile: ExpertTile, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+def products(
+    x: Tensor, weights: ExpertWeights, tile: ExpertTile, out: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
     """Return ``x @ weights[e].t() + bias[e]`` [r, m] for the rows of each expert e in a tile.
 
     ``x`` is [r, n], ``weights`` [E, m, n] and ``bias`` [E, m].
     """
-    if _has_kernel(x, weights) and weights.shape[1] * 2 % ALIGNED_BYTES == 0:
-        part = weights[tile.experts.start : tile.experts.stop]
+    if _has_kernel(x, weights.stored) and weights.outputs * 2 % ALIGNED_BYTES == 0:
+        part = weights.stored[tile.experts.start : tile.experts.stop]
         found = torch._grouped_mm(x, part.transpose(1, 2), offs=_ends(tile, x.device))
         out = found if out is None else out.copy_(found)
         if bias is not None:
@@ -107,9 +127,9 @@ def products(x: Tensor, weights: Tensor, tile: ExpertTile, out: Tensor | None = 
                 out[rows].add_(bias[expert])
         return out
     # Written into ``out``, because selective checkpointing would keep the output of a plain product.
-    out = x.new_empty(x.shape[0], weights.shape[1]) if out is None else out
+    out = x.new_empty(x.shape[0], weights.outputs) if out is None else out
     for expert, rows in of_experts(tile):
-        weight = _decoded(weights, expert, x.dtype)
+        weight = weights.of(expert, x.dtype)
         if bias is None:
             torch.mm(x[rows], weight.t(), out=out[rows])
         else:
@@ -118,14 +138,13 @@ def products(x: Tensor, weights: Tensor, tile: ExpertTile, out: Tensor | None = 
     return out
 
 
-def products_back(grad: Tensor, weights: Tensor, tile: ExpertTile) -> Tensor:
+def products_back(grad: Tensor, weights: ExpertWeights, tile: ExpertTile) -> Tensor:
     """Return ``grad @ weights[e]`` [r, n] for the rows of each expert e in a tile. grad [r, m], weights [E, m, n]."""
-    if _has_kernel(grad, weights):
-        return torch._grouped_mm(grad, weights[tile.experts.start : tile.experts.stop], offs=_ends(tile, grad.device))
-    width = weights.shape[2] if weights.is_floating_point() else mxfp4_width(weights.shape[2])
-    out = grad.new_empty(grad.shape[0], width)
+    if _has_kernel(grad, weights.stored):
+        return torch._grouped_mm(grad, weights.stored[tile.experts.start : tile.experts.stop], offs=_ends(tile, grad.device))
+    out = grad.new_empty(grad.shape[0], weights.inputs)
     for expert, rows in of_experts(tile):
-        weight = _decoded(weights, expert, grad.dtype)
+        weight = weights.of(expert, grad.dtype)
         torch.mm(grad[rows], weight, out=out[rows])
         del weight  # before the next one is decoded
     return out

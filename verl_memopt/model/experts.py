@@ -19,6 +19,7 @@ or without ``tiled_mlp``, and runs over tiles of tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from verl_memopt.memory.activation_checkpointing_torch import Forward
-from verl_memopt.memory.quantized_frozen_torch import PACKED
+from verl_memopt.memory.quantized_frozen_torch import EXPERTS, PACKED
 from verl_memopt.memory.recompute_elementwise_torch import (
     RMSNorm,
     keep,
@@ -37,7 +38,15 @@ from verl_memopt.memory.recompute_elementwise_torch import (
     wide_dtype,
 )
 from verl_memopt.memory.tiled_mlp_torch import LAYERS, TiledMlp, Traits, tensors_and_traits, tiled_linears
-from verl_memopt.model.expert_products import ExpertSum, RoutedRows, of_experts, products, products_back, turned_weights
+from verl_memopt.model.expert_products import (
+    ExpertSum,
+    ExpertWeights,
+    RoutedRows,
+    of_experts,
+    products,
+    products_back,
+    turned_weights,
+)
 from verl_memopt.model.mixture_kind import ClampedGate, MixtureKind, Router
 from verl_memopt.model.router_replay import ALL, LayerRoutes
 
@@ -75,14 +84,15 @@ class Experts(nn.Module):
     def mixture(self) -> Mixture:
         # Read at each pass: FSDP2 replaces parameters while a block computes.
         own, router = self.get_submodule("experts"), self.get_submodule(self._router_name)
-        stored = PACKED if hasattr(own, f"down_proj{PACKED}") else ""
-        found: Any = [router.weight, getattr(own, f"gate_up_proj{stored}"), getattr(own, f"down_proj{stored}")]
+        packed: Any = getattr(own, "packed", None)
+        found: Any = [router.weight, *(getattr(own, name if packed is None else name + PACKED) for name in EXPERTS)]
+        kind = self.kind if packed is None else replace(self.kind, transposed=False, packed=tuple(packed.values()))
         if hasattr(own, "down_proj_bias"):
             found += [router.bias, own.gate_up_proj_bias, own.down_proj_bias]
         shared: Any = getattr(self, "shared_expert", None)
         layers = [] if shared is None else [*(getattr(shared, name) for name in LAYERS), self.shared_expert_gate]
         tensors, traits = tensors_and_traits(layers)
-        return Mixture(self.kind, (*found, *tensors), tuple(traits))
+        return Mixture(kind, (*found, *tensors), tuple(traits))
 
     def forward_sum(
         self,
@@ -127,8 +137,8 @@ class Mixture(NamedTuple):
     kind: MixtureKind
     tensors: tuple[Any, ...]
     """The weights of the router [E, h], of gate and up [E, 2 x I, h], and of down [E, h, I]. Then their biases, if they have any:
-    [E], [E, 2 x I] and [E, h]. Frozen weights of experts may be the bytes of MXFP4 (:data:`PACKED`). They are decoded one by one
-    for each product. If there is a shared expert, then the tensors of its gate, up and down, and of its own gate, as
+    [E], [E, 2 x I] and [E, h]. Frozen weights of experts may be bytes (:data:`PACKED`). They are decoded one by one for each
+    product. If there is a shared expert, then the tensors of its gate, up and down, and of its own gate, as
     :func:`tensors_and_traits` returns them."""
     traits: tuple[Traits, ...] = ()
     """Those of the shared expert's layers. () = there is no shared expert."""
@@ -271,7 +281,11 @@ class TiledExperts:
         kind, tensors, traits, self._routed = mixture
         self._router, self._value, self._tiles = kind.router, kind.gate, tiles
         wanted, routed = (False,) * len(tensors) if needed is None else needed, mixture.num_routed
-        self._gate, (self._gate_up, self._down) = tensors[0], (turned_weights(weight, kind.transposed) for weight in tensors[1:3])
+        self._gate = tensors[0]
+        self._gate_up, self._down = (
+            ExpertWeights(turned_weights(weight, kind.transposed), packed)
+            for weight, packed in zip(tensors[1:3], kind.packed, strict=True)
+        )
         biases: Sequence[Tensor | None] = tensors[3:routed] or (None,) * 3
         self._gate_bias, self._gate_up_bias, self._down_bias = biases
         turned = (False, kind.transposed, kind.transposed, False, False, False)

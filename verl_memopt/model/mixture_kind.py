@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from verl_memopt.memory.fused import over_rows
+from verl_memopt.memory.quantized_frozen_torch import PackedExperts
 from verl_memopt.memory.recompute_elementwise_torch import SwiGLU, wide_dtype
 from verl_memopt.model.router_replay import number_dtype
 
@@ -124,4 +125,6 @@ class MixtureKind:
     router: Router
     gate: SiluGate | ClampedGate = SiluGate()
     transposed: bool = False
-    """Whether weights of experts are stored as [E, h, 2 x I] and [E, I, h]."""
+    """Whether weights of experts are stored as [E, h, 2 x I] and [E, I, h]. Bytes are not."""
+    packed: tuple[PackedExperts | None, PackedExperts | None] = (None, None)
+    """How the bytes of gate and up, and of down, are decoded. None = the weights are no bytes."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from verl_memopt.config.schema import CriticModel, Model
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.quantized_frozen import mxfp4_row_bytes
+from verl_memopt.memory.quantized_frozen import row_bytes
 from verl_memopt.model.attention import REGISTERED
 from verl_memopt.model.decoder import LAYER_INPUTS
 from verl_memopt.model.delta_rule import DeltaShape
@@ -30,6 +30,10 @@ class MixtureSize:
     top_k: int
     shared: int = 0
     """Width of the MLP of an expert that computes all tokens (Qwen3.5). 0 = there is none."""
+
+    def bytes_of_one(self, kind: str, hidden: int) -> int:
+        """Return the bytes of an expert in a format of :data:`verl_memopt.memory.quantized_frozen.STORED`."""
+        return 2 * self.width * row_bytes(kind, hidden) + hidden * row_bytes(kind, self.width)
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,10 @@ class ModelSize:
 
     @property
     def widest(self) -> int:
-        # The other side of the block's largest matrix is `hidden`.
-        return max(self.mlp, self.heads * self.head_dim)
+        """A side of the largest matrix that is quantised at once, of which the other side is ``hidden``."""
+        mixture, rule, queries = self.mixture, self.rule, self.heads * self.head_dim * (2 if self.gated else 1)
+        mlp = self.mlp if mixture is None else max(2 * mixture.width, mixture.shared)
+        return max(mlp, queries, 0 if rule is None else 2 * rule.keys + rule.values)
 
     @cached_property
     def block_params(self) -> int:
@@ -150,13 +156,9 @@ class ModelSize:
         # Weights of all experts, without biases.
         return 0 if self.mixture is None else self.layers * self.mixture.experts * 3 * self.mixture.width * self.hidden
 
-    @property
-    def mxfp4_bytes(self) -> int:
-        """Bytes of all experts in MXFP4."""
-        if self.mixture is None:
-            return 0
-        one = 2 * self.mixture.width * mxfp4_row_bytes(self.hidden) + self.hidden * mxfp4_row_bytes(self.mixture.width)
-        return self.layers * self.mixture.experts * one
+    def expert_bytes(self, kind: str) -> int:
+        """Return the bytes of all experts in a format of :data:`verl_memopt.memory.quantized_frozen.STORED`."""
+        return 0 if self.mixture is None else self.layers * self.mixture.experts * self.mixture.bytes_of_one(kind, self.hidden)
 
     @property
     def attention_layers(self) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -22,8 +23,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from verl_memopt.config.schema import CriticModel, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import ADAPTERS
-from verl_memopt.memory.quantized_frozen import QUANTIZED_AT_ONCE, mxfp4_width
-from verl_memopt.memory.quantized_frozen_torch import PACKED, Packing, mxfp4_decoded, quantized_layers
+from verl_memopt.memory.quantized_frozen import MXFP4, QUANTIZED_AT_ONCE
+from verl_memopt.memory.quantized_frozen_torch import (
+    PACKED,
+    PackedExperts,
+    Packing,
+    mxfp4_decoded,
+    packed_experts,
+    quantized_layers,
+)
 from verl_memopt.model.attention import REGISTERED
 from verl_memopt.model.families import (
     POLICY_KEY,
@@ -296,7 +304,7 @@ class WeightFolder:
             out.copy_(self.read(name, region))
             return
         experts, rows, columns = region
-        height = self.shape(name)[1] // len(self._stacks[name][0])
+        height = self._slice(self._stacks[name][0][0]).get_shape()[0]
         for place, parts in enumerate(self._stacks[name][experts]):
             for number, part in enumerate(parts):
                 low, high = max(rows.start, number * height), min(rows.stop, (number + 1) * height)
@@ -304,12 +312,12 @@ class WeightFolder:
                     inside = slice(low - number * height, high - number * height)
                     out[place, low - rows.start : high - rows.start].copy_(self._read(part, (inside, columns)))
 
-    def copy_packed_into(self, out: Tensor, name: str) -> None:
-        """Copy the bytes of experts that are stored in MXFP4 into ``out``, uint8 [E, m, row bytes]."""
-        for expert in range(len(out)):
+    def copy_packed_into(self, out: Tensor, name: str, first: int = 0) -> None:
+        """Copy the bytes of experts that are stored in MXFP4, from the ``first`` on, into ``out``, uint8 [e, m, row bytes]."""
+        for expert, own in enumerate(out, first):
             codes, scales = self._codes(name, (slice(expert, expert + 1), slice(0, out.shape[1])))
-            out[expert, :, : codes.shape[2]].copy_(codes[0])
-            out[expert, :, codes.shape[2] :].copy_(scales[0])
+            own[:, : codes.shape[2]].copy_(codes[0])
+            own[:, codes.shape[2] :].copy_(scales[0])
 
     def _codes(self, name: str, region: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
         # Of some experts and outputs the codes, uint8 [e, m, n / 2], and the scales, uint8 [e, m, n / 32].
@@ -485,13 +493,13 @@ def fill_from_folder(
             named.pop(name).zero_()
     parameters = {renamed.get(name) or name: parameter for name, parameter in named.items()}
     layers = {f"{name}.qweight": layer for name, layer in quantized_layers(model).items()}
+    experts = packed_experts(model)
     ignored = TIED if stored is None else LM_HEAD
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items() if name not in layers}
     shapes |= {_stored(name): (layer.out_features, layer.in_features) for name, layer in layers.items()}
-    for name in [name for name in shapes if name.endswith(PACKED)]:
-        count, outputs, row = shapes.pop(name)
-        shapes[name.removesuffix(PACKED)] = count, mxfp4_width(row), outputs
-    _tell_mxfp4(weights, parameters, key)
+    for name, packed in experts.items():
+        shapes[name] = shapes.pop(name + PACKED)[0], *packed.sides
+    _tell_mxfp4(weights, {name for name, packed in experts.items() if packed.packing.kind == MXFP4}, parameters, key)
     _check_names(weights, shapes, folder, key, ignored)
     for name, parameter in parameters.items():
         # Each rank reads only its own rows, so no rank holds a whole tensor.
@@ -500,15 +508,15 @@ def fill_from_folder(
         if not local.numel():
             continue
         if name.endswith(PACKED):
-            weights.copy_packed_into(local, name.removesuffix(PACKED))
+            _fill_experts(local, weights, name.removesuffix(PACKED), region[0].start, experts[name.removesuffix(PACKED)])
         elif name in layers:
-            _quantize_into(local, weights, _stored(name), region[0].start, layers[name].packing)
+            _quantize_layer(local, weights, _stored(name), region[0].start, layers[name].packing)
         else:
             weights.copy_into(local, name, region)
 
 
-def _tell_mxfp4(weights: WeightFolder, parameters: Mapping[str, Tensor], key: str) -> None:
-    packed = {name.removesuffix(PACKED) for name in parameters if name.endswith(PACKED)}
+def _tell_mxfp4(weights: WeightFolder, packed: set[str], parameters: Mapping[str, Tensor], key: str) -> None:
+    # ``packed`` are the names of the model's experts that rest in MXFP4.
     if packed - weights.mxfp4:
         raise ConfigError(
             f"{key}.path={weights.folder}: its config says that experts are stored in MXFP4 (quantization_config), and its files "
@@ -517,18 +525,40 @@ def _tell_mxfp4(weights: WeightFolder, parameters: Mapping[str, Tensor], key: st
     if weights.mxfp4 - packed:
         dtype = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
         logger.info(
-            "%s.path=%s: experts are stored in MXFP4, and decoded to %s. They stay as they are only in the frozen base of "
-            "adapters, on one device, if trainer and engine have weights of their own", key, weights.folder, dtype,
+            "%s.path=%s: experts are stored in MXFP4, and decoded to %s. They stay as they are in a model that is quantised, and "
+            "in the frozen base of adapters, on one device, if trainer and engine have weights of their own",
+            key, weights.folder, dtype,
         )  # fmt: skip
 
 
-def _quantize_into(local: Tensor, weights: WeightFolder, name: str, first: int, packing: Packing) -> None:
-    # Quantise the rows of a tensor in a file from row `first` on, piece by piece on the target device.
+def _quantize_layer(local: Tensor, weights: WeightFolder, name: str, first: int, packing: Packing) -> None:
+    # Quantise the rows of a tensor in a file from row `first` on.
+    inputs = slice(0, packing.in_features)
+    _quantize_into(local, packing, lambda low, high: weights.read(name, (slice(first + low, first + high), inputs)))
+
+
+def _fill_experts(local: Tensor, weights: WeightFolder, name: str, first: int, packed: PackedExperts) -> None:
+    # Fill the bytes of experts, uint8 [e, m, row bytes], from expert `first` on.
+    if packed.packing.kind == MXFP4:
+        weights.copy_packed_into(local, name, first)
+        return
+    inputs = slice(0, packed.packing.in_features)
+
+    def rows(expert: slice, low: int, high: int) -> Tensor:
+        if packed.turned:
+            return weights.read(name, (expert, inputs, slice(low, high)))[0].t()
+        return weights.read(name, (expert, slice(low, high), inputs))[0]
+
+    for number, one in enumerate(local, first):
+        _quantize_into(one, packed.packing, partial(rows, slice(number, number + 1)))
+
+
+def _quantize_into(local: Tensor, packing: Packing, read: Callable[[int, int], Tensor]) -> None:
+    # Quantise rows piece by piece on the target device. ``read`` returns the rows from one number up to another.
     start, step = 0, max(QUANTIZED_AT_ONCE // packing.in_features, 1)
     for piece in local.split(step):
-        rows = weights.read(name, (slice(first + start, first + start + piece.shape[0]), slice(0, packing.in_features)))
-        piece.copy_(packing.quantize(rows.to(piece.device)))
-        start += piece.shape[0]
+        piece.copy_(packing.quantize(read(start, start + len(piece)).to(piece.device)))
+        start += len(piece)
 
 
 def _stored(name: str) -> str:

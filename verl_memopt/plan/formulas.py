@@ -994,7 +994,23 @@ class Shapes:
         linear = replace(self, is_linear=True).matrix_params if self.linear_layers else 0
         return (self.layers - self.linear_layers) * self.matrix_params + self.linear_layers * linear
 
+    @property
+    def _quantizes_experts(self) -> bool:
+        # Those of our own decoder, whose last block is pruned or carries a state.
+        return self.mixture is not None and (self.linear_layers > 0 or not self.ends_linear)
+
+    @property
+    def quantized_params(self) -> int:
+        """Parameters of the blocks that are quantised: in linear layers but small gates, and in all experts."""
+        own, gates = self.linear_params, 0 if self.rule is None else 2 * self.rule.value_heads
+        own -= self.linear_layers * gates * self.hidden
+        if self.mixture is None:
+            return own
+        experts = (self.mixture.experts if self._quantizes_experts else 0) - self.mixture.top_k
+        return own + self.layers * 3 * experts * self.mixture.width * self.hidden
+
     def packed_bytes(self, kind: str) -> int:
+        """Return the bytes of :attr:`quantized_params` in a format."""
         if self.local is not None:
             return sum(count * shapes._packed_block_bytes(kind) for count, shapes in self.kinds)
         linear = replace(self, is_linear=True)._packed_block_bytes(kind) if self.linear_layers else 0
@@ -1005,9 +1021,12 @@ class Shapes:
         pairs = 0 if self.is_reading else 1 if self.keys_are_values else 2
         columns, values = query * (2 if self.gated else 1) + pairs * key, query
         if self.is_linear and self.rule is not None:
-            columns, values = 2 * (self.rule.keys + self.rule.value_heads + self.rule.values), self.rule.values
-        read_hidden = (columns + 2 * self.mlp) * row_bytes(kind, self.hidden)
-        return read_hidden + self.hidden * (row_bytes(kind, values) + row_bytes(kind, self.mlp))
+            columns, values = 2 * (self.rule.keys + self.rule.values), self.rule.values
+        mixture = self.mixture
+        mlp = self.mlp if mixture is None else mixture.shared
+        read_hidden = (columns + 2 * mlp) * row_bytes(kind, self.hidden)
+        own = read_hidden + self.hidden * (row_bytes(kind, values) + row_bytes(kind, mlp))
+        return own + (mixture.experts * mixture.bytes_of_one(kind, self.hidden) if mixture and self._quantizes_experts else 0)
 
     @property
     def block_bytes(self) -> int:

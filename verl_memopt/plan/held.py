@@ -17,6 +17,7 @@ from verl_memopt.memory.host_buffers import CHUNK_BYTES, GIB
 from verl_memopt.memory.lora import adapter_params, base_rests_as_computed
 from verl_memopt.memory.optimizer_state_dtype_torch import MOST_BLOCK, block_size
 from verl_memopt.memory.precision import width
+from verl_memopt.memory.quantized_frozen import MXFP4
 from verl_memopt.memory.token_packing import bucket_of
 from verl_memopt.model.sizes import ModelSize
 from verl_memopt.observe.phase import MIB
@@ -66,7 +67,7 @@ class Held:
     """What its update learns from a teacher besides."""
     quantization: str = "none"
     packs_experts: bool = False
-    """Its experts rest in the bytes of MXFP4."""
+    """Its experts rest in the bytes of MXFP4, although the model is not quantised."""
     whole: bool = False
     """Each rank holds all weights, because its engine computes with them too."""
     replicas: int = 1
@@ -98,8 +99,11 @@ class Held:
     def base(self) -> float:
         shapes = self.at_rest
         per_param = shapes.compute_bytes if self._base_rests_as_computed else shapes.master_bytes
-        saved = shapes.linear_params * per_param - shapes.packed_bytes(self.quantization) if self.is_quantized else 0
-        saved += self.size.expert_params * per_param - self.size.mxfp4_bytes if self.packs_experts else 0
+        saved = shapes.quantized_params * per_param - shapes.packed_bytes(self.quantization) if self.is_quantized else 0
+        kind = self.experts_format
+        if kind is not None and kind != self.quantization:
+            before = self.size.expert_bytes(self.quantization) if self.is_quantized else self.size.expert_params * per_param
+            saved += before - self.size.expert_bytes(kind)
         return (self.params_count * per_param - saved) / (1 if self.whole else self.ranks)
 
     @property
@@ -107,19 +111,31 @@ class Held:
         return self.quantization != "none"
 
     @property
+    def experts_format(self) -> str | None:
+        """The format in which experts rest as bytes. None = they are whole, or there are none."""
+        if self.size.mixture is None or not self.size.has_own_blocks:
+            return None
+        if self.packs_experts or (self.is_quantized and self.size.mxfp4):
+            return MXFP4
+        return self.quantization if self.is_quantized else None
+
+    @property
     def decode_scratch(self) -> float:
-        # Upper bound of the temporary bytes of a quantised layer: its decoded weight, the positions of its codes and its scales.
+        # Upper bound of the temporary bytes of a quantised layer or expert: its decoded weight, the positions of its codes and
+        # its scales.
         width = self.size.widest if self.is_quantized else 0
-        if self.packs_experts and self.size.mixture is not None:  # gate and up of one expert
+        if self.packs_experts and not self.is_quantized and self.size.mixture is not None:  # gate and up of one expert
             width = 2 * self.size.mixture.width
         return (2.25 + self.at_rest.compute_bytes) * self.size.hidden * width
 
     @property
     def whole_experts(self) -> float:
-        """Bytes of a block's experts, decoded from MXFP4 for an engine or a file. Gates and ups are freed behind downs."""
-        if not self.packs_experts or self.size.mixture is None:
+        """Bytes of a block's experts, decoded for an engine or a file. Gates and ups are freed behind downs."""
+        if self.experts_format is None or self.size.mixture is None:
             return 0
-        return 6 * self.size.mixture.experts * self.size.mixture.width * self.size.hidden + self.decode_scratch
+        per_param = 2 if self.experts_format == MXFP4 else max(self.at_rest.compute_bytes, self.at_rest.master_bytes)
+        weights = 3 * per_param * self.size.mixture.experts * self.size.mixture.width * self.size.hidden
+        return weights + self.decode_scratch
 
     @property
     def _base_rests_as_computed(self) -> bool:

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 
 from verl_memopt.config.schema import CriticModel, Model, Settings, TrainedFsdp
 from verl_memopt.memory.critic_rules import has_critic
-from verl_memopt.memory.knob import has_teacher, needs_reference, num_devices
+from verl_memopt.memory.knob import num_devices
+from verl_memopt.memory.quantized_base import KEY as QUANTIZATION
 from verl_memopt.memory.shared_weights import KEY as SHARE
 from verl_memopt.memory.shared_weights import why_not
 from verl_memopt.model.attention import HEAD_MULTIPLE
 from verl_memopt.model.sizes import ModelSize
-from verl_memopt.plan.peaks import Sizes, traits_of
+from verl_memopt.plan.peaks import Sizes, shares_weights, traits_of
 
 _AR = "actor_rollout_ref"
 _ENGINE = f"{_AR}.rollout.name"
@@ -33,7 +34,7 @@ def _reasons(settings: Settings, sizes: Sizes) -> Iterator[str]:
         yield from _of_blocks(
             "critic.model", critic, "critic.model.fsdp_config", critic.fsdp_config, sizes.critic or sizes.policy
         )
-    yield from _of_quantization(settings, sizes)
+    yield from _of_quantization(settings, sizes.policy)
     if roles.rollout.name == "vllm":
         yield from _of_vllm(settings, sizes.policy)
 
@@ -52,24 +53,15 @@ def _of_blocks(key: str, model: Model | CriticModel, sharding: str, fsdp: Traine
         yield f"{sharding}.ulysses_sequence_parallel_size={fsdp.sequence_ranks}: layers of the model {reason}. Set it to 1."
 
 
-def _of_quantization(settings: Settings, sizes: Sizes) -> Iterator[str]:
-    roles, teacher, rewards = settings.actor_rollout_ref, settings.teacher, settings.reward_model
-    base, policy = roles.model.quantization, sizes.policy
-    if base != "none" and (policy.mixture is not None or policy.rule is not None):
-        part = "experts" if policy.mixture is not None else "convolutions of layers that carry a state"
-        yield f"{_AR}.model.quantization={base}: only linear layers are quantised, and the model has {part}. Set it to none."
-    frozen: list[tuple[str, str, tuple[ModelSize | None, ...]]] = []
-    if needs_reference(settings):
-        frozen.append((f"{_AR}.ref", roles.ref.quantization, (sizes.reference,)))
-    if has_teacher(settings):
-        frozen.append(("teacher", teacher.quantization, (sizes.teacher, *sizes.further_teachers)))
-    if rewards.enable:
-        frozen.append(("reward_model.model", rewards.model.quantization, (sizes.student, *sizes.further)))
-    for key, kind, models in frozen:
-        if kind != "none" and any(
-            size.has_own_blocks and size.mixture is not None for size in (each or policy for each in models)
-        ):
-            yield f"{key}.quantization={kind}: only linear layers are quantised, and the model has experts. Set it to none."
+def _of_quantization(settings: Settings, policy: ModelSize) -> Iterator[str]:
+    roles, devices = settings.actor_rollout_ref, num_devices(settings)
+    base = f"{QUANTIZATION}={roles.model.quantization}"
+    if roles.model.quantization == "none" or policy.mixture is None:
+        return
+    if not policy.has_own_blocks:
+        yield f"{base}: the model has experts that transformers computes, and only linear layers are quantised. Set it to none."
+    if devices > 1 and not shares_weights(roles, policy, devices, sleeps=True):
+        yield f"{base}: on several devices an engine must share the base, and vLLM does not share experts. Set {_ENGINE}=hf."
 
 
 def _of_vllm(settings: Settings, size: ModelSize) -> Iterator[str]:

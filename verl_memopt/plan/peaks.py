@@ -424,7 +424,8 @@ class _Prediction:
         masks = s * (self._longest - prompt // s + 1) * 16 + prompt * (prompt // s) * 5
         one_layer = 4 * s * self._longest * query * b
         scores = s * size.vocab * 4 * (8 + (10 if rollout.top_p < 1 else 0) + (4 if rollout.repetition_penalty != 1 else 0))
-        return max(tokens + masks, one_layer + masks) + scores + s * self._longest * 32
+        decoded = self.policy.decode_scratch if self.shares else 0
+        return max(tokens + masks, one_layer + masks) + scores + s * self._longest * 32 + decoded
 
     # The phases.
 

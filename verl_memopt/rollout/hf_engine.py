@@ -15,6 +15,7 @@ from verl_memopt.distributed.device import empty_cache
 from verl_memopt.errors import ConfigError, Stopped
 from verl_memopt.memory.host_buffers import host_buffer
 from verl_memopt.memory.lora_torch import copy_adapters, stored_adapters
+from verl_memopt.memory.quantized_frozen import MXFP4
 from verl_memopt.memory.quantized_frozen_torch import pack_experts, quantize_blocks
 from verl_memopt.memory.weight_buckets_torch import Weights, WeightSlice
 from verl_memopt.model.attention import plain_attention
@@ -396,10 +397,11 @@ def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Modul
             blocks = list(model.get_decoder().layers)
             if place.quantization != "none":
                 quantize_blocks(blocks, place.quantization)
-            if place.lora_rank and is_mxfp4(config):
-                pack_experts(blocks)
-                for block in blocks:
-                    computes_as_ours(block.mlp)
+            stored = MXFP4 if place.lora_rank and is_mxfp4(config) else place.quantization
+            if stored != "none":
+                pack_experts(blocks, stored)
+                for mlp in (block.mlp for block in blocks if hasattr(block.mlp, "experts")):
+                    computes_as_ours(mlp)
         model.to_empty(device=place.device)
         # to_empty() gives every parameter memory of its own, so tied weights must be tied again.
         model.tie_weights()

@@ -449,13 +449,13 @@ def make_deterministic(fsdp: Fsdp, rank: int) -> None:
 
 def exact_weights_of(policy: PolicyModel, folder: Path, device: torch.device) -> AbstractContextManager[None]:
     weights = WeightFolder(folder)
-    return exact_weights(policy, lambda name: weights.read(name, ()).to(device))
+    return exact_weights(policy, lambda name, region: weights.read(name, region).to(device))
 
 
 def quantization_error(policy: PolicyModel, folder: Path, device: torch.device, temperature: float) -> tuple[float, float]:
     """Return the (mean, largest) difference in nats between log-probs of the quantised and of the unquantised weights.
 
-    Measured on 4 x 64 random tokens. The unquantised weights are read from the folder, one layer at a time.
+    Measured on 4 x 64 random tokens. The unquantised weights are read from the folder, one layer or expert at a time.
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(policy.lm.config.vocab_size)

@@ -412,8 +412,9 @@ class Worker:
         seconds, listener = settings.nccl_timeout, take_listener(place.master_port)
         join_process_group(self.device, place.rank, place.world_size, place.master_addr, place.master_port, seconds, listener)
         if self.plan.engine_folder is not None:
-            self.engine = build_engine(settings.rollout, self._engine_place(self.plan.engine_folder))
-            shared = shared_weights(self.engine, settings, place.world_size, self._unshared)
+            engine_place = self._engine_place(self.plan.engine_folder)
+            self.engine = build_engine(settings.rollout, engine_place)
+            shared = shared_weights(self.engine, settings, place.world_size, self._unshared, engine_place.quantization)
             self.shares_weights = shared is not None
             self.release_engine()
         roles = RoleBuilder(self.plan, place, self.device, self.residency, shared)
@@ -611,11 +612,12 @@ def left_for_cache(device: torch.device, limit: int | None, beside: int) -> int:
 
 
 def shared_weights(
-    engine: RolloutEngine, settings: ActorRolloutRef, devices: int, reason: str | None
+    engine: RolloutEngine, settings: ActorRolloutRef, devices: int, reason: str | None, quantization: str = "none"
 ) -> dict[str, torch.Tensor] | None:
     """Return the engine's weights, with which the policy computes. None = engine and policy have a copy each. Log which and why.
 
-    ``reason`` is what :func:`~verl_memopt.memory.shared_weights.why_not` returned.
+    ``reason`` is what :func:`~verl_memopt.memory.shared_weights.why_not` returned. ``quantization`` is that of the engine's own
+    weights.
 
     Raises:
         ConfigError: The weights cannot be shared, but ``rollout.share_weights=true`` or a quantised base needs it.
@@ -625,8 +627,10 @@ def shared_weights(
         try:
             weights = engine.share_weights()
         except RolloutError as error:
-            # The engine of a quantised base is built with empty weights, and only a policy that shares them fills them.
-            reason, refused = f"{error}.", settings.model.quantization != "none"
+            # An engine of quantised weights is empty, and only a policy that shares them fills them. On several devices FSDP2
+            # would shard the bytes of the policy's own base.
+            reason = f"{error}."
+            refused = quantization != "none" or (devices > 1 and settings.model.quantization != "none")
     if weights is None and settings.rollout.share_weights is True:
         raise _cannot_share(reason)
     if weights is None and refused:

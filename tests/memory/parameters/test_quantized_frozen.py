@@ -67,7 +67,7 @@ def test_exact_weights_are_used_inside_and_codes_outside():
     ((name, quantized),) = quantized_layers(block).items()
     quantized.qweight.data.copy_(quantized.packing.quantize(weights["0.weight"]))
     x = torch.randn(3, 64)
-    with exact_weights(block, lambda key: weights[key]):
+    with exact_weights(block, lambda key, region: weights[key][region]):
         assert torch.equal(block(x), x @ weights["0.weight"].T)
     assert name == "0"
     assert not torch.equal(block(x), x @ weights["0.weight"].T)
