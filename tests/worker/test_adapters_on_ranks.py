@@ -13,6 +13,7 @@ from tests.worker.test_shared_weights import settings_of
 from tests.worker.test_worker import ALL, AR, PROMPTS, call, same
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.memory.lora_torch import ADAPTERS
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.model.weights import named_weights
 from verl_memopt.rollout.engine import train_sampling
 from verl_memopt.worker.trained_model import MiniBatch
@@ -113,7 +114,7 @@ def steps(rank, folder, more, tolerance):
         assert whole <= copied <= 6 * whole
         assert gathered in ({whole - own} if number else {0, whole - own})
     assert same(before, split(worker)[1])
-    assert adapters["model.layers.0.mlp.up_proj.lora_B"].full_tensor().abs().max() > 0
+    assert adapters["model.layers.0.self_attn.q_proj.lora_B"].full_tensor().abs().max() > 0
     sync = worker.call("update_weights", True, "update_weights").memory.kind_peaks
     rollout = worker.call("gen", True, "generate", PROMPTS, [1, 2, 3], train_sampling(worker.settings.rollout)).memory.kind_peaks
     at_rest = {"params": sum(each.nbytes for each in before.values()) + 4 * whole, "optimizer": 8 * own + 4 * len(adapters)}
@@ -121,6 +122,13 @@ def steps(rank, folder, more, tolerance):
         each = 4 if worker.settings.rollout.dtype == "fp32" else 2
         at_rest["rollout weights"] = each * whole + sum(one.nbytes for one in worker.engine._model.buffers())
     return at_rest, sync, rollout
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_each_rank_holds_the_bytes_of_experts_once(tmp_path, kind):
+    folder = make_tiny_model(tmp_path / "model", TinyShape(kind, initializer_range=0.06))
+    for at_rest, *phases in run_ranks(steps, 2, folder, settings("nf4", "fp32"), 1e-5, timeout=300):
+        assert all({kind: phase[kind] for kind in at_rest} == at_rest for phase in phases)
 
 
 ENGINES = ["hf", pytest.param("vllm", marks=pytest.mark.slow)]

@@ -4,11 +4,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.model import mxfp4
 from tests.rollout.tools import tiny_folder as model_folder
 from tests.worker.test_shared_weights import AR, engine_places, places, settings_of, step
 from tests.worker.test_worker import ALL, PROMPTS, call, generated, same
 from verl_memopt.memory.lora_torch import ADAPTERS
 from verl_memopt.memory.lora_torch import adapters as adapters_of
+from verl_memopt.memory.quantized_frozen_torch import PACKED
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.model.weights import named_weights
 from verl_memopt.rollout.engine import train_sampling
@@ -60,6 +62,42 @@ def test_vllm_computes_with_the_bytes_of_the_trainers_base_and_gets_the_adapters
                 assert one == pytest.approx(other, abs=1e-5)
         _, difference, _ = step(worker, 7)
         assert difference <= (1e-5 if dtype == "fp32" else 0.2)
+
+
+KINDS = ("qwen3_5_text", "qwen3_moe", "qwen3_5_moe_text", "gpt_oss")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "mxfp4"])
+def test_transformers_generates_with_the_bytes_of_experts_and_a_run_without_sharing_goes_on_from_them(made, tmp_path, kind):
+    if kind == "mxfp4":
+        folder, plain = mxfp4.folders(tmp_path)
+    else:
+        folder = plain = make_tiny_model(tmp_path / "model", TinyShape(kind, tie_embeddings=False, initializer_range=0.06))
+    worker = made(settings_of(True, "fp32", "hf") | LORA | {KEY: "nf4"}, folder)
+    weights = dict(named_weights(worker.policy.model))
+    base = {name: weight.clone() for name, weight in weights.items() if name.rsplit(".", 1)[-1] not in ADAPTERS}
+    assert any(name.endswith(PACKED) for name in base) == (kind != "qwen3_5_text")
+    for at in range(3):
+        assert {name: places(worker)[name] for name in base} == engine_places(worker)
+        _, difference, _ = step(worker, at)
+        assert difference <= 1e-5
+    assert same(base, {name: weights[name] for name in base})
+    call(worker, "update_weights")
+    shared = generated(worker, seed=9)
+    call(worker, "save", str(tmp_path / "saved"), [*ALL, "hf_model"])
+    exported, original = (load_file(at / "model.safetensors") for at in (tmp_path / "saved" / "huggingface", plain))
+    assert exported.keys() == original.keys()
+    adapted = {f"{name}.weight" for name in adapters_of(worker.policy.model)}
+    assert all(torch.equal(exported[name], original[name]) for name in original if name not in adapted)
+    assert any(not torch.equal(exported[name], original[name]) for name in adapted)
+    worker = made(settings_of(False, "fp32", "hf") | LORA | {KEY: "nf4"}, folder)
+    call(worker, "load", str(tmp_path / "saved"), ALL)
+    assert same({name: dict(named_weights(worker.policy.model))[name] for name in base}, base)
+    call(worker, "update_weights")
+    apart = generated(worker, seed=9)
+    assert apart.response_ids == shared.response_ids
+    for one, other in zip(apart.log_probs, shared.log_probs, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
 
 
 @pytest.mark.slow  # tests/worker/test_adapters_on_ranks.py counts the bytes beside transformers in every run of the tests
