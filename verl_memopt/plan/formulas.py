@@ -1039,8 +1039,8 @@ class Shapes:
             gates = 2 * self.tokens * self.mlp * b if self.mixture is None else self.tokens * self._kept_gates
             return self.attention_bytes + outputs + (gates if model.mlp_tiles is None else 0)
         if self.is_linear and self.rule is not None:
-            # The gated norm keeps four tensors in fp32: its input, the norm, the gate and the gate's activation. In half precision
-            # it keeps casts of the first and the third too.
+            # The gated norm keeps four tensors in fp32: its input, the norm, the gate and the gate's activation. In half
+            # precision it keeps casts of the first and the third too.
             values, channels, casts = self.rule.values, 2 * self.rule.keys + self.rule.values, 2 if b < 4 else 0
             kept = (4 + 2 * b) * 2 * self.hidden + b * (channels + 2 * self.rule.value_heads) + (16 + (2 + casts) * b) * values
             return self.tokens * (kept + self._kept_gates) + self.border_bytes
