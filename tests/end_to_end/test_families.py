@@ -121,6 +121,34 @@ def test_a_life_of_twenty_steps_learns(family, tmp_path):
     assert rows[20][score] >= rows[0][score] + 0.2
 
 
+QLORA = [
+    *(f"{AR}.model.{each}" for each in ("lora_rank=8", "lora_alpha=16", "quantization=nf4")),
+    *(f"{AR}.actor.optim.lr=0.01", f"{AR}.rollout.share_weights=true", f"{AR}.actor.fsdp_config.param_offload=false"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_moe"], indirect=True)
+def test_adapters_on_a_quantised_base_learn_and_are_taken_up_after_kill_9(family, tmp_path):
+    given, whole, parts = [*LOCAL, *LIFE, *QLORA, "trainer.save_freq=5"], tmp_path / "whole", tmp_path / "parts"
+    succeeded(train(family, whole, *given))
+    rows = metrics(whole)
+    assert max(rows[step]["training/rollout_probs_diff_max"] for step in range(1, 21)) < 1e-5
+    score = next(name for name in rows[20] if name.startswith("val-core/"))
+    assert rows[20][score] >= rows[0][score] + 0.1
+    process = start(family, parts, *given)
+    wait_for_step(process, parts, 7)
+    process.kill()
+    process.wait()
+    succeeded(train(family, parts, *given))
+    assert_equal_runs(parts, whole)
+    before = dict(AutoModelForCausalLM.from_pretrained(family / "model", dtype=torch.float32).named_parameters())
+    after, again = (dict(saved(run).named_parameters()) for run in (whole, parts))
+    assert all(torch.equal(after[name], again[name]) for name in after)
+    assert all(torch.equal(after[name], before[name]) for name in before if ".experts." in name or "norm" in name)
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
 @pytest.mark.slow
 def test_after_kill_9_the_rerun_ends_as_an_uninterrupted_run(family, tmp_path):
     given = [*LOCAL, *SMALL, *FP32, "trainer.total_training_steps=6", "trainer.save_freq=2", "data.seed=7"]

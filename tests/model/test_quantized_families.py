@@ -19,6 +19,7 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import adapters, merged_weights
 from verl_memopt.memory.quantized_frozen_torch import KEPT, PACKED, packed_experts, quantized_layers
 from verl_memopt.memory.tiled_mlp import TiledMlp
+from verl_memopt.model import expert_products
 from verl_memopt.model.assembly import ModelUse, build_policy, materialize
 from verl_memopt.model.sizes import size_of
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
@@ -88,6 +89,16 @@ def test_log_probs_and_gradients_are_those_of_the_decoded_base(folders, one_rank
     assert len(found) == 3 + 2 * len(adapters(plain.model))
     assert act.largest_difference(found, expected) <= (2e-6 if kind == "qwen3_5_text" else 1e-5)
     assert (found[0] - exact).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_kernel_for_several_experts_gets_the_weights_of_a_few_at_once(folders, one_rank, kind, monkeypatch):
+    build = partial(act.build, folders[kind], one_rank, quantization="nf4", **act.LORA, **OPTIONS["recomputed"])
+    one_by_one = results(shaken(build()), BATCH, PARTS, False)
+    monkeypatch.setattr(expert_products, "_has_kernel", lambda *_: True)
+    for at_once in (1, 3 * 64 * 64, 2**24):
+        monkeypatch.setattr(expert_products, "DECODED_AT_ONCE", at_once)
+        assert act.largest_difference(results(shaken(build()), BATCH, PARTS, False), one_by_one) <= 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -128,6 +128,31 @@ def test_no_phase_of_a_run_with_states_or_experts_holds_more_than_was_predicted(
     assert both.keys() >= START
 
 
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("kind", ["qwen3_moe", *(pytest.param(k, marks=SLOW) for k in ("qwen3_5_text", *MIXTURES[1:]))])
+def test_no_phase_of_a_run_with_quantised_experts_or_states_holds_more_than_was_predicted(kind, share, tmp_path):
+    drawn, base = draw(15), [*QLORA, f"{AR}.model.quantization=nf4", f"{AR}.rollout.share_weights={str(share).lower()}"]
+    shape = replace(drawn.shape, model_type=kind, num_layers=4, num_experts=16, expert_size=128)
+    settings = (*drawn.settings, *base, "debug.mode=off", "trainer.save_freq=1")
+    outcome, _, _ = run(replace(drawn, shape=shape, settings=settings), tmp_path / "draw", limited=False)
+    assert outcome.ran, outcome.error
+    both = {phase: (held, outcome.predicted[phase]) for phase, held in outcome.measured.items() if phase in outcome.predicted}
+    assert {phase: pair for phase, pair in both.items() if pair[0] > pair[1]} == {}
+    assert both.keys() >= {"init", "gen", "update_actor", "update_weights", "save_checkpoint"}
+
+
+@pytest.mark.parametrize(("kind", "number"), [("qwen3_moe", 15), *(pytest.param(kind, 6, marks=SLOW) for kind in MIXTURES)])
+def test_a_reference_with_quantised_experts_holds_no_more_than_was_predicted(kind, number, tmp_path):
+    drawn, more = draw(number), [*STREAMS, f"{AR}.ref.quantization=int8"]
+    shape = replace(drawn.shape, model_type=kind, num_layers=2, num_experts=16, expert_size=128)
+    outcome, _, _ = run(replace(drawn, shape=shape, settings=(*drawn.settings, *more)), tmp_path / "draw", limited=False)
+    assert outcome.ran, outcome.error
+    both = {phase: (held, outcome.predicted[phase]) for phase, held in outcome.measured.items() if phase in outcome.predicted}
+    assert {phase: pair for phase, pair in both.items() if pair[0] > pair[1]} == {}
+    assert "ref" in both
+    assert outcome.host[1] <= outcome.host[0]
+
+
 @pytest.mark.parametrize("kind", ["qwen3_moe", pytest.param("gpt_oss", marks=SLOW)])
 def test_experts_beside_adapters_have_no_gradients_in_the_prediction(kind, tmp_path):
     drawn, cast = draw(15), [f"{FSDP}.model_dtype=bfloat16", f"{FSDP}.dtype=fp32"]

@@ -32,6 +32,8 @@ STORED = {**FORMATS, MXFP4: Format(4, 32, 1)}
 
 QUANTIZED_AT_ONCE = 2**22
 """Elements of a weight that are quantised at once while it is loaded."""
+DECODED_AT_ONCE = 2**24
+"""Elements of the weights of some experts that a GPU decodes at once, for one product of all of them. At least one expert is."""
 
 
 def groups_of(kind: str, width: int) -> int:

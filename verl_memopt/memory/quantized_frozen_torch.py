@@ -185,7 +185,7 @@ def mxfp4_decoded(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return out.mul_(powers[scales.int()][..., None]).flatten(-2)
 
 
-# Experts: the weights of all experts of a block are one tensor, and one expert is decoded at a time.
+# Experts: the weights of all experts of a block are one tensor, of which one expert or a few are decoded at a time.
 
 PACKED = "_packed"
 """Behind the name of experts whose parameter has bytes: uint8 [E, m, row bytes]."""
@@ -217,11 +217,12 @@ class PackedExperts:
         width = self.packing.in_features
         return (width, self.outputs) if self.turned else (self.outputs, width)
 
-    def weight(self, stored: Tensor, expert: int, dtype: torch.dtype) -> Tensor:
-        """Return the weight [m, n] of an expert in ``dtype``. ``stored`` are the bytes of all experts."""
+    def weights(self, stored: Tensor, experts: range, dtype: torch.dtype) -> Tensor:
+        """Return the weights [e, m, n] of some experts in ``dtype``. ``stored`` are the bytes of all experts."""
         if self.exact is not None:
-            return self.exact(expert).to(dtype)
-        return self.packing.dequantize(stored[expert], dtype)
+            return torch.stack([self.exact(expert).to(dtype) for expert in experts])
+        rows = stored[experts.start : experts.stop].flatten(0, 1)
+        return self.packing.dequantize(rows, dtype).unflatten(0, (len(experts), self.outputs))
 
     def whole(self, stored: Tensor) -> Tensor:
         """Decode all experts, in the form in which the model stores whole weights. MXFP4 becomes bfloat16, which is exact."""

@@ -1,7 +1,7 @@
 """Products of rows with the weights of their experts, and the sums of the weights' gradients.
 
-A GPU has one kernel for all experts of a tile. On a CPU the kernel would be a loop over experts too. Frozen weights may be bytes:
-each expert's is decoded for its product alone.
+A GPU has one kernel for all experts of a tile. On a CPU the kernel would be a loop over experts too. Frozen weights may be bytes.
+These are decoded for a product alone: on a CPU those of one expert, on a GPU those of a few.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
+from verl_memopt.memory.quantized_frozen import DECODED_AT_ONCE
 from verl_memopt.memory.quantized_frozen_torch import PackedExperts
 from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS
 from verl_memopt.memory.recompute_elementwise_torch import add_product, wide_dtype
@@ -106,9 +107,40 @@ class ExpertWeights:
     def inputs(self) -> int:
         return self.stored.shape[2] if self.packed is None else self.packed.packing.in_features
 
-    def of(self, expert: int, dtype: torch.dtype) -> Tensor:
-        """Return the weight [m, n] of an expert. ``dtype`` is that of decoded weights."""
-        return self.stored[expert] if self.packed is None else self.packed.weight(self.stored, expert, dtype)
+    def of(self, experts: range, dtype: torch.dtype) -> Tensor:
+        """Return the weights [e, m, n] of some experts. ``dtype`` is that of decoded weights."""
+        if self.packed is None:
+            return self.stored[experts.start : experts.stop]
+        return self.packed.weights(self.stored, experts, dtype)
+
+    def have_kernel(self, x: Tensor) -> bool:
+        # Decoded weights have the dtype of the rows.
+        return _has_kernel(x) if self.packed is not None else _has_kernel(x, self.stored)
+
+    def parts(self, tile: ExpertTile) -> Iterator[ExpertTile]:
+        """Yield parts of a tile whose weights exist at once, with places of rows among those of the tile: whole weights do."""
+        least = len(tile.counts) if self.packed is None else 1
+        size, start = max(DECODED_AT_ONCE // (self.outputs * self.inputs), least), 0
+        for first in range(0, len(tile.counts), size):
+            counts = tile.counts[first : first + size]
+            experts = tile.experts[first : first + size]
+            yield ExpertTile(experts, slice(start, start + sum(counts)), counts)
+            start += sum(counts)
+
+
+def _grouped(x: Tensor, weights: ExpertWeights, tile: ExpertTile, back: bool, out: Tensor | None = None) -> Tensor:
+    parts = [part for part in weights.parts(tile) if sum(part.counts)]
+
+    def product(part: ExpertTile) -> Tensor:
+        own = weights.of(part.experts, x.dtype)
+        return torch._grouped_mm(x[part.rows], own if back else own.transpose(1, 2), offs=_ends(part, x.device))
+
+    if len(parts) == 1 and out is None:
+        return product(parts[0])
+    out = x.new_empty(x.shape[0], weights.inputs if back else weights.outputs) if out is None else out
+    for part in parts:
+        out[part.rows] = product(part)
+    return out
 
 
 def products(
@@ -118,10 +150,8 @@ def products(
 
     ``x`` is [r, n], ``weights`` [E, m, n] and ``bias`` [E, m].
     """
-    if _has_kernel(x, weights.stored) and weights.outputs * 2 % ALIGNED_BYTES == 0:
-        part = weights.stored[tile.experts.start : tile.experts.stop]
-        found = torch._grouped_mm(x, part.transpose(1, 2), offs=_ends(tile, x.device))
-        out = found if out is None else out.copy_(found)
+    if weights.have_kernel(x) and weights.outputs * 2 % ALIGNED_BYTES == 0:
+        out = _grouped(x, weights, tile, False, out)
         if bias is not None:
             for expert, rows in of_experts(tile):
                 out[rows].add_(bias[expert])
@@ -129,7 +159,7 @@ def products(
     # Written into ``out``, because selective checkpointing would keep the output of a plain product.
     out = x.new_empty(x.shape[0], weights.outputs) if out is None else out
     for expert, rows in of_experts(tile):
-        weight = weights.of(expert, x.dtype)
+        weight = weights.of(range(expert, expert + 1), x.dtype)[0]
         if bias is None:
             torch.mm(x[rows], weight.t(), out=out[rows])
         else:
@@ -140,11 +170,11 @@ def products(
 
 def products_back(grad: Tensor, weights: ExpertWeights, tile: ExpertTile) -> Tensor:
     """Return ``grad @ weights[e]`` [r, n] for the rows of each expert e in a tile. grad [r, m], weights [E, m, n]."""
-    if _has_kernel(grad, weights.stored):
-        return torch._grouped_mm(grad, weights.stored[tile.experts.start : tile.experts.stop], offs=_ends(tile, grad.device))
+    if weights.have_kernel(grad) and weights.inputs * 2 % ALIGNED_BYTES == 0:
+        return _grouped(grad, weights, tile, True)
     out = grad.new_empty(grad.shape[0], weights.inputs)
     for expert, rows in of_experts(tile):
-        weight = weights.of(expert, grad.dtype)
+        weight = weights.of(range(expert, expert + 1), grad.dtype)[0]
         torch.mm(grad[rows], weight, out=out[rows])
         del weight  # before the next one is decoded
     return out

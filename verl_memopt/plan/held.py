@@ -17,7 +17,8 @@ from verl_memopt.memory.host_buffers import CHUNK_BYTES, GIB
 from verl_memopt.memory.lora import adapter_params, base_rests_as_computed
 from verl_memopt.memory.optimizer_state_dtype_torch import MOST_BLOCK, block_size
 from verl_memopt.memory.precision import width
-from verl_memopt.memory.quantized_frozen import MXFP4
+from verl_memopt.memory.quantized_frozen import DECODED_AT_ONCE, MXFP4
+from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS
 from verl_memopt.memory.token_packing import bucket_of
 from verl_memopt.model.sizes import ModelSize
 from verl_memopt.observe.phase import MIB
@@ -126,7 +127,13 @@ class Held:
         width = self.size.widest if self.is_quantized else 0
         if self.packs_experts and not self.is_quantized and self.size.mixture is not None:  # gate and up of one expert
             width = 2 * self.size.mixture.width
-        return (2.25 + self.at_rest.compute_bytes) * self.size.hidden * width
+        elements, rows = self.size.hidden * width, 0
+        if self.device == "cuda" and self.experts_format is not None and self.size.mixture is not None:
+            # Some experts are decoded at once, and the product with them is copied to those with the others.
+            one = 2 * self.size.mixture.width * self.size.hidden
+            elements = max(elements, min(DECODED_AT_ONCE, self.size.mixture.experts * one))
+            rows = PRODUCT_ROWS["cuda"] * max(2 * self.size.mixture.width, self.size.hidden)
+        return (2.25 + self.at_rest.compute_bytes) * elements + self.at_rest.compute_bytes * rows
 
     @property
     def whole_experts(self) -> float:
