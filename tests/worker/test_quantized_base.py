@@ -90,7 +90,8 @@ def test_transformers_generates_with_the_bytes_of_experts_and_a_run_without_shar
     adapted = {f"{name}.weight" for name in adapters_of(worker.policy.model)}
     assert all(torch.equal(exported[name], original[name]) for name in original if name not in adapted)
     assert any(not torch.equal(exported[name], original[name]) for name in adapted)
-    worker = made(settings_of(False, "fp32", "hf") | LORA | {KEY: "nf4"}, folder)
+    moves = {f"{AR}.actor.fsdp_config.param_offload": True}
+    worker = made(settings_of(False, "fp32", "hf") | LORA | {KEY: "nf4"} | moves, folder)
     call(worker, "load", str(tmp_path / "saved"), ALL)
     assert same({name: dict(named_weights(worker.policy.model))[name] for name in base}, base)
     call(worker, "update_weights")
@@ -98,6 +99,17 @@ def test_transformers_generates_with_the_bytes_of_experts_and_a_run_without_shar
     assert apart.response_ids == shared.response_ids
     for one, other in zip(apart.log_probs, shared.log_probs, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", ["auto", False])
+def test_vllm_gets_decoded_experts_because_it_does_not_share_them(made, tmp_path, share):
+    shape = TinyShape("qwen3_moe", tie_embeddings=False, initializer_range=0.06)
+    worker = made(settings_of(share, "fp32", "vllm") | LORA | {KEY: "nf4"}, make_tiny_model(tmp_path / "model", shape))
+    assert not worker.shares_weights
+    for at in range(2):
+        _, difference, _ = step(worker, at)
+        assert difference <= 1e-5
 
 
 @pytest.mark.slow  # tests/worker/test_adapters_on_ranks.py counts the bytes beside transformers in every run of the tests

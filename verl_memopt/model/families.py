@@ -60,12 +60,10 @@ MORE = "take more than text"
 FIXED = "cannot be built with attention over packed rows"
 BESIDE = "Its vision tower is not trained: it stays on disk, and every saved model gets a copy of it."
 REPLAYED = "`router_replay` replays its experts."
-PLAIN_EXPERTS = (
-    f"LoRA leaves its experts as they are. {REPLAYED} `quantization`, `load_mode=mmap` and an auxiliary loss are refused."
-)
+PLAIN_EXPERTS = f"LoRA leaves its experts as they are. {REPLAYED} `load_mode=mmap` and an auxiliary loss are refused."
 SHARED = (
-    f"LoRA leaves its routed experts as they are. {REPLAYED} `quantization` and an auxiliary loss are refused; `load_mode=mmap` "
-    "too, if the files have experts one by one."
+    f"LoRA leaves its routed experts as they are. {REPLAYED} An auxiliary loss is refused; `load_mode=mmap` too, "
+    "if the files have experts one by one."
 )
 BESIDE_GEMMA_4 = tuple(
     f"model.{part}." for part in ("vision_tower", "audio_tower", "vision_embedder", "embed_vision", "embed_audio")
@@ -113,8 +111,8 @@ FAMILIES = (
         sinks=True,
         whole_experts=True,
         note="It needs the engine `hf`. LoRA leaves its experts as they are. Experts of a folder in MXFP4 keep its bytes with "
-        "LoRA, on several devices if `share_weights` is on; otherwise they are decoded. Saved models are never in MXFP4. "
-        f"{REPLAYED} `quantization` and an auxiliary loss are refused.",
+        "LoRA, on several devices if `share_weights` is on, and in a model with `quantization`; otherwise they are decoded. "
+        f"Saved models are never in MXFP4. {REPLAYED} An auxiliary loss is refused.",
     ),
     Family("granite", "Granite, dense", divided_by="logits_scaling"),
     Family("hunyuan_v1_dense", "Hunyuan, dense"),
