@@ -86,7 +86,7 @@ def test_adapters_over_experts_in_mxfp4_are_trained_and_a_saved_model_is_decoded
         held, beside = (rows[case][2][f"memory/{phase}/peak_allocated_gb"] * 2**30 for case in ("shared", "apart"))
         assert held <= sum(predicted[phase].values())
         # One copy of the experts, in 4 bits.
-        assert held < beside - 2 * sizes.policy.mxfp4_bytes
+        assert held < beside - 2 * sizes.policy.expert_bytes("mxfp4")
     packed, apart, plain = (dict(saved(tmp_path / case).named_parameters()) for case in ("shared", "apart", "decoded"))
     assert packed.keys() == plain.keys()
     assert all(torch.equal(packed[name], plain[name]) for name in packed if ".experts." in name)

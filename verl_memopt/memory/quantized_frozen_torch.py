@@ -327,5 +327,7 @@ def exact_weights(model: nn.Module, read: Callable[[str, Region], Tensor]) -> It
     try:
         yield
     finally:
-        for each in (*layers.values(), *experts.values()):
-            each.exact = None
+        for layer in layers.values():
+            layer.exact = None
+        for packed in experts.values():
+            packed.exact = None
