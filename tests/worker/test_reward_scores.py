@@ -14,6 +14,7 @@ from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.model.assembly import build_reward_model, materialize_critic
 from verl_memopt.model.packing_check import REWARD_KEY
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.worker.policy import compute_scores
 
 PROMPTS = [[40, 41, 42], [40, 41, 42], [50], [50], [60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71]]
@@ -196,6 +197,16 @@ def test_fewer_bits_cost_some_exactness_and_take_less_memory(worker_of, tiny_fol
     assert 0 < differences.max() < error
     held = sum(parameter.nbytes for parameter in worker.reward_model.parameters())
     assert held < 0.7 * sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_experts_of_a_reward_model_are_quantised_too(worker_of, tmp_path):
+    policy = make_tiny_model(tmp_path / "policy", TinyShape("qwen3_moe", hidden_size=128, num_experts=16, expert_size=128))
+    folder, model = classifier(tmp_path / "rm", policy)
+    worker = worker_of(folder, ScoringModel(fsdp_config=Fsdp(dtype="fp32"), quantization="int8"))
+    found = scored(worker, conversations(True), [[0, 1, 2, 3, 4]])
+    assert 0 < (found - logits(model)).abs().max() < 0.05
+    held = sum(parameter.nbytes for parameter in worker.reward_model.parameters())
+    assert held < 0.4 * sum(parameter.nbytes for parameter in model.parameters())
 
 
 def test_a_conversation_without_its_end_is_a_mistake():
