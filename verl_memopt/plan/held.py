@@ -121,19 +121,23 @@ class Held:
         return self.quantization if self.is_quantized else None
 
     @property
+    def decoded(self) -> int:
+        """Most weights that are decoded at once: those of a linear layer or of an expert, or on a GPU those of a few experts."""
+        mixture, hidden = self.size.mixture, self.size.hidden
+        layer = hidden * self.size.widest if self.is_quantized else 0
+        if self.experts_format is None or mixture is None:
+            return layer
+        one = 2 * mixture.width * hidden
+        return max(layer, min(max(DECODED_AT_ONCE, one), mixture.experts * one) if self.device == "cuda" else one)
+
+    @property
     def decode_scratch(self) -> float:
-        # Upper bound of the temporary bytes of a quantised layer or expert: its decoded weight, the positions of its codes and
-        # its scales.
-        width = self.size.widest if self.is_quantized else 0
-        if self.packs_experts and not self.is_quantized and self.size.mixture is not None:  # gate and up of one expert
-            width = 2 * self.size.mixture.width
-        elements, rows = self.size.hidden * width, 0
-        if self.device == "cuda" and self.experts_format is not None and self.size.mixture is not None:
-            # Some experts are decoded at once, and the product with them is copied to those with the others.
-            one = 2 * self.size.mixture.width * self.size.hidden
-            elements = max(elements, min(DECODED_AT_ONCE, self.size.mixture.experts * one))
-            rows = PRODUCT_ROWS["cuda"] * max(2 * self.size.mixture.width, self.size.hidden)
-        return (2.25 + self.at_rest.compute_bytes) * elements + self.at_rest.compute_bytes * rows
+        # Upper bound of the temporary bytes of a product with decoded weights: these, the positions of their codes and their
+        # scales. On a GPU the product with some experts is copied to those with the others.
+        b, mixture, copied = self.at_rest.compute_bytes, self.size.mixture, 0
+        if self.device == "cuda" and self.experts_format is not None and mixture is not None:
+            copied = PRODUCT_ROWS["cuda"] * max(2 * mixture.width, self.size.hidden)
+        return (2.25 + b) * self.decoded + b * copied
 
     @property
     def whole_experts(self) -> float:

@@ -561,10 +561,9 @@ class _Prediction:
         engine: Kinds = {} if self.sleeps else self._idle_engine
         for model in self.models:
             whole = {"logits": 16 * 12 * model.size.vocab if model.has_logits else 0}
-            matrix = model.size.hidden * model.size.widest
             compared = min(256, model.roles.model.logprob_chunk_tokens or 256)  # tokens that measure the error
             quantized = (
-                {"activations": 8 * model.size.vocab * compared + 8 * matrix + 17 * min(matrix, QUANTIZED_AT_ONCE)}
+                {"activations": 8 * model.size.vocab * compared + 8 * model.decoded + 17 * min(model.decoded, QUANTIZED_AT_ONCE)}
                 if model.is_quantized
                 else {}
             )
