@@ -499,7 +499,7 @@ def adapter_settings(model: str, user_values: Mapping[str, Any]) -> tuple[dict[s
         logger.warning("%s=%s: the adapters were trained on %s, but the model is %s", key, path, base, own)
     if config.get("lora_dropout"):
         logger.warning("%s=%s: the adapters were trained with dropout, and are trained on without it", key, path)
-    read = {f"{model}.{ours}": config[name] for name, ours in lora.PEFT.items() if config.get(name) is not None}
+    read = {f"{model}.{ours}": value for ours, value in lora.settings_in(config).items()}
     from_folder = {name: value for name, value in read.items() if name not in user_values}
     for name in (f"{model}.lora_alpha", f"{model}.use_rslora"):
         if name in read and name in user_values and user_values[name] != read[name]:

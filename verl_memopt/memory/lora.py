@@ -48,6 +48,10 @@ class Lora:
     exclude_modules: Any = None
     """Layers that get no adapter: a list of name endings or a regular expression. A name that matches no part of the model is an
     error."""
+    target_parameters: list[str] | None = None
+    """Weights of a mixture whose experts get an adapter each: a list of name endings, such as ``mlp.experts.gate_up_proj`` and
+    ``mlp.experts.down_proj``. null = no expert gets one. Linear layers get theirs by ``target_modules``; ``[]`` there adapts
+    experts alone. A name that matches no weight of experts is an error."""
     lora_adapter_path: str | None = None
     """Folder in the peft format from which the adapters start. The reference of a KL uses these adapters too (see
     ``ref.adapter``)."""
@@ -87,7 +91,7 @@ NOT_HERE = {
 accepted."""
 PEFT = {
     "r": "lora_rank", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora", "target_modules": "target_modules",
-    "exclude_modules": "exclude_modules",
+    "exclude_modules": "exclude_modules", "target_parameters": "target_parameters",
 }  # fmt: skip
 """Field of peft's LoraConfig -> name of our key below the model's section."""
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -101,6 +105,15 @@ ASKS_NOTHING = (
     "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying", "layers_pattern",
 )  # fmt: skip
 """Other fields of LoraConfig. Trained adapters do not compute with them, or :func:`not_here` checks them one by one."""
+
+
+def settings_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the LoRA settings of a peft LoraConfig by our names, without those that are null."""
+    found = {ours: config[name] for name, ours in PEFT.items() if config.get(name) is not None}
+    if found.get("target_parameters"):
+        # With these peft adapts no layers of mixtures unless it is told to.
+        found.setdefault("target_modules", [])
+    return found
 
 
 def not_here(config: Mapping[str, Any]) -> list[str]:

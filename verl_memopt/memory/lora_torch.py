@@ -11,11 +11,11 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,6 +24,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.expert_lora_torch import (
+    ADAPTER,
+    ExpertLora,
+    adapt_experts,
+    chosen_experts,
+    file_prefix,
+    matches,
+    merged_experts,
+)
 from verl_memopt.memory.host_buffers import host_buffer
 from verl_memopt.memory.lora import Lora
 from verl_memopt.memory.quantized_frozen_torch import PACKED, QuantizedLinear, packed_experts, quantized_layers, stored_weight
@@ -79,6 +88,13 @@ class LoraLinear(nn.Linear):
         down, up = self.factors
         return out + self.scale * linear(linear(x, down), up)
 
+    def to_file(self, part: str, factor: Tensor) -> Tensor:
+        """Return A or B as a file of peft has it, which is as it is here. See :meth:`ExpertLora.to_file`."""
+        return factor
+
+    def from_file(self, part: str, stored: Tensor) -> Tensor:
+        return stored
+
 
 class QuantizedLoraLinear(QuantizedLinear, LoraLinear):
     """A :class:`LoraLinear` over a frozen layer in 8 or 4 bits (QLoRA, arXiv 2305.14314)."""
@@ -100,18 +116,37 @@ def apply_lora(
     exclude_modules: str | Sequence[str] | None,
     key: str = KEY,
     dtype: torch.dtype | None = None,
+    target_parameters: Sequence[str] | None = None,
+    computes_experts: bool = False,
 ) -> list[str]:
-    """Freeze a model, give each chosen linear layer an adapter with factor ``scale``, and return their names.
+    """Freeze a model, give each chosen linear layer and expert an adapter with factor ``scale``, and return their names.
 
     Call this before sharding. ``dtype`` is the dtype of the adapters; None = that of each layer. Other arguments and errors are
-    those of :func:`chosen_layers`.
+    those of :func:`chosen_adapters`.
     """
     model.requires_grad_(False)
     # Chosen before anything is replaced, so that an error leaves the model as it was.
-    chosen = chosen_layers(model, target_modules, exclude_modules, key)
-    for name in chosen:
+    layers, experts = chosen_adapters(model, (target_modules, exclude_modules, target_parameters), computes_experts, key)
+    for name in layers:
         _adapt(model, name, rank, scale, dtype)
-    return chosen
+    adapt_experts(model, experts, rank, scale, dtype)
+    return [*layers, *experts]
+
+
+Targets = tuple[str | Sequence[str], str | Sequence[str] | None, Sequence[str] | None]
+"""The settings ``target_modules``, ``exclude_modules`` and ``target_parameters``."""
+
+
+def chosen_adapters(model: nn.Module, targets: Targets, computes_experts: bool, key: str = KEY) -> tuple[list[str], list[str]]:
+    """Return the names of the linear layers and of the weights of experts that get adapters.
+
+    ``computes_experts``: whether our own decoder computes the model's experts. Arguments and errors are otherwise those of
+    :func:`chosen_layers` and :func:`chosen_experts`. An empty ``target_modules`` is allowed if experts get adapters.
+    """
+    target_modules, exclude_modules, target_parameters = targets
+    experts = chosen_experts(model, target_parameters, computes_experts, key)
+    only = bool(experts) and not target_modules
+    return [] if only else chosen_layers(model, target_modules, exclude_modules, key), experts
 
 
 def chosen_layers(
@@ -148,7 +183,7 @@ def chosen_layers(
     ]
     if wrong:
         stacked = any(".experts." in name and parameter.ndim == 3 for name, parameter in model.named_parameters())
-        note = " The experts of a mixture have no adapters: their weights are no linear layers." if stacked else ""
+        note = " Weights of experts are no linear layers: name them in target_parameters." if stacked else ""
         raise ConfigError(
             f"{'; '.join(wrong)}. The linear layers end in {', '.join(endings)}; all-linear takes all of them.{note}"
         )
@@ -188,11 +223,55 @@ def _matches(name: str, wanted: str | Sequence[str] | None) -> bool:
         return False
     if isinstance(wanted, str):
         return wanted == "all-linear" or re.fullmatch(wanted, name) is not None
-    return any(name == ending or name.endswith(f".{ending}") for ending in wanted)
+    return matches(name, wanted)
 
 
-def adapters(model: nn.Module) -> dict[str, LoraLinear]:
-    return {name.removeprefix("lm."): module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+AnyAdapter = LoraLinear | ExpertLora
+
+
+def adapters(model: nn.Module) -> dict[str, AnyAdapter]:
+    kinds = (LoraLinear, ExpertLora)
+    return {name.removeprefix("lm."): module for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def _file_names(layers: Mapping[str, AnyAdapter], adapted: Container[str] | None = None) -> dict[str, tuple[str, str]]:
+    """Return the names of A and B of each layer in a file of peft.
+
+    ``adapted``: names of the layers that the file adapts. None = all.
+    """
+    adapted = layers if adapted is None else adapted
+    prefixes = {name: file_prefix(name, adapted) if isinstance(layer, ExpertLora) else name for name, layer in layers.items()}
+    return {name: (f"{PEFT}{own}.lora_A.weight", f"{PEFT}{own}.lora_B.weight") for name, own in prefixes.items()}
+
+
+class _Factor(NamedTuple):
+    """A or B of a layer, as a file of peft has it."""
+
+    layer: AnyAdapter
+    part: str
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        factor: nn.Parameter = getattr(self.layer, self.part)
+        return factor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.layer.to_file(self.part, torch.empty(self.parameter.shape, device="meta")).shape)
+
+    def whole(self, wanted: bool) -> Tensor:
+        """Return the full tensor on the host, or an empty one if it is not ``wanted``. All ranks gather in step."""
+        found = _on_host(self.parameter, wanted)
+        return self.layer.to_file(self.part, found) if wanted else found
+
+    def set(self, stored: Tensor) -> None:
+        _copy_whole(self.parameter, self.layer.from_file(self.part, stored))
+
+
+def _factors(model: nn.Module) -> dict[str, _Factor]:
+    layers = adapters(model)
+    names = _file_names(layers)
+    return {name: _Factor(layer, part) for own, layer in layers.items() for name, part in zip(names[own], ADAPTERS, strict=True)}
 
 
 def initialize_adapters(model: nn.Module, seed: int) -> None:
@@ -242,7 +321,7 @@ def starting_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, device:
     Raises:
         ConfigError: See :func:`load_adapter`.
     """
-    wanted = stored_adapters(model)
+    wanted = {name: factor.shape for name, factor in _factors(model).items()}
     tensors = _read(folder, wanted, wanted, key)
     # One page-locked buffer for all tensors, because each allocation takes whole pages.
     buffers = host_buffer(sum(tensors[name].numel() for name in wanted) * dtype.itemsize, device, "params")
@@ -270,9 +349,10 @@ def other_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, scale: flo
     path, layers, found = folder / "adapter_model.safetensors", adapters(model), dict[str, Tensor]()
     if not path.is_file():
         raise ConfigError(f"{key}={folder}: it has no adapter_model.safetensors. Give a folder in the peft format.")
-    tensors = load_file(path)
+    tensors, own = load_file(path), _file_names(layers)
+    theirs = _file_names(layers, _adapted_in(folder, layers))
     for name, layer in layers.items():
-        down, up = (tensors.pop(f"{PEFT}{name}.{part}.weight", None) for part in ADAPTERS)
+        down, up = (tensors.pop(part, None) for part in theirs[name])
         down = torch.empty(0, layer.in_features) if down is None else down
         up = torch.empty(layer.out_features, 0) if up is None else up
         if (down.shape[1], up.shape[0], down.shape[0]) != (layer.in_features, layer.out_features, up.shape[1]):
@@ -280,14 +360,21 @@ def other_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, scale: flo
                 f"{key}={folder}: its adapter of {name} has the shapes {tuple(down.shape)} and {tuple(up.shape)}, and the layer "
                 f"has {layer.in_features} inputs and {layer.out_features} outputs. Give adapters of the policy's base."
             )
-        found[f"{PEFT}{name}.{ADAPTERS[0]}.weight"] = down.to(dtype)
-        found[f"{PEFT}{name}.{ADAPTERS[1]}.weight"] = (up.float() * (scale / layer.scale)).to(dtype)
+        found[own[name][0]] = down.to(dtype)
+        found[own[name][1]] = (up.float() * (scale / layer.scale)).to(dtype)
     if tensors:
         raise ConfigError(
             f"{key}={folder}: it adapts {', '.join(sorted(tensors)[:3])}, where the policy has no adapters. Give the policy "
-            "adapters on these layers (actor_rollout_ref.model.target_modules), or set teacher.model.path to the adapters' base."
+            "adapters on these layers (actor_rollout_ref.model.target_modules and target_parameters), or set teacher.model.path "
+            "to the adapters' base."
         )
     return found
+
+
+def _adapted_in(folder: Path, layers: Mapping[str, AnyAdapter]) -> list[str]:
+    # Which adapters of experts a folder has, by its config.
+    wanted = json.loads((folder / "adapter_config.json").read_text()).get("target_parameters") or ()
+    return [name for name in layers if name.endswith(ADAPTER) and matches(name.removesuffix(ADAPTER), wanted)]
 
 
 @contextmanager
@@ -301,11 +388,12 @@ def as_reference(model: nn.Module, start: StartingAdapter | None, device: torch.
             yield
         return
     layers = adapters(model)
+    names = _file_names(layers)
     with scope(kind="params"):
         for name, layer in layers.items():
             # Only for this pass; the copy on the host stays.
-            down, up = (start[f"{PEFT}{name}.{part}.weight"].to(device, non_blocking=True) for part in ADAPTERS)
-            layer.other = down, up
+            down, up = (start[each].to(device, non_blocking=True) for each in names[name])
+            layer.other = layer.from_file("lora_A", down), layer.from_file("lora_B", up).contiguous()
     try:
         yield
     finally:
@@ -322,7 +410,7 @@ def merged_weights(
     the small A of a layer is gathered, and so is B where the base is not sharded. ``exact`` returns the unquantised weight of a
     quantised layer or of packed experts by its name. None = the quantised weight is decoded.
     """
-    layers = {f"{name}.weight": layer for name, layer in adapters(model).items()}
+    layers = {_base_name(name, layer): layer for name, layer in adapters(model).items()}
     packed, experts = {f"{name}.qweight": layer for name, layer in quantized_layers(model).items()}, packed_experts(model)
     for stored, value in weights:
         name, weight = stored, value
@@ -331,6 +419,10 @@ def merged_weights(
             continue
         if stored.endswith(PACKED):
             name = stored.removesuffix(PACKED)
+            if exact is None and name in layers:  # into the decoded copy
+                weight = experts[name].whole(value.detach())
+                yield name, _merged(weight, layers[name], out=weight)
+                continue
             weight = experts[name].whole(value.detach()) if exact is None else exact(name).to(value.device)
         if stored in packed:
             name, layer = stored.removesuffix("qweight") + "weight", packed[stored]
@@ -340,17 +432,29 @@ def merged_weights(
         yield name, _merged(weight, layers[name]) if name in layers else weight
 
 
-def _merged(weight: Tensor, layer: LoraLinear) -> Tensor:
+def _base_name(name: str, layer: AnyAdapter) -> str:
+    return name.removesuffix(ADAPTER) if isinstance(layer, ExpertLora) else f"{name}.weight"
+
+
+def _merged(weight: Tensor, layer: AnyAdapter, out: Tensor | None = None) -> Tensor:
     with torch.no_grad():
         if not isinstance(weight, DTensor):
-            return with_adapter(weight, _gathered(layer.lora_A), _gathered(layer.lora_B), layer.scale)
-        # Base and B are sharded by rows: this rank's rows of the base need all of A, and this rank's rows of B.
+            return _with(weight, _gathered(layer.lora_A), _gathered(layer.lora_B), layer, out)
+        # Base and B are sharded by rows: this rank's rows of the base need all of A, and this rank's rows of B. Experts are
+        # sharded one by one, and so are their adapters.
         assert isinstance(layer.lora_A, DTensor)
         assert isinstance(layer.lora_B, DTensor)
-        local = with_adapter(weight.to_local(), layer.lora_A.full_tensor(), layer.lora_B.to_local(), layer.scale)
+        down = layer.lora_A.to_local() if isinstance(layer, ExpertLora) else layer.lora_A.full_tensor()
+        local = _with(weight.to_local(), down, layer.lora_B.to_local(), layer)
         return DTensor.from_local(
             local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
+
+
+def _with(weight: Tensor, down: Tensor, up: Tensor, layer: AnyAdapter, out: Tensor | None = None) -> Tensor:
+    if isinstance(layer, ExpertLora):
+        return merged_experts(weight, down, up, layer.scale, layer.transposed, out)
+    return with_adapter(weight, down, up, layer.scale)
 
 
 def _gathered(parameter: Tensor) -> Tensor:
@@ -386,9 +490,9 @@ def save_adapter(
         in_whole: The base is the text part of a multimodal model. Write the names of the layers in the whole model.
     """
     trained = {} if start is not None else whole_parameters(model)
-    own = stored_adapters(model) | _beside(trained)
     # All ranks gather in step, even if they do not write.
-    tensors = start if start is not None else {name: _on_host(parameter, writes) for name, parameter in own.items()}
+    tensors = start if start is not None else {name: factor.whole(writes) for name, factor in _factors(model).items()}
+    tensors = {**tensors, **{name: _on_host(parameter, writes) for name, parameter in _beside(trained).items()}}
     if not writes:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -396,19 +500,21 @@ def save_adapter(
         tensors = {PEFT + whole_name(name.removeprefix(PEFT)): tensor for name, tensor in tensors.items()}
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    names = sorted({name.rsplit(".", 1)[-1] for name in adapters(model)})
+    names = sorted({name.rsplit(".", 1)[-1] for name, layer in adapters(model).items() if isinstance(layer, LoraLinear)})
     config = {
         "peft_type": "LORA", "task_type": "TOKEN_CLS" if trained else "CAUSAL_LM",
         "base_model_name_or_path": base, "r": settings.lora_rank, "lora_alpha": settings.lora_alpha, "lora_dropout": 0.0,
-        "target_modules": names, "use_rslora": settings.use_rslora, "bias": "none", "fan_in_fan_out": False,
+        "target_modules": names, "target_parameters": settings.target_parameters, "use_rslora": settings.use_rslora,
+        "bias": "none", "fan_in_fan_out": False,
         "modules_to_save": sorted({name.rsplit(".", 1)[0] for name in trained}) or None,
     }  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def stored_adapters(model: nn.Module) -> dict[str, Tensor]:
-    layers = adapters(model).items()
-    return {f"{PEFT}{name}.{part}.weight": getattr(layer, part) for name, layer in layers for part in ADAPTERS}
+    """Return A and B of all adapted linear layers, by their names in the peft format, for an engine with the same base."""
+    assert not any(isinstance(layer, ExpertLora) for layer in adapters(model).values()), "engines get merged experts"
+    return {name: factor.parameter for name, factor in _factors(model).items()}
 
 
 @torch.no_grad()
@@ -446,14 +552,21 @@ def load_adapter(folder: Path, model: nn.Module, key: str = KEY) -> None:
     Raises:
         ConfigError: Tensors are missing, unexpected or of another shape. The message lists them.
     """
-    own, modules_beside = stored_adapters(model), _beside(whole_parameters(model))
-    tensors = _read(folder, own | modules_beside, own, key)
-    for name, parameter in (own | modules_beside).items():
+    own, modules_beside = _factors(model), _beside(whole_parameters(model))
+    needed = {name: factor.shape for name, factor in own.items()}
+    tensors = _read(folder, needed | {name: tuple(each.shape) for name, each in modules_beside.items()}, needed, key)
+    for name, factor in own.items():
+        factor.set(tensors[name])
+    for name, parameter in modules_beside.items():
         if name in tensors:
             _copy_whole(parameter, tensors[name])
 
 
-def _read(folder: Path, allowed: Mapping[str, Tensor], needed: Mapping[str, Tensor], key: str) -> dict[str, Tensor]:
+Sizes = Mapping[str, tuple[int, ...]]
+"""Name of a tensor in a file -> its shape."""
+
+
+def _read(folder: Path, allowed: Sizes, needed: Sizes, key: str) -> dict[str, Tensor]:
     # Read a peft folder. It must have every tensor of `needed`, and none outside `allowed`.
     setting, path = f"{key}.lora_adapter_path={folder}", folder / "adapter_model.safetensors"
     if not path.is_file():
@@ -466,10 +579,12 @@ def _read(folder: Path, allowed: Mapping[str, Tensor], needed: Mapping[str, Tens
     problems += [f"unexpected {name}" for name in tensors if name not in allowed]
     problems += [f"{name} holds whole numbers" for name, tensor in tensors.items() if not tensor.is_floating_point()]
     problems += [
-        f"{name} has shape {tuple(tensors[name].shape)}, the settings ask for {tuple(allowed[name].shape)}"
+        f"{name} has shape {tuple(tensors[name].shape)}, the settings ask for {allowed[name]}"
         for name in allowed.keys() & tensors.keys()
-        if tensors[name].shape != allowed[name].shape
+        if tuple(tensors[name].shape) != allowed[name]
     ]
     if problems:
-        raise ConfigError(f"{setting}: it does not fit lora_rank and target_modules: {'; '.join(problems[:6])}.")
+        raise ConfigError(
+            f"{setting}: it does not fit lora_rank, target_modules and target_parameters: {'; '.join(problems[:6])}."
+        )
     return tensors

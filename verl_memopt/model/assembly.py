@@ -116,7 +116,8 @@ def parallelize(
     # After quantisation, because adapters wrap the quantised layers.
     if model.lora_rank > 0:  # a frozen model has adapters only if it is a teacher with adapters of its own
         layers, key = (model.target_modules, model.exclude_modules), use.model_key
-        apply_lora(packed.lm, model.lora_rank, model.lora_scale, *layers, key, packed.masters)
+        experts = model.target_parameters, packed.computes_experts
+        apply_lora(packed.lm, model.lora_rank, model.lora_scale, *layers, key, packed.masters, *experts)
     units = wrapped_modules(packed, packed.blocks(), fsdp)
     _refuse_units_inside_blocks(packed, fsdp, use)
     if use.recompute:  # before sharding, so that recomputation does not run FSDP2's hooks again

@@ -6,7 +6,7 @@ These are decoded for a product alone: on a CPU those of one expert, on a GPU th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -168,6 +168,15 @@ def products(
     return out
 
 
+def add_products(x: Tensor, weights: ExpertWeights, tile: ExpertTile, out: Tensor, scale: float) -> None:
+    """Add ``scale * x @ weights[e].t()`` to ``out`` [r, m]. x [r, n], weights [E, m, n], which are no bytes."""
+    if weights.have_kernel(x) and weights.outputs * 2 % ALIGNED_BYTES == 0:
+        out.add_(products(x, weights, tile), alpha=scale)
+        return
+    for expert, rows in of_experts(tile):
+        torch.addmm(out[rows], x[rows], weights.stored[expert].t(), alpha=scale, out=out[rows])
+
+
 def products_back(grad: Tensor, weights: ExpertWeights, tile: ExpertTile) -> Tensor:
     """Return ``grad @ weights[e]`` [r, n] for the rows of each expert e in a tile. grad [r, m], weights [E, m, n]."""
     if weights.have_kernel(grad) and weights.inputs * 2 % ALIGNED_BYTES == 0:
@@ -220,3 +229,84 @@ class ExpertSum:
         # No row at all is possible if a rank has no tokens. The sum is freed.
         total, self._total = self._made(alone=True), None
         return total.to(self._weight.dtype)
+
+
+class ExpertLinear:
+    """A linear layer of all experts inside an autograd function. It computes rows tile by tile, and sums gradients over tiles.
+
+    Expert e computes x W[e]^T + b[e] + scale * (x A[e]^T) B[e]^T.
+
+    Args:
+        tensors: W [E, m, n] or, if ``turned``, [E, n, m]. b [E, m]. A [E, rank, n] and B [E, m, rank] of adapters, which may rest
+            in a longer dtype than that of x. None = there is none.
+        turned: See above.
+        scale: That of the adapters.
+        packed: How W is decoded, if it is bytes.
+        needed: Which of the four tensors get a gradient.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor | None],
+        turned: bool,
+        scale: float,
+        packed: PackedExperts | None,
+        needed: Sequence[bool],
+    ) -> None:
+        stored, self.bias, *self._stored_factors = tensors
+        assert stored is not None
+        self.weights, self._scale = ExpertWeights(turned_weights(stored, turned), packed), scale
+        self._has_adapters = self._stored_factors[0] is not None
+        self._cast: tuple[ExpertWeights, ExpertWeights] | None = None
+        self._weight_sum, self._bias_sum, self._down_sum, self._up_sum = (
+            ExpertSum(tensor, turned and place == 0) if want and tensor is not None else None
+            for place, (tensor, want) in enumerate(zip(tensors, needed, strict=True))
+        )
+
+    def _factors(self, like: Tensor) -> tuple[ExpertWeights, ExpertWeights]:
+        # A and B in the dtype in which rows compute. They are cast once for all tiles, because a tile has few rows of an expert.
+        if self._cast is None:
+            down, up = self._stored_factors
+            assert down is not None
+            assert up is not None
+            self._cast = ExpertWeights(down.to(like.dtype)), ExpertWeights(up.to(like.dtype))
+        return self._cast
+
+    def output(self, x: Tensor, tile: ExpertTile, out: Tensor | None = None) -> Tensor:
+        """Return the outputs [r, m] for rows x [r, n] of a tile, in ``out`` if it is given."""
+        out = products(x, self.weights, tile, out, self.bias)
+        if self._has_adapters:
+            down, up = self._factors(x)
+            add_products(products(x, down, tile), up, tile, out, self._scale)
+        return out
+
+    def through(self, grad: Tensor, tile: ExpertTile) -> Tensor:
+        """Return the gradient of x [r, n] from that of the outputs [r, m]."""
+        out = products_back(grad, self.weights, tile)
+        if self._has_adapters:
+            down, up = self._factors(grad)
+            turned = ExpertWeights(down.stored.transpose(1, 2))
+            add_products(products_back(grad, up, tile), turned, tile, out, self._scale)
+        return out
+
+    def add(self, grad: Tensor, x: Tensor, tile: ExpertTile, alone: bool) -> None:
+        """Add to the gradients of W, A and B. ``alone``: these are all rows, so that sums need no more digits than tensors."""
+        if self._weight_sum is not None:
+            self._weight_sum.add(grad, x, tile, alone)
+        if self._down_sum is not None:
+            self._down_sum.add(products_back(grad, self._factors(x)[1], tile).mul_(self._scale), x, tile, alone)
+        if self._up_sum is not None:
+            self._up_sum.add(grad, products(x, self._factors(x)[0], tile).mul_(self._scale), tile, alone)
+
+    @property
+    def sums_bias(self) -> bool:
+        return self._bias_sum is not None
+
+    def add_bias(self, grad: Tensor, tile: ExpertTile, alone: bool) -> None:
+        if self._bias_sum is not None:
+            self._bias_sum.add_rows(grad, tile, alone)
+
+    def gradients(self) -> list[Tensor | None]:
+        # Return the gradients of the four tensors. None = not needed.
+        sums = (self._weight_sum, self._bias_sum, self._down_sum, self._up_sum)
+        return [None if total is None else total.gradient() for total in sums]

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from verl_memopt.memory.activation_checkpointing_torch import Forward
+from verl_memopt.memory.expert_lora_torch import factors_and_scales
 from verl_memopt.memory.quantized_frozen_torch import EXPERTS, PACKED
 from verl_memopt.memory.recompute_elementwise_torch import (
     RMSNorm,
@@ -38,15 +39,7 @@ from verl_memopt.memory.recompute_elementwise_torch import (
     wide_dtype,
 )
 from verl_memopt.memory.tiled_mlp_torch import LAYERS, TiledMlp, Traits, tensors_and_traits, tiled_linears
-from verl_memopt.model.expert_products import (
-    ExpertSum,
-    ExpertWeights,
-    RoutedRows,
-    of_experts,
-    products,
-    products_back,
-    turned_weights,
-)
+from verl_memopt.model.expert_products import ExpertLinear, ExpertSum, ExpertTile, RoutedRows, of_experts, turned_weights
 from verl_memopt.model.mixture_kind import ClampedGate, MixtureKind, Router
 from verl_memopt.model.router_replay import ALL, LayerRoutes
 
@@ -92,7 +85,8 @@ class Experts(nn.Module):
         shared: Any = getattr(self, "shared_expert", None)
         layers = [] if shared is None else [*(getattr(shared, name) for name in LAYERS), self.shared_expert_gate]
         tensors, traits = tensors_and_traits(layers)
-        return Mixture(kind, (*found, *tensors), tuple(traits))
+        factors, scales = factors_and_scales(own)
+        return Mixture(kind, (*found, *factors, *tensors), tuple(traits), scales)
 
     def forward_sum(
         self,
@@ -138,10 +132,13 @@ class Mixture(NamedTuple):
     tensors: tuple[Any, ...]
     """The weights of the router [E, h], of gate and up [E, 2 x I, h], and of down [E, h, I]. Then their biases, if they have any:
     [E], [E, 2 x I] and [E, h]. Frozen weights of experts may be bytes (:data:`PACKED`). They are decoded one by one for each
-    product. If there is a shared expert, then the tensors of its gate, up and down, and of its own gate, as
-    :func:`tensors_and_traits` returns them."""
+    product. Then the adapters of gate and up, A [E, rank, h] and B [E, 2 x I, rank], and those of down, A [E, rank, I] and B
+    [E, h, rank]; None = that weight has none. If there is a shared expert, then the tensors of its gate, up and down, and of its
+    own gate, as :func:`tensors_and_traits` returns them."""
     traits: tuple[Traits, ...] = ()
     """Those of the shared expert's layers. () = there is no shared expert."""
+    scales: tuple[float, ...] = ()
+    """Scales of the adapters of gate and up, and of down. () = no expert has adapters, and ``tensors`` has no places for them."""
     routed: LayerRoutes | None = None
     """Replays or records the experts of the tokens. None = the router chooses, and nothing is recorded."""
 
@@ -151,9 +148,21 @@ class Mixture(NamedTuple):
         return len(self.tensors) - 4 * len(self.traits)
 
     @property
-    def gate(self) -> tuple[Tensor, ...]:
+    def places(self) -> tuple[tuple[int | None, ...], ...]:
+        """Where the router's weight and bias are among the tensors, and weights, biases, A and B of gate and up, and of down.
+
+        None = there is none.
+        """
+        factors = self.num_routed - 2 * len(self.scales)
+        router, gate_up, down = ((place, place + 3 if factors > 3 else None) for place in range(3))
+        if not self.scales:
+            return router, (*gate_up, None, None), (*down, None, None)
+        return router, (*gate_up, factors, factors + 1), (*down, factors + 2, factors + 3)
+
+    @property
+    def gate(self) -> list[Tensor]:
         """The router's weight, and its bias if it has one."""
-        return (self.tensors[0], *self.tensors[3 : self.num_routed][:1])
+        return [self.tensors[place] for place in self.places[0] if place is not None]
 
 
 def mixed(
@@ -177,9 +186,9 @@ def mixed(
         tiles: Compute in at least this many tiles of experts. None = also keep the outputs of gate and up.
         checkpoint: As in :func:`verl_memopt.memory.tiled_mlp_torch.recomputed_mlp`.
     """
-    kind, tensors, traits, routed = mixture
+    tensors, routed = mixture.tensors, mixture.routed
     keeps = tiles is None and torch.is_grad_enabled() and checkpoint is None
-    shape = MixShape(kind, traits, 1 if tiles is None else tiles, keeps)
+    shape = MixShape(mixture._replace(tensors=(), routed=None), 1 if tiles is None else tiles, keeps)
     norm_weight = None if norm is None else norm[1]
     if checkpoint == "again":
         node = keep(x, residual, norm_weight, *tensors, None if routed is None else routed.experts)
@@ -194,8 +203,8 @@ def mixed(
 
 
 class MixShape(NamedTuple):
-    kind: MixtureKind
-    traits: tuple[Traits, ...]
+    mixture: Mixture
+    """Without its tensors."""
     tiles: int
     keeps: bool
     """Whether the outputs of gate and up are kept."""
@@ -221,7 +230,7 @@ def _prepare(residual: Tensor | None, x: Tensor, norm: tuple[RMSNorm, Tensor] | 
 
 
 def _computed(prepared: _Prepared, shape: MixShape, tensors: Sequence[Any], gates: Tensor | None) -> Tensor:
-    experts = TiledExperts(Mixture(shape.kind, tuple(tensors), shape.traits), shape.tiles)
+    experts = TiledExperts(shape.mixture._replace(tensors=tuple(tensors)), shape.tiles)
     routes = prepared.chosen, prepared.weights
     experts.add_output(prepared.normal, prepared.out[0], routes, gates)
     return prepared.out
@@ -245,7 +254,7 @@ class _Mixed(torch.autograd.Function):
             return x.new_empty(1).expand(x[None].shape)
         gates = None
         if shape.keeps:
-            gates = x.new_empty(prepared[0].chosen.numel(), turned_weights(tensors[1], shape.kind.transposed).shape[1])
+            gates = x.new_empty(prepared[0].chosen.numel(), turned_weights(tensors[1], shape.mixture.kind.transposed).shape[1])
             ctx.save_for_backward(gates)
         # Popped, so that the caller's list does not keep the normed input.
         return _computed(prepared.pop(), shape, tensors, gates)
@@ -259,7 +268,7 @@ class _Mixed(torch.autograd.Function):
         through = any(needed[:3])
         # Without a norm x belongs to another function, and the gradient must not overwrite it.
         normal = x.clone() if norm is None else norm.compute_sum(residual, x, x, norm_weight)
-        experts = TiledExperts(Mixture(ctx.shape.kind, tuple(tensors), ctx.shape.traits), ctx.shape.tiles, needed[3:])
+        experts = TiledExperts(ctx.shape.mixture._replace(tensors=tuple(tensors)), ctx.shape.tiles, needed[3:])
         experts.backward(grad, normal, True, through, chosen, gates)
         grad_x, norm_sum = normal if through else None, None
         if norm is not None and through:
@@ -278,23 +287,20 @@ class TiledExperts:
     """
 
     def __init__(self, mixture: Mixture, tiles: int = 1, needed: Sequence[bool] | None = None) -> None:
-        kind, tensors, traits, self._routed = mixture
+        kind, tensors, traits, scales, self._routed = mixture
         self._router, self._value, self._tiles = kind.router, kind.gate, tiles
-        wanted, routed = (False,) * len(tensors) if needed is None else needed, mixture.num_routed
-        self._gate = tensors[0]
-        self._gate_up, self._down = (
-            ExpertWeights(turned_weights(weight, kind.transposed), packed)
-            for weight, packed in zip(tensors[1:3], kind.packed, strict=True)
-        )
-        biases: Sequence[Tensor | None] = tensors[3:routed] or (None,) * 3
-        self._gate_bias, self._gate_up_bias, self._down_bias = biases
-        turned = (False, kind.transposed, kind.transposed, False, False, False)
-        self._sums = [
-            ExpertSum(tensor, turn) if want else None
-            for tensor, turn, want in zip(tensors[:routed], turned, wanted, strict=False)
-        ]
-        self._bias_sums = self._sums[3:] or [None] * 3
-        self._shared = _SharedExpert(tensors[routed:], traits, wanted[routed:]) if traits else None
+        wanted, self._num_routed = (False,) * len(tensors) if needed is None else needed, mixture.num_routed
+        self._places = mixture.places
+        router: Any
+        router, gate_up, down = ([None if at is None else tensors[at] for at in own] for own in self._places)
+        self._gate, self._gate_bias = router
+        of_router, of_gate_up, of_down = ([at is not None and wanted[at] for at in own] for own in self._places)
+        self._router_sums = [ExpertSum(tensor) if want else None for tensor, want in zip(router, of_router, strict=True)]
+        scales = scales or (0.0, 0.0)
+        self._gate_up = ExpertLinear(gate_up, kind.transposed, scales[0], kind.packed[0], of_gate_up)
+        self._down = ExpertLinear(down, kind.transposed, scales[1], kind.packed[1], of_down)
+        shared = slice(self._num_routed, None)
+        self._shared = _SharedExpert(tensors[shared], traits, wanted[shared]) if traits else None
 
     def add_output(
         self,
@@ -320,14 +326,14 @@ class TiledExperts:
             del scores
         chosen, weights = routes
         total = out if out.dtype == wide_dtype(out.dtype) else torch.zeros_like(out, dtype=wide_dtype(out.dtype))
-        by_row, rows = weights.flatten(), RoutedRows(chosen, len(self._gate_up))
+        by_row, rows = weights.flatten(), RoutedRows(chosen, len(self._gate_up.weights))
         for tile in rows.tiles(self._tiles):
             tokens = rows.tokens[tile.rows]
-            both = products(normal[tokens], self._gate_up, tile, None if gates is None else gates[tile.rows], self._gate_up_bias)
+            both = self._gate_up.output(normal[tokens], tile, None if gates is None else gates[tile.rows])
             # The value overwrites the output of gate, unless backward needs it.
             value = self._value.value(both, gates is None)
             del both
-            parts = products(value, self._down, tile, bias=self._down_bias)
+            parts = self._down.output(value, tile)
             del value
             total.index_add_(0, tokens, parts * by_row[rows.order[tile.rows], None])
             del parts
@@ -362,43 +368,20 @@ class TiledExperts:
         if chosen is None:
             chosen = self._router.choose(scores) if routed is None else routed.again(self._router, scores, part)
         weights = self._router.weights(scores, chosen)
-        rows, by_row, grad_weights = RoutedRows(chosen, len(self._gate_up)), weights.flatten(), torch.empty_like(weights)
+        rows, grad_weights = RoutedRows(chosen, len(self._gate_up.weights)), torch.empty_like(weights)
         total = torch.zeros_like(normal, dtype=weights.dtype) if through else None
-        (gate_up_sum, down_sum), (gate_bias_sum, gate_up_bias_sum, down_bias_sum) = self._sums[1:3], self._bias_sums
         for tile in rows.tiles(self._tiles):
             tokens, places = rows.tokens[tile.rows], rows.order[tile.rows]
-            row_weights, above = by_row[places, None], grad[tokens]
-            x = normal[tokens]
-            both = products(x, self._gate_up, tile, bias=self._gate_up_bias) if gates is None else gates[tile.rows]
-            value, grad_value = self._value.value(both, False), products_back(above, self._down, tile)
-            # The gradient of a weight is the product of an output with the gradient, which is the same for the value before down.
-            through_weights = (value * grad_value.to(weights.dtype)).sum(-1)
-            if self._down_bias is not None:
-                for expert, own in of_experts(tile):
-                    through_weights[own] += (above[own] @ self._down_bias[expert]).to(weights.dtype)
-            grad_weights.view(-1)[places] = through_weights
-            if down_sum is not None:
-                down_sum.add(above, value.mul_(row_weights), tile, alone)
-            if down_bias_sum is not None:
-                down_bias_sum.add_rows(above.mul_(row_weights), tile, alone)
-            del above, value
-            self._value.differentiate(grad_value.mul_(row_weights), both)
-            del grad_value
-            if gate_up_sum is not None:
-                gate_up_sum.add(both, x, tile, alone)
-            if gate_up_bias_sum is not None:
-                gate_up_bias_sum.add_rows(both, tile, alone)
+            x, row_weights = normal[tokens], weights.view(-1)[places, None]
+            both = self._gate_up.output(x, tile) if gates is None else gates[tile.rows]
+            grad_weights.view(-1)[places] = self._through_value(grad[tokens], both, row_weights, tile, alone)
+            # Gate and up are overwritten by their gradients.
+            self._gate_up.add(both, x, tile, alone)
+            self._gate_up.add_bias(both, tile, alone)
             if total is not None:
-                total.index_add_(0, tokens, products_back(both, self._gate_up, tile).to(total.dtype))
+                total.index_add_(0, tokens, self._gate_up.through(both, tile).to(total.dtype))
             del both, x
-        if total is not None or self._sums[0] is not None or gate_bias_sum is not None:
-            grad_logits = self._router.differentiate(grad_weights, scores, chosen).to(normal.dtype)
-            if gate_bias_sum is not None:
-                gate_bias_sum.add_vector(grad_logits, alone)
-            if self._sums[0] is not None:
-                self._sums[0].add_matrix(grad_logits, normal, alone)
-            if total is not None:
-                total.addmm_(grad_logits.to(total.dtype), self._gate.to(total.dtype))
+        self._add_router(grad_weights, (scores, chosen), normal, total, alone)
         if self._shared is not None:
             # Last, because it overwrites its input with its gradient.
             cuts = product_tiles(normal, self._tiles)
@@ -409,10 +392,49 @@ class TiledExperts:
         if total is not None:
             normal.copy_(total)
 
+    def _through_value(self, above: Tensor, both: Tensor, row_weights: Tensor, tile: ExpertTile, alone: bool) -> Tensor:
+        """Overwrite gate and up [r, 2 x I] of a tile with their gradients, and add to the gradients of down's tensors.
+
+        ``above`` [r, h] is the gradient of the experts' sum, and ``row_weights`` [r, 1] are the router's. It may overwrite the
+        first. Return the gradient of the router's weights [r].
+        """
+        value, grad_value = self._value.value(both, False), self._down.through(above, tile)
+        # The gradient of a weight is the product of an output with the gradient, which is the same for the value before down.
+        through_weights = (value * grad_value.to(row_weights.dtype)).sum(-1)
+        if self._down.bias is not None:
+            for expert, own in of_experts(tile):
+                through_weights[own] += (above[own] @ self._down.bias[expert]).to(row_weights.dtype)
+        self._down.add(above, value.mul_(row_weights), tile, alone)
+        if self._down.sums_bias:
+            self._down.add_bias(above.mul_(row_weights), tile, alone)
+        del above, value
+        self._value.differentiate(grad_value.mul_(row_weights), both)
+        return through_weights
+
+    def _add_router(
+        self, grad_weights: Tensor, routes: tuple[Tensor, Tensor], normal: Tensor, total: Tensor | None, alone: bool
+    ) -> None:
+        # ``routes`` are scores, which are overwritten, and the experts of each token. ``total`` gets the gradient of the input.
+        weight_sum, bias_sum = self._router_sums
+        if total is None and weight_sum is None and bias_sum is None:
+            return
+        grad_logits = self._router.differentiate(grad_weights, *routes).to(normal.dtype)
+        if bias_sum is not None:
+            bias_sum.add_vector(grad_logits, alone)
+        if weight_sum is not None:
+            weight_sum.add_matrix(grad_logits, normal, alone)
+        if total is not None:
+            total.addmm_(grad_logits.to(total.dtype), self._gate.to(total.dtype))
+
     def gradients(self) -> list[Tensor | None]:
         # Return the gradients of the mixture's tensors, in their order.
-        routed = [None if total is None else total.gradient() for total in self._sums]
-        return routed if self._shared is None else [*routed, *self._shared.gradients()]
+        found: list[Tensor | None] = [None] * self._num_routed
+        of_router = [None if total is None else total.gradient() for total in self._router_sums]
+        for places, own in zip(self._places, (of_router, self._gate_up.gradients(), self._down.gradients()), strict=True):
+            for place, gradient in zip(places, own, strict=True):
+                if place is not None:
+                    found[place] = gradient
+        return found if self._shared is None else [*found, *self._shared.gradients()]
 
 
 class _SharedExpert:

@@ -36,6 +36,8 @@ class Family:
     """Whether attention has a learned score of one more key for each head, whose value is zero. SDPA of transformers has none."""
     whole_experts: bool = False
     """Whether its files hold all experts of a block as one tensor, and not one by one."""
+    inputs_first: bool = False
+    """Whether the model's tensors of all experts have the inputs before the outputs: [E, in, out]."""
     text: str | None = None
     """Type of its text part, for a model that reads more than text. Only this part is trained."""
     apart: tuple[str, ...] = ()
@@ -110,6 +112,7 @@ FAMILIES = (
         "GptOss",
         sinks=True,
         whole_experts=True,
+        inputs_first=True,
         note="It needs the engine `hf`. LoRA leaves its experts as they are. Experts of a folder in MXFP4 keep its bytes with "
         "LoRA, on several devices if `share_weights` is on, and in a model with `quantization`; otherwise they are decoded. "
         f"Saved models are never in MXFP4. {REPLAYED} An auxiliary loss is refused.",

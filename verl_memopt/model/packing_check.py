@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from verl_memopt.config.schema import Actor, CriticModel, Model, ModelKnobs, ScoringModel, TeacherModel
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory import lora
-from verl_memopt.memory.lora_torch import chosen_layers
+from verl_memopt.memory.lora_torch import chosen_adapters
 from verl_memopt.memory.shared_prompt import prompt_groups
 from verl_memopt.model.attention import REGISTERED
 from verl_memopt.model.decoder import class_name
@@ -275,7 +275,8 @@ def check_architecture(model: Model | CriticModel, folder: Path, longest: int, k
     # Weights whose name in the folder differs: name in the model -> name in the folder.
     stored = stored_head(folder, key) if isinstance(model, CriticModel) else {}
     if model.lora_rank > 0:
-        chosen_layers(lm, model.target_modules, model.exclude_modules, key)
+        targets = model.target_modules, model.exclude_modules, model.target_parameters
+        chosen_adapters(lm, targets, packed_model.computes_experts, key)
     check_lengths(config, longest)
     if key in (POLICY_KEY, CRITIC_KEY):
         _refuse_auxiliary_loss(config, key)
@@ -348,7 +349,7 @@ def adapter_shape(folder: str) -> dict[str, Any]:
         raise ConfigError(f"{key}: its adapter_config.json is no JSON object. Give a folder in the peft format.") from problem
     if reasons or not config.get("r"):
         raise ConfigError(f"{key}: its adapter_config.json has {'; '.join(reasons) or 'no rank r'}. Give adapters without them.")
-    return {ours: config[name] for name, ours in lora.PEFT.items() if config.get(name) is not None}
+    return lora.settings_in(config)
 
 
 def frozen_value_model(model: ScoringModel, policy: Model) -> CriticModel:

@@ -18,14 +18,17 @@ from torch import Tensor
 
 from verl_memopt.distributed.sharded_state import StoredTensors
 from verl_memopt.errors import CheckpointError, ConfigError, UserError
+from verl_memopt.memory.expert_lora_torch import adapter_module, merged_experts
 from verl_memopt.memory.lora import adapter_scale
 from verl_memopt.memory.lora_torch import ADAPTERS, with_adapter
-from verl_memopt.model.export import ADAPTER, RECORD, export_stored, stored_dtype, whole_folder, write_record
+from verl_memopt.model.export import ADAPTER, DAMAGED, RECORD, export_stored, stored_dtype, whole_folder, write_record
+from verl_memopt.model.families import family_of
 from verl_memopt.model.folder import resolve_folder
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.model.weights import WeightFolder, check_dtypes
 from verl_memopt.observe.files import check_space
 from verl_memopt.observe.run_folder import FINAL_MODEL
+from verl_memopt.records import json_of
 from verl_memopt.run.checkpoints import GONE, Checkpoint, CheckpointStore, check_driver, is_checkpoint, read_checkpoint
 from verl_memopt.run.run_lock import reading
 
@@ -126,13 +129,19 @@ class StoredModel:
                     f"{base.folder}: it is not the base of {self.folder}: {name} is missing or has another shape."
                 )
             masters = dtype_of(str(self.settings[f"{self.keys.fsdp}.model_dtype"]), "model_dtype")
-            weight, module = base.read(name, ()).to(masters), name.removesuffix(".weight")
-            down, up = (key.get(f"{module}.{part}") for part in ADAPTERS)
+            weight = base.read(name, ()).to(masters)
+            down, up = (key.get(f"{adapter_module(name)}.{part}") for part in ADAPTERS)
             if down is not None and up is not None:
-                alpha, by_root = (self.settings[f"{self.keys.model}.{name}"] for name in ("lora_alpha", "use_rslora"))
-                scale = adapter_scale(self.lora_rank, alpha, bool(by_root))
-                weight = with_adapter(weight, stored.read(down), stored.read(up), scale)
+                weight = self._merged(weight, stored.read(down), stored.read(up))
             yield name, weight.to(dtype)
+
+    def _merged(self, weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        alpha, by_root = (self.settings[f"{self.keys.model}.{name}"] for name in ("lora_alpha", "use_rslora"))
+        scale = adapter_scale(self.lora_rank, alpha, bool(by_root))
+        if down.ndim == 2:
+            return with_adapter(weight, down, up, scale)
+        config = json_of(self.folder / "huggingface" / "config.json", dict[str, Any], DAMAGED, CheckpointError)
+        return merged_experts(weight, down, up, scale, family_of(config.get("model_type", "")).inputs_first)
 
     def source(self) -> WeightFolder | None:
         """Return the folder of the whole model, if training started from one with more parts than the trained text model."""

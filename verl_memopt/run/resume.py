@@ -202,8 +202,10 @@ _BY_REASON = {
 HARMLESS_KEYS = {key: reason for reason, keys in _BY_REASON.items() for key in keys}
 """Key -> why no number of the training depends on it. A key that is neither here nor refused changes the trajectory."""
 
+LAYERS = ("lora_rank", "target_modules", "exclude_modules", "target_parameters")
+"""Settings that say which adapters there are."""
 ADAPTERS = dict.fromkeys(
-    [f"{model}.{key}" for model in _TRAINED.values() for key in ("lora_rank", "target_modules", "exclude_modules")],
+    [f"{model}.{key}" for model in _TRAINED.values() for key in LAYERS],
     "the weights of the checkpoint do not fit these adapters",
 )
 LENGTH_KEYS = ("trainer.total_training_steps", "trainer.total_epochs")

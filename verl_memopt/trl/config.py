@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from verl_memopt.config.trl_defaults import DEFAULTS
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.lora import PEFT, not_here
+from verl_memopt.memory.lora import PEFT, not_here, settings_in
 
 logger = logging.getLogger(__name__)
 
@@ -142,19 +142,18 @@ def adapter_arguments(config: Any) -> dict[str, Any]:
     """Translate peft's LoraConfig into the LoRA settings of this package."""
     if config is None:
         return {}
-    settings: dict[str, Any] = {"lora_rank": 8, "lora_alpha": 8, "target_modules": list(PEFT_TARGETS)}  # peft's defaults
+    defaults: dict[str, Any] = {"lora_rank": 8, "lora_alpha": 8, "target_modules": list(PEFT_TARGETS)}  # those of peft
     given = given_and_defaults(config, "peft_config")[0]
     if reasons := not_here(given):
         raise ConfigError(f"peft_config: {'; '.join(reasons)}. Leave it out.")
     for name, value in given.items():
-        if name in PEFT:
-            settings |= {} if value is None else {PEFT[name]: sorted(value) if isinstance(value, set) else value}
-        elif name in PEFT_NOTES:
+        if name in PEFT or name in PEFT_NOTES:
             continue
-        elif name == "lora_dropout":
+        if name == "lora_dropout":
             logger.warning("peft_config: lora_dropout=%s does nothing here: adapters have no dropout", value)
         elif value and PEFT_PASSES.get(name) != value:
             raise ConfigError(
                 f"peft_config: {name}={value!r:.100} has no equal here. Supported are {', '.join(PEFT)}. Leave it out."
             )
-    return {f"actor_rollout_ref.model.{name}": value for name, value in settings.items()}
+    settings = {name: sorted(value) if isinstance(value, set) else value for name, value in settings_in(given).items()}
+    return {f"actor_rollout_ref.model.{name}": value for name, value in {**defaults, **settings}.items()}

@@ -408,7 +408,7 @@ class TrlTrainer:
     def _trained(self) -> dict[str, Any]:
         """Return arguments for a call that starts from the trained model, whose adapters are merged."""
         settings, _ = self._settings()
-        lora = ("lora", "target_modules", "exclude_modules")
+        lora = ("lora", "target_modules", "target_parameters", "exclude_modules")
         kept = {name: value for name, value in settings.items() if not name.rpartition(".")[2].startswith(lora)}
         for name in ("output_dir", "reward_weights", "model_init_kwargs"):
             kept.pop(name, None)

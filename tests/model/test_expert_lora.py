@@ -1,0 +1,171 @@
+"""Adapters on experts, against the same experts with the adapters added to their weights."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.memory.recomputed import EPS, drawn, gradients, plain_norm, relative
+from tests.model.test_experts import (
+    CHOSEN,
+    EXPERTS,
+    HIDDEN,
+    OSS,
+    ROUNDING,
+    SCALE,
+    TOKENS,
+    WIDTH,
+    by_layers,
+    by_token,
+    oss_by_token,
+    oss_weights,
+    shared_expert,
+    weights,
+)
+from verl_memopt.memory.recompute_elementwise_torch import RMSNorm
+from verl_memopt.memory.tiled_mlp_torch import Traits
+from verl_memopt.model import expert_products
+from verl_memopt.model.experts import Mixture, TiledExperts, mixed
+from verl_memopt.model.mixture_kind import MixtureKind, Router
+
+RANK = 3
+PLAIN = MixtureKind(Router(CHOSEN, True))
+KINDS = {"qwen3_moe": PLAIN, "gpt_oss": OSS}
+SCALES = 0.5, 1.5
+
+
+def factors(dtype=torch.float64, width=WIDTH, rank=RANK):
+    shapes = (EXPERTS, rank, HIDDEN), (EXPERTS, 2 * width, rank), (EXPERTS, rank, width), (EXPERTS, HIDDEN, rank)
+    return [drawn(*shape, seed=place + 60, dtype=dtype, scale=0.4) for place, shape in enumerate(shapes)]
+
+
+def base(kind, dtype=torch.float64, width=WIDTH):
+    """Gives frozen weights of experts, and a router that learns, as all of a mixture's tensors."""
+    made = oss_weights(dtype, width) if KINDS[kind] is OSS else list(weights(dtype=dtype, width=width))
+    return [tensor if place in (0, 3) else tensor.detach() for place, tensor in enumerate(made)]
+
+
+def added(weight, down, up, scale, turned):
+    change = scale * up @ down
+    return weight + (change.transpose(1, 2) if turned else change)
+
+
+def merged(kind, tensors, adapters):
+    """Gives the tensors with the adapters added to the weights."""
+    turned = KINDS[kind].transposed
+    whole = [added(tensors[place + 1], *adapters[2 * place : 2 * place + 2], SCALES[place], turned) for place in range(2)]
+    return [tensors[0], *whole, *tensors[3:]]
+
+
+def expected_of(kind, x, tensors, adapters):
+    changed = merged(kind, tensors, adapters)
+    return oss_by_token(x, changed) if KINDS[kind] is OSS else by_token(x, Router(CHOSEN, True), changed)
+
+
+def learning(kind, x, tensors, adapters):
+    return [x, *(tensor for tensor in tensors if tensor.requires_grad), *adapters]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tiles", [None, 1, 4])
+def test_outputs_and_gradients_are_those_of_experts_with_the_adapters_added_to_their_weights(kind, tiles):
+    def run(compute):
+        x, tensors, adapters = drawn(TOKENS, HIDDEN, seed=9), base(kind), factors()
+        out = compute(x, tensors, adapters)
+        return [out.detach(), *gradients((out,), learning(kind, x, tensors, adapters))]
+
+    def ours(x, tensors, adapters):
+        return mixed(None, x, None, Mixture(KINDS[kind], (*tensors, *adapters), scales=SCALES), tiles).squeeze(0)
+
+    expected, found = run(partial(expected_of, kind)), run(ours)
+    assert all(relative(one, other) <= ROUNDING for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["gate and up", "down"])
+def test_one_weight_may_have_adapters_alone(which):
+    def run(compute):
+        x, tensors, adapters = drawn(TOKENS, HIDDEN, seed=9), base("gpt_oss"), factors()
+        own = adapters[2 * which : 2 * which + 2]
+        out = compute(x, tensors, own)
+        return [out.detach(), *gradients((out,), learning("gpt_oss", x, tensors, own))]
+
+    def naive(x, tensors, own):
+        none = [factor.detach() * 0 for factor in factors()]
+        none[2 * which : 2 * which + 2] = own
+        return expected_of("gpt_oss", x, tensors, none)
+
+    def ours(x, tensors, own):
+        places = [None] * 4
+        places[2 * which : 2 * which + 2] = own
+        return mixed(None, x, None, Mixture(OSS, (*tensors, *places), scales=SCALES), 2).squeeze(0)
+
+    assert all(relative(one, other) <= ROUNDING for one, other in zip(run(ours), run(naive), strict=True))
+
+
+@pytest.mark.parametrize("checkpoint", [None, "again"])
+def test_adapters_of_routed_experts_stand_beside_those_of_a_shared_one_behind_a_norm(checkpoint):
+    residual, x, norm = drawn(TOKENS, HIDDEN, seed=5), drawn(TOKENS, HIDDEN, seed=6), drawn(HIDDEN, seed=7)
+    tensors, adapters, shared = base("qwen3_moe"), factors(), shared_expert(True)
+    learned = [residual, x, norm, tensors[0], *adapters, *(tensor for tensor in shared if tensor is not None)]
+    z = residual + x
+    normal = plain_norm(z, norm)
+    expected = z + expected_of("qwen3_moe", normal, tensors, adapters) + by_layers(normal, shared)
+    mixture = Mixture(PLAIN, (*tensors, *adapters, *shared), (Traits(SCALE, None),) * 4, SCALES)
+    # Backward overwrites x.
+    found = mixed(residual * 1.0, x * 1.0, (RMSNorm(EPS), norm), mixture, 3, checkpoint).squeeze(0)
+    pairs = list(zip([found, *gradients((found,), learned)], [expected, *gradients((expected,), learned)], strict=True))
+    # A block that is computed again has no values.
+    assert all(relative(one, other) <= ROUNDING for one, other in (pairs if checkpoint is None else pairs[1:]))
+
+
+def test_gradients_of_adapters_are_summed_over_tiles_of_tokens():
+    x, above, tensors, adapters = drawn(TOKENS, HIDDEN), drawn(TOKENS, HIDDEN, seed=4), base("qwen3_moe"), factors()
+    expected = torch.autograd.grad(expected_of("qwen3_moe", x, tensors, adapters), (x, *adapters), above)
+    mixture = Mixture(PLAIN, tuple(tensor.detach() for tensor in (*tensors, *adapters)), scales=SCALES)
+    tiled = TiledExperts(mixture, needed=(False,) * 3 + (True,) * 4)
+    parts = [part.detach().clone() for part in x.split(10)]
+    for part, grad in zip(parts, above.detach().split(10), strict=True):
+        tiled.backward(grad, part, alone=False)
+    found = torch.cat(parts), *tiled.gradients()[3:]
+    assert all(relative(one, other) <= ROUNDING for one, other in zip(found, expected, strict=True))
+
+
+def test_an_expert_without_a_token_gives_its_adapters_a_gradient_of_zero():
+    x, tensors, adapters = drawn(2, HIDDEN), base("qwen3_moe"), factors()
+    mixture = Mixture(MixtureKind(Router(1, False)), (*tensors, *adapters), scales=SCALES)
+    out = mixed(None, x, None, mixture, None)
+    for gradient in gradients((out,), adapters):
+        idle = [not one.any() for one in gradient]
+        assert sum(idle) >= EXPERTS - 2
+        assert not all(idle)
+
+
+@pytest.mark.parametrize("rank", [8, 3], ids=["rows of 16 bytes", "rows of 6 bytes"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernel_for_all_experts_of_a_tile_gives_what_one_product_per_expert_gives(monkeypatch, dtype, rank):
+    bound = 2**-6 if dtype == torch.bfloat16 else 1e-6  # each way rounds sums in another order
+
+    def run():
+        x, tensors, adapters = drawn(TOKENS, HIDDEN, dtype=dtype), base("gpt_oss", dtype, 8), factors(dtype, 8, rank)
+        out = mixed(None, x, None, Mixture(OSS, (*tensors, *adapters), scales=SCALES), 2).squeeze(0)
+        return [out.detach(), *gradients((out,), learning("gpt_oss", x, tensors, adapters))]
+
+    one_by_one = run()
+    aligned = expert_products.ALIGNED_BYTES
+    fits = lambda *tensors: all(tensor.shape[-1] * 2 % aligned == 0 for tensor in tensors)  # noqa: E731
+    monkeypatch.setattr(expert_products, "_has_kernel", fits)
+    assert all(relative(one, other) <= bound for one, other in zip(run(), one_by_one, strict=True))
+
+
+def test_adapters_in_a_longer_dtype_compute_as_rounded_ones_and_get_gradients_in_their_own():
+    found = []
+    for longer in (False, True):
+        x, tensors = drawn(TOKENS, HIDDEN, dtype=torch.bfloat16), base("qwen3_moe", torch.bfloat16)
+        adapters = factors(torch.bfloat16)
+        if longer:
+            adapters = [factor.detach().float().requires_grad_() for factor in adapters]
+        out = mixed(None, x, None, Mixture(PLAIN, (*tensors, *adapters), scales=SCALES), 2)
+        found.append([out.detach(), *gradients((out,), [x, *adapters])])
+    assert {gradient.dtype for gradient in found[1][2:]} == {torch.float32}
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other.to(one.dtype))
