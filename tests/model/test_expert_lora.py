@@ -5,7 +5,10 @@ from functools import partial
 import pytest
 import torch
 
+from tests.memory import activation_cases as act
+from tests.memory.batching.test_shared_prompt import grouped, sharing
 from tests.memory.recomputed import EPS, drawn, gradients, plain_norm, relative
+from tests.model import architectures, mxfp4
 from tests.model.test_experts import (
     CHOSEN,
     EXPERTS,
@@ -22,11 +25,14 @@ from tests.model.test_experts import (
     shared_expert,
     weights,
 )
+from verl_memopt.memory.lora_torch import _copy_whole, adapters
 from verl_memopt.memory.recompute_elementwise_torch import RMSNorm
 from verl_memopt.memory.tiled_mlp_torch import Traits
 from verl_memopt.model import expert_products
 from verl_memopt.model.experts import Mixture, TiledExperts, mixed
 from verl_memopt.model.mixture_kind import MixtureKind, Router
+from verl_memopt.model.packing import pack_rows
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
 RANK = 3
 PLAIN = MixtureKind(Router(CHOSEN, True))
@@ -169,3 +175,81 @@ def test_adapters_in_a_longer_dtype_compute_as_rounded_ones_and_get_gradients_in
     assert {gradient.dtype for gradient in found[1][2:]} == {torch.float32}
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other.to(one.dtype))
+
+
+# Whole models.
+
+
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+LORA = {**act.LORA, "target_parameters": BOTH, "target_modules": []}
+WIDE = {"gpt_oss": {"override_config": {"sliding_window": 6}}}
+TINY = {
+    "qwen3_moe": TinyShape("qwen3_moe", tie_embeddings=False, num_layers=3),
+    "qwen3_5_moe_text": TinyShape("qwen3_5_moe_text", num_layers=4),
+    "gpt_oss": TinyShape("gpt_oss", num_layers=2, num_heads=4, num_kv_heads=2, tie_embeddings=False),
+}
+BATCH = sharing(grouped(40, [9, 5, 1, 12, 3, 7]))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    at = tmp_path_factory.mktemp("mixtures")
+    made = {kind: make_tiny_model(at / kind, shape, seed=3) for kind, shape in TINY.items()}
+    made["qwen3_vl_moe"] = architectures.tiny_folder(at / "qwen3_vl_moe", "qwen3_vl_moe")
+    made["mxfp4"], made["decoded"] = mxfp4.folders(at / "mxfp4")
+    return made
+
+
+def shake(model, seed=11):
+    """Gives every B values, the same on any number of ranks."""
+    with torch.no_grad():
+        for place, layer in enumerate(adapters(model).values()):
+            generator = torch.Generator().manual_seed(seed + place)
+            _copy_whole(layer.lora_B, torch.randn(layer.lora_B.shape, generator=generator) * 0.1)
+
+
+def adapted(folder, mesh, **options):
+    policy = act.build(folder, mesh, **{"recompute_elementwise": True, **LORA, **options})
+    shake(policy.model)
+    return policy
+
+
+def theirs(folder, ids, factors):
+    """Gives transformers' log-probs of ids[1:] with the adapters added to the weights. ``factors``: weight -> (A, B, scale)."""
+    model = architectures.whole_model(folder)
+    weights = dict(model.named_parameters())
+    named = {architectures.text_name(name): name for name in weights}
+    whole = {
+        named[name]: added(
+            weights[named[name]].detach(), *own, getattr(model.get_submodule(named[name].rpartition(".")[0]), "is_transposed")
+        )
+        for name, own in factors.items()
+    }
+    logits = torch.func.functional_call(model, whole, (ids[None],)).logits[0].log_softmax(-1)
+    return logits[:-1].gather(1, ids[1:, None]).squeeze(1)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_5_moe_text", "qwen3_vl_moe", "gpt_oss", "decoded", "mxfp4"])
+def test_log_probs_and_gradients_are_those_of_transformers_with_the_adapters_added(folders, one_rank, kind):
+    policy = adapted(folders[kind], one_rank)
+    layers = adapters(policy.model)
+    assert {name.rsplit(".", 1)[-1] for name in layers} == {"gate_up_proj_lora", "down_proj_lora"}
+    row = torch.arange(5, 25)
+    found = policy.model(pack_rows(row[:8], [8], row[8:], [12]), 1.0, False)[0]
+    above = drawn(12, seed=2, dtype=torch.float32).detach()
+    (found * above).sum().backward()
+    leaves = {
+        name: [factor.detach().clone().requires_grad_() for factor in (layer.lora_A, layer.lora_B)]
+        for name, layer in layers.items()
+    }
+    expected = theirs(
+        folders["decoded" if kind == "mxfp4" else kind],
+        row,
+        {name.removesuffix("_lora"): (*leaves[name], layer.scale) for name, layer in layers.items()},
+    )[7:]
+    (expected * above).sum().backward()
+    assert relative(found, expected) <= 1e-5
+    for name, layer in layers.items():
+        for own, leaf in zip((layer.lora_A, layer.lora_B), leaves[name], strict=True):
+            assert own.grad.norm() > 0
+            assert relative(own.grad, leaf.grad) <= 1e-5
