@@ -1,12 +1,13 @@
 """Adapters on experts, against the same experts with the adapters added to their weights."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
 from tests.memory import activation_cases as act
-from tests.memory.batching.test_shared_prompt import grouped, sharing
+from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
 from tests.memory.recomputed import EPS, drawn, gradients, plain_norm, relative
 from tests.model import architectures, mxfp4
 from tests.model.test_experts import (
@@ -25,14 +26,23 @@ from tests.model.test_experts import (
     shared_expert,
     weights,
 )
-from verl_memopt.memory.lora_torch import _copy_whole, adapters
+from tests.model.test_prefix_kv import PARTS, assert_near, results
+from tests.model.test_router_replay import with_data
+from tests.ranks import run_ranks
+from tests.tensors import whole_of
+from tests.worker.test_conversations import batch_of, conversations
+from verl_memopt.distributed.device import training_mesh
+from verl_memopt.memory.lora_torch import _copy_whole, adapters, merged_weights
 from verl_memopt.memory.recompute_elementwise_torch import RMSNorm
+from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.memory.tiled_mlp_torch import Traits
 from verl_memopt.model import expert_products
 from verl_memopt.model.experts import Mixture, TiledExperts, mixed
 from verl_memopt.model.mixture_kind import MixtureKind, Router
 from verl_memopt.model.packing import pack_rows
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.model.weights import named_weights
+from verl_memopt.worker.trained_model import micro_batches_of
 
 RANK = 3
 PLAIN = MixtureKind(Router(CHOSEN, True))
@@ -220,9 +230,7 @@ def theirs(folder, ids, factors):
     weights = dict(model.named_parameters())
     named = {architectures.text_name(name): name for name in weights}
     whole = {
-        named[name]: added(
-            weights[named[name]].detach(), *own, getattr(model.get_submodule(named[name].rpartition(".")[0]), "is_transposed")
-        )
+        named[name]: added(weights[named[name]].detach(), *own, model.get_submodule(named[name].rpartition(".")[0]).is_transposed)
         for name, own in factors.items()
     }
     logits = torch.func.functional_call(model, whole, (ids[None],)).logits[0].log_softmax(-1)
@@ -253,3 +261,75 @@ def test_log_probs_and_gradients_are_those_of_transformers_with_the_adapters_add
         for own, leaf in zip((layer.lora_A, layer.lora_B), leaves[name], strict=True):
             assert own.grad.norm() > 0
             assert relative(own.grad, leaf.grad) <= 1e-5
+
+
+PLAIN_BLOCK = {"recompute_elementwise": False, "prune_last_block": False}
+TILES = {"tiled_mlp": TiledMlp(True, 3)}
+KNOBS = (
+    {},
+    TILES,
+    {"recompute": True, "offload": (1, 2)},
+    {"recompute": True, "gradient_checkpointing_mode": "selective", **TILES},
+    {"recompute_elementwise": False, **TILES},
+    {"block_tile_tokens": 7},
+    {"target_modules": "all-linear", "block_tile_tokens": 16, "recompute": True},
+)
+
+
+@pytest.mark.parametrize("options", KNOBS, ids=str)
+@pytest.mark.parametrize("kind", ["qwen3_5_moe_text", "gpt_oss", "mxfp4"])
+def test_no_knob_of_a_block_changes_log_probs_or_gradients(folders, one_rank, kind, options):
+    same = {name: options[name] for name in ("target_modules",) if name in options}
+    plain = results(adapted(folders[kind], one_rank, **PLAIN_BLOCK, **same), BATCH, PARTS, False)
+    policy = adapted(folders[kind], one_rank, **options)
+    assert_near(results(policy, BATCH, PARTS, policy.model.supports_prefix_kv), plain)
+
+
+def gradients_of(policy, batch, parts):
+    policy.accumulate(micro_batches_of(batch, parts, False), counts_of(batch), 0.9)
+    found = [whole_of(weight.grad).clone() for weight in policy.model.parameters() if weight.grad is not None]
+    policy.trained.optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_a_tree_of_turns_gives_the_gradients_of_its_rows_alone_and_replayed_experts_those_of_chosen_ones(folders, one_rank, kind):
+    batch, whole = with_data(batch_of(conversations()[0], torch.arange(9) // 3)), [[*range(9)]]
+    alone = gradients_of(adapted(folders[kind], one_rank, **PLAIN_BLOCK), batch, [[row] for row in range(9)])
+    policy = adapted(folders[kind], one_rank, **TILES, recompute=True)
+    together = gradients_of(policy, batch, whole)
+    assert act.largest_difference(together, alone) <= 4e-6
+    recorded = policy.compute_log_probs(batch.for_record(), whole, 0.9, False)
+    replayed = gradients_of(policy, batch.replaying(recorded.record), whole)
+    assert all(torch.equal(one, other) for one, other in zip(replayed, together, strict=True))
+
+
+def on_ranks(rank, folder, options):
+    """Gives the whole gradients of both ranks' rows, the merged experts, and the values that A starts with."""
+    rows = [[0, 1, 2], [3, 4, 5]][rank]
+    own, counts = BATCH.select(rows), counts_of(BATCH)
+    policy = adapted(folder, training_mesh("cpu", 2, -1), world_size=2, **options)
+    policy.accumulate(list(micro_batches_of(own, [[0, 1], [2]], False)), counts, 0.9)
+    found = {name: whole_of(weight.grad) for name, weight in named_weights(policy.model) if weight.grad is not None}
+    merged = {name: whole_of(weight) for name, weight in merged_weights(named_weights(policy.model), policy.model)}
+    started = {name: whole_of(layer.lora_A) for name, layer in adapters(policy.model).items()}
+    return [{name: tensor.detach().numpy() for name, tensor in each.items()} for each in (found, merged, started)]
+
+
+@pytest.mark.parametrize("num_experts", [3, 1], ids=["ranks do not divide the experts", "a rank has none"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_ranks_shard_adapters_with_their_experts_and_give_what_one_gives(tmp_path, one_rank, kind, num_experts):
+    shape = replace(TINY[kind], num_experts=num_experts, experts_per_token=min(2, num_experts))
+    folder = make_tiny_model(tmp_path / "model", shape, seed=3)
+    alone = adapted(folder, one_rank)
+    alone.accumulate(list(micro_batches_of(BATCH, [[*range(6)]], False)), counts_of(BATCH), 0.9)
+    expected = (
+        {name: weight.grad for name, weight in named_weights(alone.model) if weight.grad is not None},
+        dict(merged_weights(named_weights(alone.model), alone.model)),
+        {name: layer.lora_A for name, layer in adapters(alone.model).items()},
+    )
+    for answer in run_ranks(on_ranks, 2, folder, {"recompute": True}):
+        for found, own, bound in zip(answer, expected, (4e-6, 1e-6, 0), strict=True):
+            assert found.keys() == own.keys()
+            pairs = ([torch.from_numpy(found[name]) for name in own], [each.detach() for each in own.values()])
+            assert act.largest_difference(*pairs) <= bound
