@@ -165,6 +165,37 @@ def test_experts_beside_adapters_have_no_gradients_in_the_prediction(kind, tmp_p
     assert peaks.phases["update_actor"]["whole gradients"] < 0.01 * peaks.phases["update_actor"]["params"]
 
 
+ON_EXPERTS = f"{AR}.model.target_parameters=[gate_up_proj,down_proj]"
+ALONE = [f"{AR}.model.target_modules=[]"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "rank", "more"),
+    [
+        ("qwen3_moe", 113, 32, []),
+        ("gpt_oss", 15, 4, ALONE),  # moments in blocks
+        *(
+            pytest.param(kind, number, rank, more, marks=SLOW)
+            for kind in MIXTURES
+            for number in (6, 7, 15)
+            for rank, more in ((4, []), (32, ALONE))
+        ),
+    ],
+)
+def test_no_phase_of_a_run_with_adapters_on_experts_holds_more_than_was_predicted(kind, number, rank, more, tmp_path):
+    drawn = draw(number)
+    shape = replace(drawn.shape, model_type=kind, num_layers=2, num_experts=16, expert_size=128)
+    settings = (*drawn.settings, f"{AR}.model.lora_rank={rank}", ON_EXPERTS, "debug.mode=forge", *more)
+    outcome, _, _ = run(replace(drawn, shape=shape, settings=settings), tmp_path / "draw", limited=False)
+    assert outcome.ran, outcome.error
+    both = {phase: (held, outcome.predicted[phase]) for phase, held in outcome.measured.items() if phase in outcome.predicted}
+    assert {phase: pair for phase, pair in both.items() if pair[0] > pair[1]} == {}
+    assert both.keys() >= {*START, "update_weights"}
+    # Beside a base that is all experts, the bound is near.
+    held, predicted = both["update_weights"]
+    assert predicted <= 1.15 * held
+
+
 @pytest.mark.parametrize(
     ("kind", "more"),
     [

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.lora import EXPERT_WEIGHTS, matches
 from verl_memopt.memory.quantized_frozen_torch import PACKED
 
-EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
-"""Names of the weights of all experts of a block, in the order of transformers."""
 ADAPTER = "_lora"
 """Behind the name of such a weight: the module with its adapters."""
 
@@ -105,10 +104,6 @@ def file_prefix(name: str, adapted: Container[str]) -> str:
 def adapter_module(weight: str) -> str:
     """Return the name of the module with the adapters of a weight of a linear layer or of experts, by the weight's name."""
     return weight.removesuffix(".weight") if weight.endswith(".weight") else weight + ADAPTER
-
-
-def matches(name: str, wanted: Sequence[str]) -> bool:
-    return any(name == ending or name.endswith(f".{ending}") for ending in wanted)
 
 
 def _stacked(model: nn.Module) -> Iterator[tuple[str, str, Any]]:

@@ -15,7 +15,7 @@ Works with: ``rollout.share_weights``, ``model.quantization`` of the base, check
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -159,12 +159,37 @@ def _has_another_reference(settings: Settings) -> bool:
     return _adapts(settings) and needs_reference(settings) and roles.ref.model.path != roles.model.path
 
 
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
+"""Names of the weights of all experts of a block, in the order of transformers."""
+
+
+def matches(name: str, endings: Sequence[str]) -> bool:
+    return any(name == ending or name.endswith(f".{ending}") for ending in endings)
+
+
+def expert_adapter_params(shapes: Shapes) -> int:
+    """Return the number of parameters in the adapters of experts of all blocks."""
+    mixture, model = shapes.mixture, shapes.settings.model
+    if mixture is None or not model.target_parameters:
+        return 0
+    sides = (shapes.hidden + 2 * mixture.width, mixture.width + shapes.hidden)
+    adapted = sum(
+        sum(matches(f"model.layers.{layer}.mlp.experts.{weight}", model.target_parameters) for layer in range(shapes.layers))
+        * side
+        for weight, side in zip(EXPERT_WEIGHTS, sides, strict=True)
+    )
+    return model.lora_rank * mixture.experts * adapted
+
+
 def adapter_params(shapes: Shapes) -> int:
+    of_experts, model = expert_adapter_params(shapes), shapes.settings.model
+    if model.target_parameters and not model.target_modules:
+        return of_experts
     if shapes.local is not None:
         in_blocks = sum(adapter_params(replace(of_kind, layers=count)) for count, of_kind in shapes.kinds)
         # The projection that makes the inputs of all layers is outside of the blocks.
         inputs = shapes.hidden + shapes.layers * shapes.layer_inputs if shapes.layer_inputs else 0
-        return in_blocks + shapes.settings.model.lora_rank * inputs
+        return in_blocks + model.lora_rank * inputs
     h, mlp, query, key = shapes.hidden, shapes.mlp, shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
     pairs = 0 if shapes.is_reading else 1 if shapes.keys_are_values else 2
     sides = 2 * (h + query) + pairs * (h + key) + (query if shapes.gated else 0)
@@ -177,7 +202,7 @@ def adapter_params(shapes: Shapes) -> int:
     shared = 0 if shapes.mixture is None else shapes.mixture.shared
     of_mlp = 3 * (h + mlp) if shapes.mixture is None else (3 * (h + shared) + h + 1) * (shared > 0)
     total = attention_layers * sides + shapes.linear_layers * linear + shapes.layers * of_mlp
-    return int(shapes.settings.model.lora_rank * total)
+    return int(model.lora_rank * total) + of_experts
 
 
 KNOB = Knob(

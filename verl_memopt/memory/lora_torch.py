@@ -30,11 +30,10 @@ from verl_memopt.memory.expert_lora_torch import (
     adapt_experts,
     chosen_experts,
     file_prefix,
-    matches,
     merged_experts,
 )
 from verl_memopt.memory.host_buffers import host_buffer
-from verl_memopt.memory.lora import Lora
+from verl_memopt.memory.lora import Lora, matches
 from verl_memopt.memory.quantized_frozen_torch import PACKED, QuantizedLinear, packed_experts, quantized_layers, stored_weight
 from verl_memopt.model.families import text_name, whole_name
 from verl_memopt.observe.byte_tracker import scope
@@ -512,9 +511,12 @@ def save_adapter(
 
 
 def stored_adapters(model: nn.Module) -> dict[str, Tensor]:
-    """Return A and B of all adapted linear layers, by their names in the peft format, for an engine with the same base."""
-    assert not any(isinstance(layer, ExpertLora) for layer in adapters(model).values()), "engines get merged experts"
-    return {name: factor.parameter for name, factor in _factors(model).items()}
+    """Return A and B of all adapters, for an engine with the same base.
+
+    Names are those of the peft format for linear layers. The names and shapes of adapters of experts are those of their modules.
+    """
+    layers = adapters(model).items()
+    return {f"{PEFT}{name}.{part}.weight": getattr(layer, part) for name, layer in layers for part in ADAPTERS}
 
 
 @torch.no_grad()
@@ -522,8 +524,11 @@ def copy_adapters(tensors: Mapping[str, Tensor], model: nn.Module, scale: float)
     # The first call adds adapters to the layers.
     if not adapters(model):
         for name, down in ((name, tensor) for name, tensor in tensors.items() if name.endswith(".lora_A.weight")):
-            layer, rank = name.removeprefix(PEFT).removesuffix(".lora_A.weight"), down.shape[0]
-            _adapt(model, layer, rank, scale)
+            layer, rank = name.removeprefix(PEFT).removesuffix(".lora_A.weight"), down.shape[-2]
+            if layer.endswith(ADAPTER):
+                adapt_experts(model, [layer.removesuffix(ADAPTER)], rank, scale, None)
+            else:
+                _adapt(model, layer, rank, scale)
         model.requires_grad_(False)
     for name, own in stored_adapters(model).items():
         own.copy_(tensors[name])

@@ -33,7 +33,6 @@ KEY = "actor_rollout_ref.rollout.share_weights"
 _ENGINE, _DTYPE, _LEVEL, _LOAD = (f"actor_rollout_ref.rollout.{name}" for name in ("name", "dtype", "sleep_level", "load_format"))
 _SPLIT = "actor_rollout_ref.actor.fsdp_config.split_master_weights"
 _RANK = "actor_rollout_ref.model.lora_rank"
-_EXPERTS = "actor_rollout_ref.model.target_parameters"
 _TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MASTERS, _COMPUTE, _OFFLOAD, _NATIVE = (
     f"actor_rollout_ref.actor.fsdp_config.{name}" for name in ("model_dtype", "dtype", "param_offload", "offload_policy")
@@ -73,12 +72,6 @@ OBSTACLES = (
         lambda roles, _: roles.rollout.name == "vllm" and roles.model.lora_rank > SLOT_RANKS[-1],
         f"vLLM has room for adapters up to rank {SLOT_RANKS[-1]}",
         f"Set {_RANK}={SLOT_RANKS[-1]}",
-    ),
-    Obstacle(
-        (_EXPERTS,),
-        lambda roles, _: roles.model.lora_rank > 0 and bool(roles.model.target_parameters),
-        "an engine gets experts with their adapters merged in, because it has none of its own for them",
-        f"Set {_EXPERTS}=null",
     ),
     Obstacle(
         (_DTYPE, _COMPUTE),

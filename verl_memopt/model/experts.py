@@ -120,7 +120,7 @@ def computes_as_ours(mlp: Any) -> None:
 
     def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         mixture, out = own.mixture, torch.zeros_like(hidden)
-        experts = TiledExperts(Mixture(mixture.kind, mixture.tensors[: mixture.num_routed]))
+        experts = TiledExperts(Mixture(mixture.kind, mixture.tensors[: mixture.num_routed], scales=mixture.scales))
         experts.add_output(hidden, out, (chosen, weights.to(wide_dtype(weights.dtype))))
         return out
 

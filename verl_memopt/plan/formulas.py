@@ -14,7 +14,7 @@ import torch
 
 from verl_memopt.config.schema import ActorRolloutRef
 from verl_memopt.memory.fused import NARROW_TILE_ELEMENTS, TILE_ELEMENTS
-from verl_memopt.memory.lora import adapter_params
+from verl_memopt.memory.lora import adapter_params, expert_adapter_params
 from verl_memopt.memory.precision import width
 from verl_memopt.memory.quantized_frozen import row_bytes
 from verl_memopt.memory.recompute_elementwise import PRODUCT_ROWS, SUM_ELEMENTS
@@ -446,7 +446,8 @@ class Shapes:
         extra = rows * (2 * self.hidden + 3 * query + gates)
         at_mlp = b * (extra + part * (self.hidden + 3 * self.mlp)) + self._at_gate(part) + product
         at_attention = b * rows * (self.hidden + 5 * query + 6 * query // self.kv_heads + gates)
-        return whole + sums + max(at_mlp, at_attention, self._rounded_bytes(query) if rows < queries else 0)
+        rounded = self._rounded_bytes(query) if rows < queries else 0
+        return whole + sums + self.adapters_cast + max(at_mlp, at_attention, rounded)
 
     def _tiled_linear_bytes(self, tile: int) -> int:
         """As :meth:`tiled_block_bytes`, for a block with a state.
@@ -468,7 +469,8 @@ class Shapes:
         kept = b * rows * (self.hidden + channels + 2 * rule.values + 2 * rule.value_heads) + one.border_bytes
         at_mlp = b * (rows * (self.hidden + rule.values) + part * (self.hidden + 3 * self.mlp)) + self._at_gate(part) + product
         at_rule = b * rows * (channels + 2 * rule.value_heads) + one.rule_bytes
-        return whole + sums + max(kept + max(at_mlp, at_rule), self._rounded_bytes(channels) if several else 0)
+        rounded = self._rounded_bytes(channels) if several else 0
+        return whole + sums + self.adapters_cast + max(kept + max(at_mlp, at_rule), rounded)
 
     @property
     def border_bytes(self) -> int:
@@ -549,7 +551,7 @@ class Shapes:
         """Return the bytes of a mixture's backward beside what its block keeps, for tokens that are spread evenly.
 
         They include the gradients of the experts' weights, until these become the gradients of their parameters. Beside adapters
-        experts are frozen, and only a shared one has adapters.
+        experts are frozen. A shared one has adapters, and others have if the settings say so.
         """
         rank = self.settings.model.lora_rank
         b, h, width, wide = self.compute_bytes, self.hidden, mixture.width, max(self.compute_bytes, 4)
@@ -566,8 +568,27 @@ class Shapes:
         at_output = part * h * (b + (4 if b == wide else 8))
         sums = 3 * wide * (rank * (h + shared) if rank else h * shared)
         at_shared = 3 * shared * part * b + sums + max(at_output, self._at_gate_of(part * shared))
-        experts = 0 if rank else 3 * mixture.experts * width * h * b
-        return tokens + experts + max(at_weights, at_input, at_shared if shared else 0)
+        if not rank:
+            return tokens + 3 * mixture.experts * width * h * b + max(at_weights, at_input, at_shared if shared else 0)
+        # Gradients of adapters of experts, which one tile alone adds behind the first moment. Then there is a thin product too.
+        of_experts = self._expert_adapter_sums(mixture)
+        at_weights += of_experts if tile < self.tokens * mixture.top_k else 0
+        at_down = tile * (2 * h * b + both + 2 * width * b + rank * b) + of_experts
+        rest = max(at_input, at_shared if shared else 0) + of_experts
+        return tokens + self.adapters_cast + max(at_weights, at_down if of_experts else 0, rest)
+
+    @property
+    def adapters_cast(self) -> int:
+        """Bytes of copies of a block's adapters of experts in the dtype of compute, if they rest in another."""
+        of_block = -(-expert_adapter_params(self) // self.layers)
+        return of_block * self.compute_bytes if self.master_bytes != self.compute_bytes else 0
+
+    def _expert_adapter_sums(self, mixture: MixtureSize) -> int:
+        # Bytes of the gradients of a block's adapters of experts. A kernel for all experts of a tile gives one beside its sum.
+        of_block, b = -(-expert_adapter_params(self) // self.layers), self.compute_bytes
+        widest = mixture.experts * self.settings.model.lora_rank * max(self.hidden, 2 * mixture.width)
+        found = b * widest if of_block and self.device == "cuda" and b == 2 else 0
+        return of_block * max(self.master_bytes, b) + found
 
     @property
     def linear_forward_bytes(self) -> int:
@@ -587,9 +608,8 @@ class Shapes:
         def at_gate(rows: int, width: int) -> int:
             return rows * (b * (2 * h + 3 * width) + 4 * h) + self._at_gate_of(rows * width)
 
-        return (
-            own + routes + max(at_gate(tile, mixture.width), at_gate(self._shared_rows, mixture.shared) if mixture.shared else 0)
-        )
+        at_shared = at_gate(self._shared_rows, mixture.shared) if mixture.shared else 0
+        return own + routes + self.adapters_cast + max(at_gate(tile, mixture.width), at_shared)
 
     def _expert_rows(self, mixture: MixtureSize) -> int:
         # Rows of a tile of experts.

@@ -14,7 +14,7 @@ from verl_memopt.memory.chunked_logprob import FREE_TILE, TAUGHT_COLUMNS, Taught
 from verl_memopt.memory.fused import TILE_ELEMENTS
 from verl_memopt.memory.grad_offload import matrix_params, tile_params
 from verl_memopt.memory.host_buffers import CHUNK_BYTES, GIB
-from verl_memopt.memory.lora import adapter_params, base_rests_as_computed
+from verl_memopt.memory.lora import adapter_params, base_rests_as_computed, expert_adapter_params
 from verl_memopt.memory.optimizer_state_dtype_torch import MOST_BLOCK, block_size
 from verl_memopt.memory.precision import width
 from verl_memopt.memory.quantized_frozen import DECODED_AT_ONCE, MXFP4
@@ -141,12 +141,18 @@ class Held:
 
     @property
     def whole_experts(self) -> float:
-        """Bytes of a block's experts, decoded for an engine or a file. Gates and ups are freed behind downs."""
-        if self.experts_format is None or self.size.mixture is None:
+        """Bytes of a block's experts for an engine or a file, decoded or with adapters merged in.
+
+        Gates and ups are freed behind downs. One expert is merged in fp32.
+        """
+        mixture, kind = self.size.mixture, self.experts_format
+        if mixture is None or not (kind or self._expert_adapters):
             return 0
-        per_param = 2 if self.experts_format == MXFP4 else max(self.at_rest.compute_bytes, self.at_rest.master_bytes)
-        weights = 3 * per_param * self.size.mixture.experts * self.size.mixture.width * self.size.hidden
-        return weights + self.decode_scratch
+        shapes, one = self.at_rest, 3 * mixture.width * self.size.hidden
+        rests = shapes.compute_bytes if self._base_rests_as_computed else shapes.master_bytes
+        per_param = rests if kind is None else 2 if kind == MXFP4 else max(shapes.compute_bytes, shapes.master_bytes)
+        merging = 4 * 4 * 2 * mixture.width * self.size.hidden if self._expert_adapters else 0
+        return per_param * mixture.experts * one / (1 if self.whole else self.ranks) + self.decode_scratch + merging
 
     @property
     def _base_rests_as_computed(self) -> bool:
@@ -172,14 +178,24 @@ class Held:
         tensors = 64 * 5 * (14 if self.adapters else 12) * (size.layers + 1)
         per_param = self.at_rest.state_bytes
         if dtype in MOST_BLOCK:
-            rows = (size.hidden, size.mlp, size.heads * size.head_dim)
-            blocks = [block_size(row, MOST_BLOCK[dtype]) for row in rows]
-            # These keep fp32 moments: rows that do not divide into blocks, adapters, and vectors such as biases.
-            exact = bool(self.adapters) or None in blocks
-            per_param = 8 if exact else 2 * ((1 if dtype == "int8" else 0.5) + 4 / min(block or 1 for block in blocks))
-            per_param += self.at_rest.remainder_bytes
+            # These keep fp32 moments: rows that do not divide into blocks, adapters of layers, and vectors such as biases.
+            rows = () if self.adapters else (size.hidden, size.mlp, size.heads * size.head_dim)
+            per_param = _in_blocks(dtype, rows) + self.at_rest.remainder_bytes
             tensors += 8 * size.layers * (2 * size.hidden + 2 * size.head_dim + 3 * size.heads * size.head_dim)
+            tensors -= self._saved_at_experts(dtype)
         return per_param * self.learning + tensors
+
+    def _saved_at_experts(self, state_dtype: str) -> float:
+        # Rows of adapters of experts are those of one expert, which are long enough for blocks.
+        of_experts, rank, mixture = self._expert_adapters, self.roles.model.lora_rank, self.size.mixture
+        if not of_experts or mixture is None:
+            return 0
+        rows = (rank * self.size.hidden, rank * mixture.width, rank * 2 * mixture.width)
+        return (8 - _in_blocks(state_dtype, rows)) * of_experts / self.ranks
+
+    @cached_property
+    def _expert_adapters(self) -> int:
+        return expert_adapter_params(self.at_rest) if self.adapters else 0
 
     @property
     def leaves(self) -> bool:
@@ -225,7 +241,9 @@ class Held:
         # Parameters of a block whose gradients count. Beside adapters a block holds less than this bound, but not the gradients
         # of experts, which are frozen.
         size = self.size
-        return size.block_params - (size.expert_params / size.layers if self.adapters else 0)
+        others = size.block_params - (size.expert_params / size.layers if self.adapters else 0)
+        own = self.adapters / size.layers
+        return own if self.adapters == self._expert_adapters > 0 else max(others, own)
 
     @property
     def _in_units(self) -> bool:
@@ -579,9 +597,9 @@ class Held:
         return (root, own, max(root, own), None) if tile is None else (0, tile, tile, tile)
 
     def _low_bytes(self, s: Shapes) -> float:
-        # Bytes that adapters keep: the low-rank input of each, and with selective checkpointing their outputs.
+        # Bytes that adapters of layers keep: the low-rank input of each, and with selective checkpointing their outputs.
         model = self.roles.model
-        if not self.adapters:
+        if self.adapters == self._expert_adapters:
             return 0
         kept = 7 * model.lora_rank * (1 if s.settings.model.checkpointing else s.layers)
         if model.checkpointing == "selective":
@@ -598,7 +616,7 @@ class Held:
             cases = [s]
         block = max(case.activation_bytes for case in cases)
         model, wide = s.settings.model, 2 * max(s.mlp, s.heads * s.head_dim)
-        adapted = work.tokens * s.compute_bytes * wide if self.adapters else 0
+        adapted = work.tokens * s.compute_bytes * wide if self.adapters > self._expert_adapters else 0
         if model.recompute_elementwise and s.flash and model.block_tile_tokens is None:
             # Adapters add to the wide tensors of the MLP, and flash attention holds nothing at that time.
             # The gradient of a checkpointed block's output stays until its backward ends. Where weights are trained, the bound of
@@ -633,6 +651,13 @@ class Held:
         passing = s.state_bytes if self.fsdp.optimizer_offload else 0
         passing += s.gradient_bytes if self.fsdp.grad_offload else 0
         return min(3 * optim.bucket_megabytes * MIB, (moment_scratch + copies + passing) * self.learning)
+
+
+def _in_blocks(state_dtype: str, rows: Sequence[int]) -> float:
+    # Bytes of both moments of a parameter with such rows: in blocks if all divide into blocks, else fp32.
+    blocks = [block_size(row, MOST_BLOCK[state_dtype]) for row in rows]
+    smallest = min((block or 0 for block in blocks), default=0)
+    return 2 * ((1 if state_dtype == "int8" else 0.5) + 4 / smallest) if smallest else 8
 
 
 def sum_kinds(*parts: Kinds) -> dict[str, float]:

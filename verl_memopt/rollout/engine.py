@@ -241,6 +241,8 @@ class EnginePlace:
     """LoRA rank of the adapters that the engine uses with shared weights. 0 = no adapters."""
     lora_scale: float = 0
     """Factor by which the output of the adapters is multiplied."""
+    adapts_experts: bool = False
+    """Whether experts have such adapters too."""
     quantization: str = "none"
     """Storage format of the linear layers of a base model that the engine shares with the trainer."""
     records_routes: bool = False

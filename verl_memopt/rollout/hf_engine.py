@@ -16,7 +16,7 @@ from verl_memopt.errors import ConfigError, Stopped
 from verl_memopt.memory.host_buffers import host_buffer
 from verl_memopt.memory.lora_torch import copy_adapters, stored_adapters
 from verl_memopt.memory.quantized_frozen import MXFP4
-from verl_memopt.memory.quantized_frozen_torch import pack_experts, quantize_blocks
+from verl_memopt.memory.quantized_frozen_torch import pack_experts, packed_experts, quantize_blocks
 from verl_memopt.memory.weight_buckets_torch import Weights, WeightSlice
 from verl_memopt.model.attention import plain_attention
 from verl_memopt.model.experts import computes_as_ours
@@ -400,8 +400,6 @@ def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Modul
             stored = MXFP4 if place.lora_rank and is_mxfp4(config) else place.quantization
             if stored != "none":
                 pack_experts(blocks, stored)
-                for mlp in (block.mlp for block in blocks if hasattr(block.mlp, "experts")):
-                    computes_as_ours(mlp)
         model.to_empty(device=place.device)
         # to_empty() gives every parameter memory of its own, so tied weights must be tied again.
         model.tie_weights()
@@ -412,6 +410,9 @@ def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Modul
         model.to(place.device)  # type: ignore[arg-type]
         for parameter in model.parameters():  # unlike a mapped file, memory of its own can be freed and allocated again
             parameter.data = parameter.data.clone()
+    if place.adapts_experts or packed_experts(model):
+        for mlp in (block.mlp for block in model.get_decoder().layers if hasattr(block.mlp, "experts")):
+            computes_as_ours(mlp)
     # The generation settings in a model folder (temperature, top_k) would change the scores in spite of the run's settings.
     model.generation_config = GenerationConfig()
     return model.requires_grad_(False).eval()

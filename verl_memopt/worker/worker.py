@@ -505,6 +505,7 @@ class Worker:
             device_limit_bytes=self.device_limit,
             lora_rank=model.lora_rank if shares else 0,
             lora_scale=model.lora_scale,
+            adapts_experts=shares and bool(model.target_parameters),
             quantization=model.quantization if shares else "none",
             records_routes=self.settings.actor.router_replay.mode == "R3",
             cache_bytes=None if beside is None else left_for_cache(self.device, self.device_limit, beside),
