@@ -419,7 +419,7 @@ def merged_weights(
         if stored.endswith(PACKED):
             name = stored.removesuffix(PACKED)
             if exact is None and name in layers:  # into the decoded copy
-                weight = experts[name].whole(value.detach())
+                weight = experts[name].whole(value.detach(), exactly=False)
                 yield name, _merged(weight, layers[name], out=weight)
                 continue
             weight = experts[name].whole(value.detach()) if exact is None else exact(name).to(value.device)

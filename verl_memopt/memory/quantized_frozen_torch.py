@@ -224,9 +224,12 @@ class PackedExperts:
         rows = stored[experts.start : experts.stop].flatten(0, 1)
         return self.packing.dequantize(rows, dtype).unflatten(0, (len(experts), self.outputs))
 
-    def whole(self, stored: Tensor) -> Tensor:
-        """Decode all experts, in the form in which the model stores whole weights. MXFP4 becomes bfloat16, which is exact."""
-        dtype = torch.bfloat16 if self.packing.kind == MXFP4 else self.computes
+    def whole(self, stored: Tensor, exactly: bool = True) -> Tensor:
+        """Decode all experts, in the form in which the model stores whole weights, and in the dtype ``computes``.
+
+        ``exactly``: MXFP4 becomes bfloat16, which holds its values exactly.
+        """
+        dtype = torch.bfloat16 if exactly and self.packing.kind == MXFP4 else self.computes
         out = torch.empty((len(stored), *self.sides), dtype=dtype, device=stored.device)
         for own, one in zip(out, stored, strict=True):
             (own.t() if self.turned else own).copy_(self.packing.dequantize(one, dtype))

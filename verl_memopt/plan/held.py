@@ -150,7 +150,9 @@ class Held:
             return 0
         shapes, one = self.at_rest, 3 * mixture.width * self.size.hidden
         rests = shapes.compute_bytes if self._base_rests_as_computed else shapes.master_bytes
-        per_param = rests if kind is None else 2 if kind == MXFP4 else max(shapes.compute_bytes, shapes.master_bytes)
+        per_param: float = rests if kind is None else max(shapes.compute_bytes, shapes.master_bytes)
+        if kind == MXFP4 and not self._expert_adapters:
+            per_param = 2
         merging = 4 * 4 * 2 * mixture.width * self.size.hidden if self._expert_adapters else 0
         return per_param * mixture.experts * one / (1 if self.whole else self.ranks) + self.decode_scratch + merging
 
@@ -175,7 +177,7 @@ class Held:
         if not self.at_rest.state_bytes:
             return 0
         # Each tensor has a step counter, and its state starts at a multiple of 64 bytes.
-        tensors = 64 * 5 * (14 if self.adapters else 12) * (size.layers + 1)
+        tensors: float = 64 * 5 * (14 if self.adapters else 12) * (size.layers + 1)
         per_param = self.at_rest.state_bytes
         if dtype in MOST_BLOCK:
             # These keep fp32 moments: rows that do not divide into blocks, adapters of layers, and vectors such as biases.
