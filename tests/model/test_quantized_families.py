@@ -154,6 +154,20 @@ def test_the_error_of_a_reference_is_measured_against_its_own_weights(folders, t
     assert (exact - expected).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_streams_its_bytes_from_the_host_computes_the_same(folders, one_rank, kind):
+    pack, found = act.micros(act.mini_batch())[0].pack, []
+    for offload in (False, "stream"):
+        fsdp, settings = Fsdp(dtype="fp32", param_offload=offload), Model(path=str(folders[kind]))
+        model = build_policy(settings, fsdp, folders[kind], one_rank, CPU, ModelUse(quantization="nf4"))
+        model.requires_grad_(False)
+        materialize(model, folders[kind], CPU)
+        with torch.no_grad():
+            found.append(model(pack, 1.0)[0])
+    assert (model.stream is not None) == (offload == "stream")
+    assert torch.equal(*found)
+
+
 def on_two_ranks(rank, folders, dtype):
     found = []
     for folder in folders:
