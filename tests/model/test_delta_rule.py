@@ -15,7 +15,7 @@ from verl_memopt.model.state_chunks import TAIL, state_chunks, state_tiles
 SHAPE = DeltaShape(key_heads=2, value_heads=4, key_dim=5, value_dim=3)
 CHANNELS = 2 * SHAPE.keys + SHAPE.values
 
-SIZES = (16, 32, 64, None)
+SIZES = ((16,), (32,), (64,), (64, 32))
 
 
 def inputs(tokens, seed=0, dtype=torch.float64):
@@ -72,8 +72,8 @@ def assert_exact(layout, found, tensors, seed=0):
         assert (one - other).norm() <= 1e-11 * max(other.norm(), 1e-3)
 
 
-def rule(layout, tensors, size=None):
-    return gated_delta_rule(*tensors[:3], tuple(tensors[3:]), state_chunks(layout, None, size), SHAPE)[0]
+def rule(layout, tensors, sizes=(64, 32)):
+    return gated_delta_rule(*tensors[:3], tuple(tensors[3:]), state_chunks(layout, None, sizes), SHAPE)[0]
 
 
 @pytest.fixture(params=[1, 2**16, 2**23], ids=["a chunk at a time", "some", "all at once"])
@@ -89,20 +89,24 @@ GROUPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("groups", GROUPS)
-def test_prompts_and_answers_are_computed_as_rows_alone_token_by_token(groups, size, elements):
+def test_prompts_and_answers_are_computed_as_rows_alone_token_by_token(groups, sizes, elements):
     layout = PrefixLayout.of(tuple(groups))
     tensors = inputs(len(layout.stops))
-    assert_exact(layout, rule(layout, tensors, size), tensors)
+    assert_exact(layout, rule(layout, tensors, sizes), tensors)
 
 
 @settings(max_examples=30, deadline=None)
-@given(forest=forests(size=40).filter(lambda forest: forest.places), size=st.sampled_from((4, 16, None)), seed=st.integers(0, 9))
-def test_trees_are_computed_as_their_paths(forest, size, seed):
+@given(
+    forest=forests(size=40).filter(lambda forest: forest.places),
+    sizes=st.sampled_from(((4,), (16,), (64, 32))),
+    seed=st.integers(0, 9),
+)
+def test_trees_are_computed_as_their_paths(forest, sizes, seed):
     layout = forest.pack().layout
     tensors = inputs(len(layout.stops), seed)
-    assert_exact(layout, rule(layout, tensors, size), tensors)
+    assert_exact(layout, rule(layout, tensors, sizes), tensors)
 
 
 @settings(max_examples=30, deadline=None)
@@ -180,7 +184,7 @@ def test_in_half_precision_states_stay_in_fp32_and_strong_decays_finite():
 @given(forest=forests(size=60).filter(lambda forest: forest.places), size=st.sampled_from((4, 16, 64)), most=st.integers(1, 9))
 def test_each_token_is_in_one_chunk_whose_parent_is_in_the_round_before(forest, size, most):
     layout = forest.pack().layout
-    chunks = state_chunks(layout, None, size)
+    chunks = state_chunks(layout, None, (size,))
     own = chunks.own[chunks.own > 0] - chunks.first_row
     assert sorted(own.tolist()) == list(range(len(layout.stops)))
     for chunk, above in enumerate(chunks.parent.tolist()):

@@ -80,6 +80,10 @@ def supports_flash(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 8
 
 
+def capability_of(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 def name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 

@@ -34,6 +34,7 @@ from verl_memopt.memory.streamed_params_torch import StreamedParams, allocate_on
 from verl_memopt.model.attention import choose_attention
 from verl_memopt.model.captured_block import CapturedBlocks, why_not_captured
 from verl_memopt.model.decoder import Decoder, DecoderBlock, block_options, class_name
+from verl_memopt.model.delta_kernels import with_kernels
 from verl_memopt.model.experts import Experts
 from verl_memopt.model.families import POLICY_KEY, SCORE_CAP, STATE_LAYER, is_mxfp4, layer_configs, layer_types
 from verl_memopt.model.packed_model import PackedModel, PolicyModel, dtype_of
@@ -263,6 +264,9 @@ def _build(
     lm = empty_model(config, attention, resting, bool(model.trust_remote_code), use.model_key)
     blocks = block_options(lm, model, fsdp, use.knobs_key, use.trained, use.recompute)
     packed = take_over(lm, blocks=blocks)
+    for block in packed.blocks() if isinstance(packed.decoder, Decoder) else ():
+        if isinstance(block, DecoderBlock) and block.is_linear:
+            block.linear_attn.shape = with_kernels(block.linear_attn.shape, name, device, compute, use.knobs_key)
     if isinstance(packed, ValueModel):
         # The value head computes in fp32. So it always keeps the dtype of the master weights, even if other parameters rest in
         # a shorter dtype.

@@ -12,9 +12,9 @@ gradients of its state and of its last tokens. Bytes: ``plan/formulas.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,13 +22,23 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu, softplus
 
 from verl_memopt.memory.recompute_elementwise_torch import wide_dtype
-from verl_memopt.model.state_chunks import TAIL, Batch, Part, StateChunks
+from verl_memopt.model.state_chunks import SIZES, TAIL, Batch, Part, StateChunks
 
 EPS = 1e-6
 """Added to the sum of squares of a query or key before the root."""
 
 ELEMENTS = {"cpu": 2**23}
 """Device type -> most elements of the temporary tensors of a batch, default 2**26. A batch has at least one chunk."""
+
+
+class StateRule(Protocol):
+    """The rule over the chunks of a pack, as :class:`Rule` computes it."""
+
+    def forward(self, keeps: bool) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]: ...
+
+    def backward(
+        self, borders: Sequence[Tensor], grad: Tensor | None, grad_tails: Tensor | None, grad_states: Tensor | None
+    ) -> tuple[Tensor, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,15 @@ class DeltaShape:
     value_heads: int
     key_dim: int
     value_dim: int
+    by_kernels: Callable[[StateChunks, DeltaShape, Sequence[Tensor]], StateRule] | None = None
+    """Computes the rule by kernels (``delta_kernels.py``). Arguments are those of :class:`Rule`. None = torch's own operators."""
+
+    def rule(self, chunks: StateChunks, tensors: Sequence[Tensor]) -> StateRule:
+        return (self.by_kernels or Rule)(chunks, self, tensors)
+
+    def sizes(self, device: torch.device) -> tuple[int, ...]:
+        """Return how many tokens a full chunk may have. Kernels cut it themselves, so for them it is a whole call."""
+        return SIZES if self.by_kernels is None else (self.most_tokens(device),)
 
     @property
     def keys(self) -> int:
@@ -64,6 +83,10 @@ class DeltaShape:
 
     def most_chunks(self, size: int, device: torch.device) -> int:
         return max(ELEMENTS.get(device.type, 2**26) // self.chunk_elements(size), 1)
+
+    def most_tokens(self, device: torch.device) -> int:
+        """Return the most tokens of a call of kernels. Its temporary tensors are smaller than those of a batch of as many."""
+        return SIZES[0] * self.most_chunks(SIZES[0], device)
 
 
 def gated_delta_rule(
@@ -97,9 +120,7 @@ def gated_delta_rule(
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chunks: StateChunks, shape: DeltaShape, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rule = Rule(chunks, shape, tensors)
-        keeps = any(ctx.needs_input_grad)
-        out, tails, states, borders = rule.forward(keeps)
+        out, tails, states, borders = shape.rule(chunks, tensors).forward(any(ctx.needs_input_grad))
         ctx.chunks, ctx.shape = chunks, shape
         ctx.save_for_backward(*tensors, *borders)
         ctx.set_materialize_grads(False)
@@ -111,7 +132,8 @@ class _DeltaRule(torch.autograd.Function):
         ctx: Any, grad: Tensor | None, grad_tails: Tensor | None, grad_states: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        return None, None, *Rule(ctx.chunks, ctx.shape, saved[:8]).backward(saved[8:], grad, grad_tails, grad_states)
+        rule = ctx.shape.rule(ctx.chunks, saved[:8])
+        return None, None, *rule.backward(saved[8:], grad, grad_tails, grad_states)
 
 
 @dataclass
@@ -164,11 +186,14 @@ class Rule:
         self.split = [shape.keys, shape.keys, shape.values]
         channels = self.qkv.shape[1]
         self.taps = self.filters.view(channels, -1).t().to(self.wide)  # [4, channels]
-        self.batches = chunks.batches(shape.most_chunks(chunks.size, self.qkv.device))
+
+    @property
+    def batches(self) -> tuple[Batch, ...]:
+        return self.chunks.batches(self.shape.most_chunks(self.chunks.size, self.qkv.device))
 
     # Rows of the table of inputs: zeros, given tails, tokens.
 
-    def _inputs(self, rows: Tensor) -> Tensor:
+    def inputs(self, rows: Tensor) -> Tensor:
         first = self.chunks.first_row
         flat = rows.flatten()
         found = self.qkv.index_select(0, (flat - first).clamp_(min=0))
@@ -198,12 +223,9 @@ class Rule:
     def inside(self, batch: Batch) -> _Inside:
         shape, size, dtype = self.shape, self.chunks.size, self.qkv.dtype
         rows, own = self.chunks.rows[batch.chunks], self.chunks.own[batch.chunks]
-        conv = self._inputs(rows).to(self.wide)
-        mixed = conv[:, TAIL:] * self.taps[TAIL]
-        for tap in range(TAIL):
-            mixed.addcmul_(conv[:, tap : tap + size], self.taps[tap])
+        conv = self.inputs(rows).to(self.wide)
         # Rounded where transformers rounds: after the convolution, after silu, and beta.
-        mixed = mixed.to(dtype).to(self.wide)
+        mixed = self.convolved(conv)
         q, k, v = silu(mixed).to(dtype).to(self.wide).split(self.split, 2)
         q, k = (states.unflatten(2, (shape.key_heads, 1, shape.key_dim)).permute(0, 2, 3, 1, 4) for states in (q, k))
         q_size, k_size = ((states.square().sum(-1, keepdim=True) + EPS).rsqrt() for states in (q, k))
@@ -230,9 +252,16 @@ class Rule:
             conv, mixed, valid, q, k, q_size, k_size, self._value_heads(v), beta, total.exp(), left, decay, kk, inverse, scores
         )
 
-    def _first_border(self) -> Tensor:
-        states = self.given_states.to(self.wide)
-        heads = states.unflatten(1, (self.shape.key_heads, self.repeats))
+    def convolved(self, conv: Tensor) -> Tensor:
+        # [n, C + 3, channels] -> [n, C, channels], rounded to the dtype of the inputs.
+        size = conv.shape[1] - TAIL
+        mixed = conv[:, TAIL:] * self.taps[TAIL]
+        for tap in range(TAIL):
+            mixed.addcmul_(conv[:, tap : tap + size], self.taps[tap])
+        return mixed.to(self.qkv.dtype).to(self.wide)
+
+    def first_border(self) -> Tensor:
+        heads = self.by_key_head(self.given_states)
         return torch.cat([heads.new_zeros(1, *heads.shape[1:]), heads])
 
     def _new_values(self, some: _Inside, at: slice, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,7 +277,7 @@ class Rule:
         shape, chunks = self.shape, self.chunks
         out = self.qkv.new_empty(chunks.tokens, shape.values)
         results = self.qkv.new_empty(len(chunks.results_of), *shape.state, dtype=self.wide)
-        border, following, kept = self._first_border(), list[Tensor](), list[Tensor]()
+        border, following, kept = self.first_border(), list[Tensor](), list[Tensor]()
         for batch in self.batches:
             kept += [border] if keeps else []
             some, states, news = self.inside(batch), list[Tensor](), list[Tensor]()
@@ -267,7 +296,7 @@ class Rule:
             heads = (some.grown * (some.q @ state)).add_(some.scores @ new)
             self._write(out, batch, self._tokens(heads))
             del some, states, news, state, new, heads  # freed before the next batch allocates
-        return out, self._inputs(chunks.tails), results, kept
+        return out, self.inputs(chunks.tails), results, kept
 
     def _write(self, into: Tensor, batch: Batch, values: Tensor) -> None:
         # Write values of the tokens of a batch, [n, C, m] with padding, to their rows of [T, m].
@@ -277,8 +306,16 @@ class Rule:
         self, borders: Sequence[Tensor], grad: Tensor | None, grad_tails: Tensor | None, grad_states: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Return the gradients of the eight tensors. ``borders`` are the states before each batch."""
+        grads = self.no_gradients(grad_tails)
+        results = None if grad_states is None else self.by_key_head(grad_states)
+        for batch, before in zip(reversed(self.batches), reversed(borders), strict=True):
+            self._batch_backward(batch, before, grad, results, grads)
+        return self.collected(grads)
+
+    def no_gradients(self, grad_tails: Tensor | None) -> Gradients:
+        # Zeros, but for the tails of the results. ``qkv``, ``b`` and ``a`` are not filled.
         chunks, count = self.chunks, len(self.chunks.rows)
-        grads = _Gradients(
+        grads = Gradients(
             qkv=torch.empty_like(self.qkv),
             b=torch.empty_like(self.b),
             a=torch.empty_like(self.a),
@@ -291,15 +328,13 @@ class Rule:
         )
         if grad_tails is not None:
             grads.tails.index_add_(0, chunks.tail_places[count:].flatten(), grad_tails.flatten(0, 1).to(self.wide))
-        results = None if grad_states is None else self._states(grad_states)
-        for batch, before in zip(reversed(self.batches), reversed(borders), strict=True):
-            self._batch_backward(batch, before, grad, results, grads)
-        return self._collected(grads)
+        return grads
 
-    def _states(self, states: Tensor) -> Tensor:
+    def by_key_head(self, states: Tensor) -> Tensor:
+        # [n, Hv, Dk, Dv] -> [n, Hk, R, Dk, Dv]
         return states.to(self.wide).unflatten(1, (self.shape.key_heads, self.repeats))
 
-    def _collected(self, grads: _Gradients) -> tuple[Tensor, ...]:
+    def collected(self, grads: Gradients) -> tuple[Tensor, ...]:
         rows, given = self.chunks.tail_rows, torch.zeros_like(self.given_tails, dtype=self.wide).flatten(0, 1)
         # The row of zeros and rows of other kinds get nothing.
         places = rows - self.chunks.first_row
@@ -325,7 +360,7 @@ class Rule:
         before: Tensor,
         grad: Tensor | None,
         results: Tensor | None,
-        grads: _Gradients,
+        grads: Gradients,
     ) -> None:
         # ``before`` are the states in the border before the batch.
         some = self.inside(batch)
@@ -341,7 +376,7 @@ class Rule:
         before: Tensor,
         grad: Tensor | None,
         results: Tensor | None,
-        grads: _Gradients,
+        grads: Gradients,
     ) -> Tensor:
         # Returns the gradient of the activated outputs of the convolution, [n, C, channels].
         state, rest, new = self._again(some, batch, before)
@@ -392,7 +427,7 @@ class Rule:
         batch: Batch,
         values: tuple[Tensor, Tensor, Tensor],
         above: tuple[Tensor, Tensor, Tensor, Tensor],
-        grads: _Gradients,
+        grads: Gradients,
     ) -> Tensor:
         # All gradients of the heads of a batch that need no loop.
         (state, rest, new), (grad_out, grad_after, grad_rest, grad_added) = values, above
@@ -429,7 +464,7 @@ class Rule:
         grad_k = some.k_size * (grad_k - some.k * (some.k * grad_k).sum(-1, keepdim=True))
         return torch.cat([self._tokens(heads) for heads in (grad_q, grad_k, grad_rest)], 2)
 
-    def _gates_backward(self, some: _Inside, batch: Batch, beta: Tensor, decays: Tensor, grads: _Gradients) -> None:
+    def _gates_backward(self, some: _Inside, batch: Batch, beta: Tensor, decays: Tensor, grads: Gradients) -> None:
         # From the gradients of beta and g to those of b, a, A_log and dt_bias.
         own = self.chunks.own[batch.chunks]
         share = some.beta * (1 - some.beta)
@@ -442,21 +477,25 @@ class Rule:
         grads.dt_bias += decays.sum((0, 1))
         self._write(grads.a, batch, decays)
 
-    def _convolution_backward(self, conv: Tensor, mixed: Tensor, batch: Batch, grad: Tensor, grads: _Gradients) -> None:
-        # ``grad`` is the gradient of silu(mixed), and is overwritten.
-        size, gate = self.chunks.size, mixed.sigmoid()
+    def _convolution_backward(self, conv: Tensor, mixed: Tensor, batch: Batch, grad: Tensor, grads: Gradients) -> None:
+        into = self.convolution_gradient(conv, mixed, grad, grads)
+        grads.tails.index_add_(0, self.chunks.tail_places[batch.chunks].flatten(), into[:, :TAIL].flatten(0, 1))
+        self._write(grads.qkv, batch, into[:, TAIL:])
+
+    def convolution_gradient(self, conv: Tensor, mixed: Tensor, grad: Tensor, grads: Gradients) -> Tensor:
+        # Returns the gradient of ``conv``. ``grad`` is the gradient of silu(mixed), and is overwritten.
+        size, gate = mixed.shape[1], mixed.sigmoid()
         grad.mul_(gate).mul_(gate.neg_().add_(1).mul_(mixed).add_(1))
         del gate
         into = torch.zeros_like(conv)
         for tap in range(TAIL + 1):
             into[:, tap : tap + size].addcmul_(grad, self.taps[tap])
             grads.taps[tap] += (grad * conv[:, tap : tap + size]).sum((0, 1))
-        grads.tails.index_add_(0, self.chunks.tail_places[batch.chunks].flatten(), into[:, :TAIL].flatten(0, 1))
-        self._write(grads.qkv, batch, into[:, TAIL:])
+        return into
 
 
 @dataclass
-class _Gradients:
+class Gradients:
     """Gradients that all batches add to.
 
     Attributes:

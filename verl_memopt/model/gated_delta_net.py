@@ -36,7 +36,7 @@ class GatedDeltaNet(nn.Module):
         ``x`` [T, h] is the input of ``norm``.
         """
         qkv, z, b, a, x = self._projected(x, norm)
-        chunks = state_chunks(layout, None if prefix_kv is None else prefix_kv.given)
+        chunks = state_chunks(layout, None if prefix_kv is None else prefix_kv.given, self.shape.sizes(x.device))
         given = None
         if prefix_kv is not None:
             wide = torch.promote_types(qkv.dtype, torch.float32)
@@ -73,7 +73,7 @@ class GatedDeltaNet(nn.Module):
             self.shape,
             mlp_tiles,
             (found[0][0], found[1][0], GatedNorm(self.norm.variance_epsilon)),
-            state_tiles(layout, tile_tokens),
+            state_tiles(layout, tile_tokens, self.shape.sizes(x.device)),
         )
         weights = (found[0][1], found[1][1], self.norm.weight), (self.conv1d.weight, self.A_log, self.dt_bias)
         own = self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a, self.out_proj

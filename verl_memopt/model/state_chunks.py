@@ -26,6 +26,9 @@ TAIL = 3
 SIZES = (64, 32)
 """Numbers of tokens in a full chunk, the first one preferred."""
 
+PIECE = 64
+"""Number of tokens that kernels compute at once."""
+
 LARGER = 1.1
 """A smaller chunk is taken if the larger one has more than so many times its padded tokens."""
 
@@ -74,6 +77,29 @@ class Batch:
     parts: tuple[Part, ...]
     places: Tensor
     tokens: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Chunks of one round that kernels compute in one call. They have n chunks and t tokens, without padding.
+
+    Attributes:
+        part: The chunks.
+        rows: int64 [t + TAIL x n], for each chunk the rows of the TAIL tokens before it, and of its own.
+        tails: int64 [TAIL x n], places in ``rows`` of the tokens before each chunk.
+        own: int64 [t], places in ``rows`` of the chunks' own tokens.
+        tokens: int64 [t], the same tokens among those of the pack.
+        cu_seqlens: int64 [n + 1], where each chunk begins among the t tokens.
+        pieces: int64 [m, 2], chunk and number of each piece of ``PIECE`` tokens, as kernels cut the chunks.
+    """
+
+    part: Part
+    rows: Tensor
+    tails: Tensor
+    own: Tensor
+    tokens: Tensor
+    cu_seqlens: Tensor
+    pieces: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,15 +155,52 @@ class StateChunks:
             self._batches[most] = tuple(self._batch(parts) for parts in self._cut(most))
         return self._batches[most]
 
-    def _cut(self, most: int) -> Iterator[list[Part]]:
+    @cached_property
+    def _calls(self) -> dict[int, tuple[Call, ...]]:
+        return {}
+
+    def calls(self, most: int) -> tuple[Call, ...]:
+        """Return calls of at most ``most`` tokens. A call has at least one chunk."""
+        if most not in self._calls:
+            self._calls[most] = tuple(self._call(part) for part in self._cut_by_tokens(most))
+        return self._calls[most]
+
+    def _each_round(self) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
+        # The chunks of a round, the chunks that they follow, and those of them that others follow.
         borders = [0, *(np.flatnonzero(np.diff(self.rounds)) + 1).tolist(), len(self.rounds)]
-        waiting: list[Part] = []
         for number, (first, end) in enumerate(pairwise(borders)):
             children = slice(end, borders[min(number + 2, len(borders) - 1)])
-            sides = np.unique(self.parent[first:end]), np.unique(self.parent[children])
-            parts = [
-                self._part(slice(start, min(start + most, end)), slice(first, end), *sides) for start in range(first, end, most)
-            ]
+            yield slice(first, end), np.unique(self.parent[first:end]), np.unique(self.parent[children])
+
+    def _cut_by_tokens(self, most: int) -> Iterator[Part]:
+        for whole, *sides in self._each_round():
+            start = whole.start
+            while start < whole.stop:
+                fitting = int(np.searchsorted(self.counts[start : whole.stop].cumsum(), most, "right"))
+                stop = start + max(fitting, 1)
+                yield self._part(slice(start, stop), whole, *sides)
+                start = stop
+
+    def _call(self, part: Part) -> Call:
+        counts = self.counts[part.chunks]
+        wide, number, pieces = counts + TAIL, np.arange(len(counts)), -(-counts // PIECE)
+        first, tails = np.cumsum(wide) - wide, np.full(len(counts), TAIL)
+        arrays = (
+            ranges(number * (TAIL + self.size), wide),
+            ranges(first, tails),
+            ranges(first + TAIL, counts),
+            ranges(self.starts[part.chunks], counts) - self.first_row,
+            np.append(0, np.cumsum(counts)),
+            np.stack([np.repeat(number, pieces), ranges(np.zeros_like(pieces), pieces)], 1),
+        )
+        places, *rest = sent_together([on_host(array) for array in arrays], self.rows.device)
+        return Call(part, self.rows[part.chunks].flatten().index_select(0, places), *rest)
+
+    def _cut(self, most: int) -> Iterator[list[Part]]:
+        waiting: list[Part] = []
+        for whole, *sides in self._each_round():
+            first, end = whole.start, whole.stop
+            parts = [self._part(slice(start, min(start + most, end)), whole, *sides) for start in range(first, end, most)]
             if waiting and end - waiting[0].chunks.start > most:
                 yield waiting
                 waiting = []
@@ -169,19 +232,19 @@ class StateChunks:
         return Part(chunks, read_at, before, passed, slice(low, high), *ends, found, numbers)
 
 
-def state_chunks(layout: PrefixLayout, given: np.ndarray | None = None, size: int | None = None) -> StateChunks:
+def state_chunks(layout: PrefixLayout, given: np.ndarray | None = None, sizes: Sequence[int] = SIZES) -> StateChunks:
     """Cut the queries of a layout into chunks, cached in the layout. The results are the states after its ``branches``.
 
     Args:
         layout: All tokens must be queries, except a path before them (:mod:`verl_memopt.model.prefix_kv`).
         given: int64, the tokens of that path whose states are given, ascending. None = none.
-        size: Tokens of a full chunk. None = the one of ``SIZES`` that suits the lengths.
+        sizes: Tokens of a full chunk. Of several the one is taken that suits the lengths.
     """
     given = np.zeros(0, dtype=np.int64) if given is None else given
-    key = "chunks", given.tobytes(), size
+    key = "chunks", given.tobytes(), tuple(sizes)
     if key not in layout.plans:
         first, branches = int(layout.query_places[0]), layout.branches
-        cut = _Cut(_Segments(layout.stops, first, given, branches), SIZES if size is None else (size,))
+        cut = _Cut(_Segments(layout.stops, first, given, branches), sizes)
         layout.plans[key] = _sent(cut.chunks(first, len(given), np.searchsorted(cut.ends, branches)), layout)
     found: StateChunks = layout.plans[key]
     return found
@@ -204,17 +267,21 @@ class StateTile:
     results: slice
 
 
-def state_tiles(layout: PrefixLayout, size: int) -> tuple[StateTile, ...]:
-    """Cut the tokens of a layout into tiles of ``size``, cached in the layout. All tokens must be queries."""
-    if ("state tiles", size) not in layout.plans:
-        layout.plans["state tiles", size] = tuple(_tiles(layout, size))
-    found: tuple[StateTile, ...] = layout.plans["state tiles", size]
+def state_tiles(layout: PrefixLayout, size: int, sizes: Sequence[int] = SIZES) -> tuple[StateTile, ...]:
+    """Cut the tokens of a layout into tiles of ``size``, cached in the layout. All tokens must be queries.
+
+    ``sizes`` are as in :func:`state_chunks`.
+    """
+    key = "state tiles", size, tuple(sizes)
+    if key not in layout.plans:
+        layout.plans[key] = tuple(_tiles(layout, size, sizes))
+    found: tuple[StateTile, ...] = layout.plans[key]
     return found
 
 
-def _tiles(layout: PrefixLayout, size: int) -> Iterator[StateTile]:
+def _tiles(layout: PrefixLayout, size: int, sizes: Sequence[int]) -> Iterator[StateTile]:
     none = np.zeros(0, dtype=np.int64)
-    cut = _Cut(_Segments(layout.stops, 0, none, none, size), SIZES)
+    cut = _Cut(_Segments(layout.stops, 0, none, none, size), sizes)
     tile = cut.starts // size
     borders = np.searchsorted(tile, np.arange(int(tile[-1]) + 2)).tolist()
     handed = np.unique(cut.parent[(cut.parent >= 0) & (tile[cut.parent] != tile)])
@@ -296,7 +363,8 @@ class _Cut:
     """
 
     def __init__(self, segments: _Segments, sizes: Sequence[int]) -> None:
-        self.size = _suitable(segments.lengths, sizes)
+        # Large chunks of kernels need no more places than the longest segment has tokens.
+        self.size = min(_suitable(segments.lengths, sizes), max(SIZES[0], int(segments.lengths.max())))
         counts = -(-segments.lengths // self.size)
         of, begin = np.repeat(np.arange(len(counts)), counts), np.cumsum(counts) - counts
         place = np.arange(len(of)) - begin[of]

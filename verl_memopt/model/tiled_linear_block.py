@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU, wide_dtype, zeros_to_sum
 from verl_memopt.memory.recompute_gates import GatedNorm
 from verl_memopt.memory.tiled_mlp_torch import TiledLinear, TiledMlp, Traits, tensors_and_traits, tiled_linears
-from verl_memopt.model.delta_rule import DeltaShape, Rule
+from verl_memopt.model.delta_rule import DeltaShape, StateRule
 from verl_memopt.model.experts import Mixture, TiledExperts
 from verl_memopt.model.state_chunks import TAIL, StateTile
 
@@ -160,7 +160,7 @@ class _Block:
         normal = self.shape.norms[0].compute((self.x[tile.rows],), (self.norm_weights[0],))
         qkv, z, b, a = (layer(normal) for layer in self.layers[:4])
         given = self.tails.index_select(0, tile.given), self.states.index_select(0, tile.given)
-        rule = Rule(tile.chunks, self.shape.rule, (qkv, b, a, *self.rule_weights, *given))
+        rule = self.shape.rule.rule(tile.chunks, (qkv, b, a, *self.rule_weights, *given))
         out, tails, states, borders = rule.forward(again)
         if not again:
             self.tails[tile.results], self.states[tile.results] = tails, states
@@ -176,7 +176,7 @@ class _Tile:
 
     normal: Tensor
     z: Tensor
-    rule: Rule
+    rule: StateRule
     out: Tensor
     borders: list[Tensor]
 
