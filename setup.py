@@ -46,6 +46,7 @@ setup(
         "cpu": requirements("requirements/cpu.txt"),
         "gpu": ["vllm>=0.32,<0.33"],
         "flash-attn": ["flash-attn>=2.8"],
+        "fla": ["fla-core>=0.6"],
         "torchao": ["torchao>=0.18,<0.19"],
         "math": ["math-verify>=0.9,<0.10"],
         "wandb": ["wandb>=0.18"],

@@ -8,10 +8,14 @@ import torch
 from tests.gpu import machine
 from tests.model import test_delta_rule as states
 from tests.model import test_experts as mixtures
+from tests.model.forests import agent
 from verl_memopt.memory.tiled_mlp_torch import Traits
+from verl_memopt.model.delta_kernels import BOUND, with_kernels
+from verl_memopt.model.delta_rule import DeltaShape, gated_delta_rule
 from verl_memopt.model.experts import Mixture, mixed
 from verl_memopt.model.mixture_kind import MixtureKind, Router
 from verl_memopt.model.prefix_layout import PrefixLayout
+from verl_memopt.model.state_chunks import state_chunks
 
 GROUPS = ((130, (3, 64, 1, 65)), (2, (1, 2, 70)), (200, ()))
 
@@ -44,6 +48,30 @@ def test_the_gated_delta_rule_gives_the_exact_outputs_and_gradients(dtype):
     near([out], [expected], dtype)
     (out * weights.to(out)).sum().backward()
     near([tensor.grad for tensor in own], torch.autograd.grad(total, exact), dtype)
+
+
+@pytest.mark.parametrize("heads", [(16, 16), (16, 32)], ids=["0.8B", "9B"])
+def test_kernels_of_flash_linear_attention_give_the_exact_outputs_and_gradients_of_a_tree(heads):
+    dtype, plain = torch.bfloat16, DeltaShape(*heads, 128, 128)
+    shape = with_kernels(plain, "auto", machine.device(), dtype, "model")
+    if shape.by_kernels is None:
+        pytest.skip("kernels of flash-linear-attention: they need a GPU and the package fla-core")
+    layout = agent(turns=4, answers=3, context=100, answer=40).pack().layout
+    tokens, channels = len(layout.stops), 2 * plain.keys + plain.values
+    sizes = (tokens, channels), *[(tokens, heads[1])] * 2, (channels, 1, 4), *[(heads[1],)] * 2, (tokens, plain.values)
+    generator = torch.Generator().manual_seed(0)
+    given, found = [torch.randn(size, generator=generator) for size in sizes], []
+    given[4].copy_(torch.linspace(-7, 2, heads[1]))
+    given = [tensor.to(dtype) for tensor in given]
+    own = layout.map(lambda tensor: tensor.to(machine.device()))
+    for each, tensors in ((shape, given), (plain, [tensor.double() for tensor in given])):
+        *tensors, weights = (tensor.to(machine.device()) for tensor in tensors)
+        tensors = [tensor.requires_grad_() for tensor in tensors]
+        chunks = state_chunks(own, None, each.sizes(machine.device()))
+        out = gated_delta_rule(*tensors[:3], tuple(tensors[3:]), chunks, each)[0]
+        found.append([out.detach(), *torch.autograd.grad(out, tensors, weights)[:4]])
+    for one, other in zip(*found, strict=True):
+        assert (one.double() - other).norm() <= BOUND * other.norm()
 
 
 @pytest.mark.rehearsed

@@ -8,6 +8,7 @@ from verl_memopt.config import schema
 from verl_memopt.errors import ConfigError, RolloutError
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.model.packing import pack_rows
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
 
 def test_without_a_load_the_dummy_engine_refuses_to_generate(tied_folder):
@@ -71,6 +72,16 @@ def test_settings_meant_for_another_engine_are_refused(tied_folder):
         engine_at("hf", tied_folder, logprobs_mode="raw_logits")
     with pytest.raises(ConfigError, match=r"engine_kwargs\.vllm.*rollout\.name=hf"):
         engine_at("hf", tied_folder, engine_kwargs=schema.EngineKwargs(vllm={"block_size": 16}))
+
+
+def test_layers_that_transformers_would_compute_by_kernels_of_a_gpu_are_refused_on_a_cpu(tmp_path, monkeypatch):
+    folder = make_tiny_model(tmp_path / "model", TinyShape("qwen3_5_text"), seed=3)
+    package = tmp_path / "packages" / "fla"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text('__version__ = "0.6.0"')
+    monkeypatch.syspath_prepend(package.parent)
+    with pytest.raises(ConfigError, match=r"rollout\.name=hf.*fla-core.*uninstall"):
+        engine_at("hf", folder)
 
 
 @pytest.mark.parametrize(

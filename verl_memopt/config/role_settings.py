@@ -559,7 +559,8 @@ class Model(LoadMode, QuantizedBase, ChunkedLogprob, ModelKnobs):
     override_config: dict[str, Any] = field(default_factory=dict)
     """Values that replace those of the model's config.json. A name that the config does not have is an error."""
     attn_implementation: Literal["auto", "flash_attention_2", "sdpa", "eager"] = "auto"
-    """auto, flash_attention_2, sdpa, eager. auto = flash attention if device and dtype support it, else sdpa."""
+    """auto, flash_attention_2, sdpa, eager. auto = flash attention if device and dtype support it, else sdpa. With eager, linear
+    layers (Qwen3.5) use no kernels of flash-linear-attention."""
 
 
 # The section ``actor_rollout_ref.rollout``.

@@ -39,7 +39,8 @@ BOUND = 2**-5
 """How far results of the kernels may be from those of torch's operators, relative to their norms. By rounding alone they are
 about 2**-8 apart, because kernels round states, and what they compute inside a chunk, to bfloat16."""
 
-WAY_OUT = "Or uninstall it (.venv/bin/pip uninstall fla-core flash-linear-attention): torch's own operators compute these layers."
+UNINSTALL = ".venv/bin/pip uninstall fla-core flash-linear-attention"
+WAY_OUT = f"Or uninstall it ({UNINSTALL}): torch's own operators compute these layers."
 PLAIN = "linear layers: torch's own operators, because %s"
 
 KernelOfRule: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
@@ -197,6 +198,10 @@ def with_kernels(shape: DeltaShape, name: str, device: torch.device, dtype: torc
     return faster
 
 
+def fla_is_installed() -> bool:
+    return importlib.util.find_spec("fla") is not None
+
+
 def known_wrong(fla: str, triton: str, capability: tuple[int, int]) -> str | None:
     """Return what is known to be wrong with versions of fla-core and Triton on a compute capability, and what to install.
 
@@ -225,7 +230,7 @@ def _not_for(shape: DeltaShape, device: torch.device, dtype: torch.dtype) -> str
 
 @cache
 def _fla_problem() -> str | None:
-    if importlib.util.find_spec("fla") is None:
+    if not fla_is_installed():
         return "fla-core is not installed"
     try:
         _kernel()
@@ -266,10 +271,10 @@ def _results(shape: DeltaShape, layout: PrefixLayout, device: torch.device, dtyp
     sizes: Any = (tokens, channels), (tokens, heads), (tokens, heads), (channels, 1, TAIL + 1), (heads,), (heads,)
     values = [torch.randn(size, generator=generator, device=device) for size in sizes]
     values[4].copy_(torch.linspace(-7, 2, heads))  # some heads forget within few tokens, and others remember all
-    inputs = [tensor.to(dtype).requires_grad_() for tensor in values]
+    qkv, b, a, *weights = inputs = [tensor.to(dtype).requires_grad_() for tensor in values]
     chunks = state_chunks(layout, None, shape.sizes(device))
     with torch.enable_grad():
-        out = gated_delta_rule(*inputs[:3], (inputs[3], inputs[4], inputs[5]), chunks, shape)[0]
-    weights = torch.randn(out.shape, generator=generator, device=device).to(dtype)
+        out = gated_delta_rule(qkv, b, a, (weights[0], weights[1], weights[2]), chunks, shape)[0]
+    grad = torch.randn(out.shape, generator=generator, device=device).to(dtype)
     # Gradients of A_log and dt_bias are sums over tokens that nearly cancel. Torch makes them from those of the tokens.
-    return [tensor.detach().double() for tensor in (out, *torch.autograd.grad(out, inputs, weights)[:4])]
+    return [tensor.detach().double() for tensor in (out, *torch.autograd.grad(out, inputs, grad)[:4])]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_memopt.config import schema
-from verl_memopt.distributed.device import empty_cache
+from verl_memopt.distributed.device import empty_cache, is_gpu
 from verl_memopt.errors import ConfigError, Stopped
 from verl_memopt.memory.host_buffers import host_buffer
 from verl_memopt.memory.lora_torch import copy_adapters, stored_adapters
@@ -19,8 +19,9 @@ from verl_memopt.memory.quantized_frozen import MXFP4
 from verl_memopt.memory.quantized_frozen_torch import pack_experts, packed_experts, quantize_blocks
 from verl_memopt.memory.weight_buckets_torch import Weights, WeightSlice
 from verl_memopt.model.attention import plain_attention
+from verl_memopt.model.delta_kernels import UNINSTALL, fla_is_installed
 from verl_memopt.model.experts import computes_as_ours
-from verl_memopt.model.families import is_mxfp4, num_experts
+from verl_memopt.model.families import STATE_LAYER, is_mxfp4, layer_types, num_experts
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.model.router_replay import number_dtype
 from verl_memopt.model.weights import rebuild_buffers, store_scalars
@@ -389,6 +390,11 @@ def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Modul
 
     source, remote = place.model_folder, place.trust_remote_code
     config = AutoConfig.from_pretrained(source, trust_remote_code=remote)
+    if STATE_LAYER in layer_types(config.get_text_config()) and not is_gpu(place.device) and fla_is_installed():
+        raise ConfigError(
+            f"{KEY}.name=hf: fla-core is installed, so transformers computes the linear layers of {config.model_type} by its "
+            f"kernels, which need a GPU. Uninstall it ({UNINSTALL}), or use {KEY}.name=vllm."
+        )
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": remote, "attn_implementation": plain_attention(config)}
     if load_format == "dummy":
         with torch.device("meta"):
