@@ -29,6 +29,8 @@ processor's files of the folder that training started from. So it loads wherever
 text part alone (`engine_config` in the run folder). The head for drafting still expects the model before training, so an engine
 that drafts with it may accept fewer drafts.
 
+On a GPU, kernels of flash-linear-attention compute the linear layers of Qwen3.5 [if they are installed](get_started.md#on-a-gpu).
+
 | `model_type` | models | knobs inside blocks | also |
 |---|---|---|---|
 """

@@ -16,7 +16,7 @@ import torch
 from benchmarks.common import write_json
 from verl_memopt.distributed.device import device_count, memory_info
 
-MISSING_ON_PURPOSE = ("ray", "vllm", "flash-attn")
+MISSING_ON_PURPOSE = ("ray", "vllm", "flash-attn", "fla-core")
 """Packages that the parts of all.sh do not need. They are named, so that a reader sees what was not covered."""
 
 

@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.gpu.linear_layers``: milliseconds and bytes of the rule of one layer at the sizes of Qwen3.5, in bfloat16,
 for a long row, prompts with their answers, and short rows; and how far results by kernels are from those of torch's operators.
-Bytes are the allocator's peak above the inputs. Without a GPU a small shape is computed once, to try the script. JSON lines with
-``--json``. The kernels need fla-core.
+Kernels are also measured with longer calls. Bytes are the allocator's peak above the inputs. Without a GPU a small shape is
+computed once, to try the script. JSON lines with ``--json``. The kernels need fla-core.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from benchmarks.common import text_table
 from benchmarks.gpu.environment import environment
 from verl_memopt.distributed.device import max_memory_allocated, memory_allocated, name_of, reset_peak_memory, synchronize
+from verl_memopt.model import delta_rule
 from verl_memopt.model.delta_kernels import largest_difference, with_kernels
 from verl_memopt.model.delta_rule import DeltaShape, gated_delta_rule
 from verl_memopt.model.families import POLICY_KEY
@@ -36,6 +37,8 @@ PACKS = {
 }
 SMALL = {"tiny": DeltaShape(2, 4, 16, 16)}, {"a prompt of 70, answers of 3 and 130": ((70, (3, 130)),)}
 ROUNDS = 10
+LONGER = (1, 2, 4, 8)
+"""How many times as many tokens a call of kernels has."""
 
 
 def measured(shape: DeltaShape, groups: tuple[tuple[int, tuple[int, ...]], ...], device: torch.device) -> dict[str, Any]:
@@ -80,9 +83,12 @@ def main() -> int:
         if faster.by_kernels is not None:
             print(f"{name}: largest difference {largest_difference(faster, device, torch.bfloat16):.2e}")
         for pack, groups in packs.items():
-            for form in dict.fromkeys((plain, faster)):
-                kind = "torch" if form.by_kernels is None else "kernels"
-                records.append({"shape": name, "pack": pack, "form": kind, **measured(form, groups, device)})
+            records.append({"shape": name, "pack": pack, "form": "torch", **measured(plain, groups, device)})
+            for times in LONGER if faster.by_kernels is not None else ():
+                delta_rule.ELEMENTS[device.type] = times * 2**26
+                form = f"kernels, calls of {faster.most_tokens(device):,}"
+                records.append({"shape": name, "pack": pack, "form": form, **measured(faster, groups, device)})
+            delta_rule.ELEMENTS.pop("cuda", None)
     rows = [
         [record["shape"], record["pack"], record["form"], f"{record['forward_ms']:,.1f}", f"{record['both_ms']:,.1f}",
          "-" if record["peak_bytes"] is None else f"{record['peak_bytes'] / 2**20:,.0f}"]

@@ -72,7 +72,8 @@ class KernelRule:
             del mixed
             out.index_copy_(0, call.tokens, value.to(out.dtype))
             following.append(plain.by_key_head(after.index_select(0, part.passed)))
-            results.index_copy_(0, part.results, after.index_select(0, part.found).to(results.dtype))
+            if len(part.found):
+                results.index_copy_(0, part.results, after.index_select(0, part.found).to(results.dtype))
             if part.last:
                 border, following = torch.cat(following), []
         return out, plain.inputs(chunks.tails), results, kept
@@ -93,7 +94,7 @@ class KernelRule:
             grad_after = torch.zeros_like(after)
             if len(part.passed):
                 grad_after.index_copy_(0, part.passed, grads.border[part.border].flatten(1, 2).to(after.dtype))
-            if grad_states is not None:
+            if grad_states is not None and len(part.found):
                 grad_after.index_add_(0, part.found, grad_states.index_select(0, part.results).to(after.dtype))
             own = torch.autograd.grad((value, after), arguments, (grad_value, grad_after))
             del value, after, grad_value, grad_after, arguments
