@@ -28,7 +28,7 @@ AR = "actor_rollout_ref"
 FP32 = [f"{AR}.rollout.dtype=fp32", f"{AR}.actor.fsdp_config.dtype=fp32"]
 SMALL = ["data.train_batch_size=8", f"{AR}.actor.ppo_mini_batch_size=8", f"{AR}.rollout.n=4", "data.val_max_samples=8"]
 PHASES = ("gen", "update_actor", "update_weights")
-KINDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_moe", "gemma3_text", "gemma4_text", "gpt_oss")
+KINDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_moe", "gemma3_text", "gemma4_text", "glm4_moe", "gpt_oss")
 """Types beside that of the toy, whose model every other test trains."""
 
 

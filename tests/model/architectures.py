@@ -115,6 +115,9 @@ def tiny_folder(at, model_type, deviation=0.06, **more):
                 parameter.data.fill_(len(parameter) ** -0.5)
             elif model_type.startswith("qwen3_5"):  # its vectors do more than norms, and start at values that hide mistakes
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # else it would shift no choice
+                buffer.normal_(0, 0.05)
     model.save_pretrained(at)
     return at
 

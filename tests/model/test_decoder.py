@@ -36,6 +36,9 @@ VARIANTS = {
         "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1,
         "layer_types": ["full_attention", "sliding_attention"],
     },
+    "glm4_moe": {},
+    "glm4_moe with groups": {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5},
+    "glm4_moe with weights as they are": {"norm_topk_prob": False, "use_qk_norm": False, "first_k_dense_replace": 0},
     "gpt_oss": {"sliding_window": 4, "swiglu_limit": 0.1},
     "gemma3_text": {
         "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 24,
@@ -166,6 +169,7 @@ def test_a_window_of_any_width_goes_on_from_a_shared_prompt(folders, kind, width
         "gemma3_text",
         "gemma4_text",
         "gemma4_small",
+        "glm4_moe",
         "qwen3_moe",
     ],
 )

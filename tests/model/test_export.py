@@ -34,7 +34,11 @@ def test_an_exported_folder_loads_in_transformers_with_the_same_weights(untied_f
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("qwen3_moe", "model.layers.1.mlp.experts.2.up_proj.weight"), ("gpt_oss", "model.layers.1.mlp.experts.gate_up_proj")],
+    [
+        ("qwen3_moe", "model.layers.1.mlp.experts.2.up_proj.weight"),
+        ("glm4_moe", "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("gpt_oss", "model.layers.1.mlp.experts.gate_up_proj"),
+    ],
 )
 def test_experts_are_written_as_published_models_have_them(tmp_path, kind, name):
     folder = make_tiny_model(tmp_path / "in", TinyShape(model_type=kind, num_experts=3), seed=4)

@@ -13,7 +13,7 @@ from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
 KINDS = {
     kind: TinyShape(kind, num_layers=4)
-    for kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_moe", "gemma3_text", "gemma4_text", "gpt_oss")
+    for kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_moe", "gemma3_text", "gemma4_text", "glm4_moe", "gpt_oss")
 }
 KINDS["small gemma4_text"] = TinyShape("gemma4_text", num_layers=4, layer_inputs=8, reading_layers=2)
 PLAIN = {"recompute_elementwise": False, "prune_last_block": False}

@@ -313,7 +313,9 @@ def test_a_long_conversation_gives_the_log_probs_and_gradients_of_rows_alone(fol
     assert_near(together(filled(folder, options=options), forest), alone(forest))
 
 
-@pytest.fixture(scope="module", params=[("qwen3_moe", 0.05), ("qwen3_5_moe_text", 0.03)], ids=lambda param: param[0])
+@pytest.fixture(
+    scope="module", params=[("qwen3_moe", 0.05), ("glm4_moe", 0.05), ("qwen3_5_moe_text", 0.03)], ids=lambda param: param[0]
+)
 def experts(request, tmp_path_factory):
     """Gives a folder with experts, a forest, and the results of its rows alone."""
     kind, deviation = request.param

@@ -1,6 +1,7 @@
 """An update computes each token with the experts of a record, in every layout of a pack, and with every knob of a block."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def scores(policy, batch, parts):
 def update(policy, batch, parts, reuse=False):
     """Gives the metrics, and every whole gradient by name."""
     metrics = policy.accumulate(micro_batches_of(batch, parts, reuse), counts_of(batch), 0.9)
-    found = {name: whole_of(weight.grad).clone() for name, weight in named_weights(policy.model)}
+    found = {name: whole_of(weight.grad).clone() for name, weight in named_weights(policy.model) if weight.requires_grad}
     policy.trained.optimizer.zero_grad()
     return metrics, found
 
@@ -95,12 +96,14 @@ def forced(model, experts):
     def force(layer):
         def choose(router, _, output):
             logits, (own,) = output[0], [experts[:, layer].long()]
-            chosen = logits.softmax(-1, dtype=torch.float).gather(1, own)
+            found = logits.sigmoid() if hasattr(router, "e_score_correction_bias") else logits.softmax(-1, dtype=torch.float)
+            chosen = found.gather(1, own)
             return logits, chosen / chosen.sum(-1, keepdim=True), own
 
         return choose
 
-    hooks = [block.mlp.gate.register_forward_hook(force(layer)) for layer, block in enumerate(model.model.layers)]
+    mixtures = [(layer, block.mlp.gate) for layer, block in enumerate(model.model.layers) if hasattr(block.mlp, "gate")]
+    hooks = [gate.register_forward_hook(force(layer)) for layer, gate in mixtures]
     yield
     for hook in hooks:
         hook.remove()
@@ -125,7 +128,9 @@ def by_transformers(folder, batch, places, experts):
     return torch.cat(found), {name: weight.grad for name, weight in model.named_parameters()}
 
 
-def test_other_experts_give_the_values_of_transformers_forced_to_them(folder, one_rank):
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
+def test_other_experts_give_the_values_of_transformers_forced_to_them(tmp_path, one_rank, kind):
+    folder = make_tiny_model(tmp_path / "model", replace(SHAPE, model_type=kind), seed=3)
     policy = act.build(folder, one_rank, **OWN)
     places = BATCH.record_places([[size] for size in BATCH.responses.sizes()])
     experts = drawn_experts(1 + max(int(own.max()) for (own,) in places))

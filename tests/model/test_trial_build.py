@@ -36,11 +36,13 @@ SHAPED = {
     "cohere": {"logit_scale": 3.0},
     "cohere2": {"logit_scale": 3.0},
     "gemma2": {"final_logit_softcapping": 0.8, "attn_logit_softcapping": 0.3, "query_pre_attn_scalar": 4},
+    "glm4_moe": {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True},
     "granite": {"logits_scaling": 0.25},
     "hyperclovax": {"logits_scaling": 1.5},
     "nanochat": {"final_logit_softcapping": 0.8},
 }
-"""Types that scale or cap their logits or scores, with numbers that change the log-probs of a small model."""
+"""Types that scale or cap their logits or scores, or choose experts among groups, with numbers that change the log-probs of a
+small model."""
 
 REFUSED_FIRST = ("apertus", "bart", "bert", "bloom", "gpt2", "mamba", "mixtral", "nemotron", "qwen3_next", "stablelm")
 """One of each reason, in every run of the tests. What a config tells of the others, test_architecture.py shows."""

@@ -50,7 +50,7 @@ TEACHER = replace(draw(0).shape, model_type="qwen3", hidden_size=192, num_layers
 TEACHER_FSDP = "teacher.fsdp_config"
 STREAMED = [f"{TEACHER_FSDP}.param_offload=stream", f"{TEACHER_FSDP}.model_dtype=bfloat16"]
 OPTIMS = (f"{AR}.actor.optim", "critic.optim")
-MIXTURES = ("qwen3_moe", "qwen3_5_moe_text", "gpt_oss")
+MIXTURES = ("qwen3_moe", "qwen3_5_moe_text", "glm4_moe", "gpt_oss")
 SGD, MOMENTUM = ([f"{optim}.{key}" for optim in OPTIMS for key in ("optimizer=SGD", f"momentum={rate}")] for rate in (0.0, 0.9))
 
 

@@ -129,8 +129,10 @@ def test_rebuilding_each_module_loads_the_same_weights_as_copying_in_place(vllm_
     assert answers[0] == answers[1]
 
 
-def test_experts_are_synced_again_and_again_and_stay_in_the_order_of_the_kernel(tmp_path, no_shared_engine):
-    shape = TinyShape(model_type="qwen3_moe", initializer_range=0.2, max_positions=256)
+@pytest.mark.parametrize("kind", ["qwen3_moe", pytest.param("glm4_moe", marks=pytest.mark.slow)])
+def test_experts_are_synced_again_and_again_and_stay_in_the_order_of_the_kernel(tmp_path, no_shared_engine, kind):
+    # vLLM has no tied head for GLM.
+    shape = TinyShape(model_type=kind, initializer_range=0.2, max_positions=256, tie_embeddings=kind != "glm4_moe")
     folders = [make_tiny_model(tmp_path / str(seed), shape, seed=seed) for seed in range(2)]
     engine = engine_at("vllm", folders[0])
     try:
@@ -148,6 +150,12 @@ def test_experts_are_synced_again_and_again_and_stay_in_the_order_of_the_kernel(
 def test_experts_that_vllm_cannot_load_again_are_refused(tmp_path, no_shared_engine):
     folder = make_tiny_model(tmp_path / "model", TinyShape(model_type="gpt_oss"))
     with pytest.raises(ConfigError, match=r"name=vllm: vLLM loads the experts of gpt_oss models only when it starts.*name=hf"):
+        engine_at("vllm", folder)
+
+
+def test_a_tied_head_that_vllm_would_not_tie_is_refused(tmp_path, no_shared_engine):
+    folder = make_tiny_model(tmp_path / "model", TinyShape(model_type="glm4_moe"))
+    with pytest.raises(ConfigError, match=r"name=vllm: vLLM gives glm4_moe models a head of their own.*name=hf"):
         engine_at("vllm", folder)
 
 

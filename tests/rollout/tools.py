@@ -2,6 +2,7 @@ import torch
 
 from verl_memopt.config import schema
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.model.weights import named_weights
 from verl_memopt.rollout.engine import EnginePlace, SamplingSettings, build_engine
 
 EOS = 2
@@ -69,7 +70,7 @@ def model_of(folder):
 
 
 def weights_of(model):
-    return ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    return ((name, weight.detach()) for name, weight in named_weights(model))
 
 
 @torch.no_grad()

@@ -198,10 +198,13 @@ def adapter_params(shapes: Shapes) -> int:
     if rule is not None:
         linear = 5 * h + 2 * (rule.keys + rule.value_heads) + 3 * rule.values
     attention_layers = shapes.layers - shapes.linear_layers
-    # Of a mixture the shared expert and its gate have adapters.
-    shared = 0 if shapes.mixture is None else shapes.mixture.shared
-    of_mlp = 3 * (h + mlp) if shapes.mixture is None else (3 * (h + shared) + h + 1) * (shared > 0)
-    total = attention_layers * sides + shapes.linear_layers * linear + shapes.layers * of_mlp
+    of_mlps = shapes.layers * 3 * (h + mlp)
+    if shapes.mixture is not None:
+        # Of a mixture the shared expert and its gate have adapters.
+        shared, (dense, width) = shapes.mixture.shared, shapes.mixture.dense
+        of_shared = (3 * (h + shared) + shapes.mixture.shared_gate * (h + 1)) * (shared > 0)
+        of_mlps = (shapes.layers - dense) * of_shared + dense * 3 * (h + width)
+    total = attention_layers * sides + shapes.linear_layers * linear + of_mlps
     return int(model.lora_rank * total) + of_experts
 
 

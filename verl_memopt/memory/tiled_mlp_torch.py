@@ -52,7 +52,7 @@ def check_mlps(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) -> No
     """
     # MLPs that compute down(act(gate(x)) * up(x)), and mixtures, which run over tiles of experts (model/experts.py).
     known = [name for name in own_classes("MLP") if name != MIXTURE_OF_GPT_OSS]
-    mixtures = (*own_classes("SparseMoeBlock"), MIXTURE_OF_GPT_OSS)
+    mixtures = (*own_classes("SparseMoeBlock"), *own_classes("MoE"), MIXTURE_OF_GPT_OSS)
     for block in blocks:
         mlp: Any = getattr(block, "mlp", None)
         layers = {name: type(getattr(mlp, name)) for name in LAYERS} if trained and type(mlp).__name__ in known else {}

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from verl_memopt.distributed.sharded_state import detached
+from verl_memopt.model.families import CORRECTION
 from verl_memopt.observe.byte_tracker import scope
 from verl_memopt.observe.phase import MIB
 
@@ -55,13 +56,21 @@ def as_slice(item: tuple[str, Tensor] | WeightSlice) -> WeightSlice:
     return item if isinstance(item, WeightSlice) else WeightSlice(item[0], item[1].shape, 0, item[1])
 
 
+def dtype_of_weight(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a weight in a model of ``dtype``."""
+    return torch.float32 if name.endswith(f".{CORRECTION}") else dtype
+
+
 def joined(slices: Weights, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Assemble slices into (name, whole tensor of ``dtype``). This holds one tensor at a time, beside what the stream holds."""
+    """Assemble slices into (name, whole tensor of ``dtype``), except for a weight that is fp32 in any model.
+
+    This holds one tensor at a time, beside what the stream holds.
+    """
     pending: dict[str, tuple[Tensor, int]] = {}
     for item in slices:
         part = as_slice(item)
         if part.whole:
-            yield part.name, part.tensor.to(dtype)
+            yield part.name, part.tensor.to(dtype_of_weight(part.name, dtype))
             continue
         if part.name not in pending:
             # The whole tensor, and the number of rows that are still missing.

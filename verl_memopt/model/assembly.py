@@ -331,7 +331,7 @@ def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tens
             them together. Engines and FSDP2's units do this too.
     """
     if shared is not None:
-        _place(model, device, _shared_parameters(model, shared))
+        _place(model, device, _shared_weights(model, shared))
         if model.rows is not None:
             model.rows.take_over(model)
         if model.casts is not None:
@@ -358,10 +358,13 @@ def allocate(model: PackedModel, device: torch.device, shared: Mapping[str, Tens
         model.casts.take_over(model)
 
 
-def _shared_parameters(model: PackedModel, shared: Mapping[str, Tensor]) -> dict[Tensor, nn.Parameter]:
+def _shared_weights(model: PackedModel, shared: Mapping[str, Tensor]) -> dict[Tensor, Tensor]:
     weights = dict(base_weights(model))  # without adapters, which the engine does not have
     assert all(shared[name].shape == weight.shape and shared[name].dtype == weight.dtype for name, weight in weights.items())
-    return {weight: nn.Parameter(shared[name], weight.requires_grad) for name, weight in weights.items()}
+    return {
+        weight: nn.Parameter(shared[name], weight.requires_grad) if isinstance(weight, nn.Parameter) else shared[name].detach()
+        for name, weight in weights.items()
+    }
 
 
 def _vocabulary(model: PackedModel) -> list[list[nn.Module]]:
@@ -390,8 +393,8 @@ def _neighbours(model: PackedModel, device: torch.device) -> dict[Tensor, nn.Par
     return made
 
 
-def _place(model: PackedModel, device: torch.device, made: Mapping[Tensor, nn.Parameter]) -> None:
-    # Replace parameters of the model by those in ``made``, and allocate all other parameters and the buffers.
+def _place(model: PackedModel, device: torch.device, made: Mapping[Tensor, Any]) -> None:
+    # Replace parameters and buffers of the model by those in ``made``, and allocate all others.
     others = (parameter for parameter in model.parameters() if parameter not in made)
     made = {**made, **{other: nn.Parameter(torch.empty_like(other, device=device), other.requires_grad) for other in others}}
     # Replace by identity and not by name, because a tied parameter is in two modules.
@@ -399,7 +402,8 @@ def _place(model: PackedModel, device: torch.device, made: Mapping[Tensor, nn.Pa
         for name, parameter in module._parameters.items():
             module._parameters[name] = None if parameter is None else made[parameter]
         for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
+            if buffer is not None:
+                module._buffers[name] = made[buffer] if buffer in made else torch.empty_like(buffer, device=device)
 
 
 def materialize(policy: PolicyModel, folder: Path, device: torch.device, shared: Mapping[str, Tensor] | None = None) -> None:

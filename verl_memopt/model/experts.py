@@ -12,8 +12,8 @@ off. The residual is kept for attention too. Without ``recompute_elementwise`` a
 Sums of k outputs are in fp32, in the order of the experts. In fp32 results differ from those of transformers only by the order
 of sums.
 
-Some families have a shared expert too: a dense MLP for all tokens, times the sigmoid of a gate. It keeps nothing of its own, with
-or without ``tiled_mlp``, and runs over tiles of tokens.
+Some families have a shared expert too: a dense MLP for all tokens, in Qwen3.5 times the sigmoid of a gate. It keeps nothing of
+its own, with or without ``tiled_mlp``, and runs over tiles of tokens.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from verl_memopt.memory.recompute_elementwise_torch import (
     sum_of,
     wide_dtype,
 )
-from verl_memopt.memory.tiled_mlp_torch import LAYERS, TiledMlp, Traits, tensors_and_traits, tiled_linears
+from verl_memopt.memory.tiled_mlp_torch import LAYERS, TiledLinear, TiledMlp, Traits, tensors_and_traits, tiled_linears
 from verl_memopt.model.expert_products import ExpertLinear, ExpertSum, ExpertTile, RoutedRows, of_experts, turned_weights
-from verl_memopt.model.mixture_kind import ClampedGate, MixtureKind, Router
+from verl_memopt.model.families import CORRECTION
+from verl_memopt.model.mixture_kind import ClampedGate, MixtureKind, Router, SigmoidRouter
 from verl_memopt.model.router_replay import ALL, LayerRoutes
 
 
@@ -52,14 +53,18 @@ class Experts(nn.Module):
         super().__init__()
         self.source_class, self.options = type(source).__name__, options
         # Modules that only hold parameters under their names: `experts.gate_up_proj` [E, 2 x I, h], `experts.down_proj` [E, h, I]
-        # and `gate.weight` [E, h]; of some families also `shared_expert`, an MLP, and `shared_expert_gate.weight` [1, h]; or in
-        # gpt-oss `router` and `experts`, which have biases too. In the order of transformers, because optimizer states have the
-        # order of the parameters.
+        # and `gate.weight` [E, h]; of some families also `shared_expert`, an MLP, and `shared_expert_gate.weight` [1, h], or
+        # `shared_experts`, one MLP without a gate; or in gpt-oss `router` and `experts`, which have biases too. In the order of
+        # transformers, because optimizer states have the order of the parameters.
         for name, part in source.named_children():
             self.add_module(name, part)
         self._router_name = "gate" if hasattr(source, "gate") else "router"
         router: Any = getattr(source, self._router_name)
-        if self._router_name == "gate":
+        if hasattr(router, CORRECTION):
+            groups = router.num_group, router.topk_group
+            own = SigmoidRouter(router.top_k, router.norm_topk_prob, router.routed_scaling_factor, *groups)
+            self.kind = MixtureKind(own)
+        elif self._router_name == "gate":
             # Families without this field always divide.
             self.kind = MixtureKind(Router(router.top_k, getattr(router, "norm_topk_prob", True)))
         else:
@@ -79,14 +84,23 @@ class Experts(nn.Module):
         own, router = self.get_submodule("experts"), self.get_submodule(self._router_name)
         packed: Any = getattr(own, "packed", None)
         found: Any = [router.weight, *(getattr(own, name if packed is None else name + PACKED) for name in EXPERTS)]
-        kind = self.kind if packed is None else replace(self.kind, transposed=False, packed=tuple(packed.values()))
+        kind = self._kind(router)
+        kind = kind if packed is None else replace(kind, transposed=False, packed=tuple(packed.values()))
         if hasattr(own, "down_proj_bias"):
             found += [router.bias, own.gate_up_proj_bias, own.down_proj_bias]
-        shared: Any = getattr(self, "shared_expert", None)
-        layers = [] if shared is None else [*(getattr(shared, name) for name in LAYERS), self.shared_expert_gate]
+        shared: Any = getattr(self, "shared_expert", getattr(self, "shared_experts", None))
+        layers = [] if shared is None else [getattr(shared, name) for name in LAYERS]
+        layers += [self.shared_expert_gate] if hasattr(self, "shared_expert_gate") else []
         tensors, traits = tensors_and_traits(layers)
         factors, scales = factors_and_scales(own)
         return Mixture(kind, (*found, *factors, *tensors), tuple(traits), scales)
+
+    def _kind(self, router: Any) -> MixtureKind:
+        own = self.kind.router
+        if not isinstance(own, SigmoidRouter):
+            return self.kind
+        # A buffer, which is replaced when the model is allocated.
+        return replace(self.kind, router=replace(own, correction=getattr(router, CORRECTION)))
 
     def forward_sum(
         self,
@@ -134,7 +148,7 @@ class Mixture(NamedTuple):
     [E], [E, 2 x I] and [E, h]. Frozen weights of experts may be bytes (:data:`PACKED`). They are decoded one by one for each
     product. Then the adapters of gate and up, A [E, rank, h] and B [E, 2 x I, rank], and those of down, A [E, rank, I] and B
     [E, h, rank]; None = that weight has none. If there is a shared expert, then the tensors of its gate, up and down, and of its
-    own gate, as :func:`tensors_and_traits` returns them."""
+    own gate if it has one, as :func:`tensors_and_traits` returns them."""
     traits: tuple[Traits, ...] = ()
     """Those of the shared expert's layers. () = there is no shared expert."""
     scales: tuple[float, ...] = ()
@@ -440,36 +454,46 @@ class TiledExperts:
 class _SharedExpert:
     """Computes sigmoid(w y) x MLP(y) for normed rows y [t, h] inside an autograd function, where w [1, h] is a gate.
 
-    ``tensors`` and ``traits`` are those of a :class:`Mixture`, of which the ``needed`` ones get a gradient. The MLP has no
-    biases.
+    Without a gate it computes MLP(y). ``tensors`` and ``traits`` are those of a :class:`Mixture`, of which the ``needed`` ones
+    get a gradient. The MLP has no biases.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None], traits: Sequence[Traits], needed: Sequence[bool]) -> None:
         self._mlp = TiledMlp(tensors[:12], traits[:3], needed[:12])
-        (self._gate,) = tiled_linears(tensors[12:], traits[3:], needed[12:])
+        gates = tiled_linears(tensors[12:], traits[3:], needed[12:])
+        self._gate = gates[0] if gates else None
 
     def add_output(self, normal: Tensor, out: Tensor) -> None:
         # ``out`` [t, h] may be wider than ``normal``.
-        out.addcmul_(self._mlp.output(normal).to(out.dtype), self._share(normal).to(out.dtype))
+        product = self._mlp.output(normal).to(out.dtype)
+        if self._gate is None:
+            out.add_(product)
+        else:
+            out.addcmul_(product, self._share(normal, self._gate).to(out.dtype))
 
     def backward(self, grad: Tensor, normal: Tensor, alone: bool, through: bool) -> None:
         """As in :class:`TiledMlp`."""
-        share = self._share(normal)
+        gate = self._gate
+        if gate is None:
+            self._mlp.backward(grad, normal, alone, through)
+            return
+        share = self._share(normal, gate)
         at_gate = normal.new_empty(share.shape)
 
         def through_gate(above: Tensor, product: Tensor) -> Tensor:
             by_share = (above.to(share.dtype) * product).sum(-1, keepdim=True)
             at_gate.copy_(by_share * share * (1 - share))
-            self._gate.add(at_gate, normal, alone)
+            gate.add(at_gate, normal, alone)
             return torch.mul(above, share.to(above.dtype), out=product)
 
         self._mlp.backward(grad, normal, alone, through, through_gate)
         if through:
-            self._gate.through(at_gate, normal, add=True)
+            gate.through(at_gate, normal, add=True)
 
     def gradients(self) -> list[Tensor | None]:
-        return [*self._mlp.gradients(), *self._gate.gradients()]
+        return [*self._mlp.gradients(), *(() if self._gate is None else self._gate.gradients())]
 
-    def _share(self, normal: Tensor) -> Tensor:
+    @staticmethod
+    def _share(normal: Tensor, gate: TiledLinear) -> Tensor:
         # fp32 or wider [t, 1]
-        return self._gate.output(normal).to(wide_dtype(normal.dtype)).sigmoid()
+        return gate.output(normal).to(wide_dtype(normal.dtype)).sigmoid()

@@ -107,6 +107,13 @@ FAMILIES = (
     Family("glm", "GLM-4-9B and GLM-Edge"),
     Family("glm4", "GLM-4-0414"),
     Family(
+        "glm4_moe",
+        "GLM-4.5, GLM-4.5-Air, GLM-4.6",
+        "Glm4Moe",
+        note=f"{SHARED} The correction of its router is not trained. Its layers for drafting stay on disk, and every saved model "
+        "gets a copy of them.",
+    ),
+    Family(
         "gpt_oss",
         "gpt-oss",
         "GptOss",
@@ -186,7 +193,6 @@ FAMILIES = (
     Family("deepseek_v3", "DeepSeek-V3, DeepSeek-R1", refused=f"{EXPERTS} with latent attention, groups and a shared expert"),
     Family("falcon_h1", "Falcon-H1", refused="have layers of type hybrid"),
     Family("falcon_mamba", "Falcon Mamba", refused=STATE),
-    Family("glm4_moe", "GLM-4.5", refused=f"{EXPERTS} with a router of sigmoids and a bias, and with a shared expert"),
     Family("gpt2", "GPT-2", refused=NO_LIST),
     Family("gpt_bigcode", "StarCoder", refused=NO_LIST, nearest="starcoder2"),
     Family("gpt_neox", "Pythia, GPT-NeoX", refused=RENAMED),
@@ -233,6 +239,10 @@ AMONG_IMAGES = "vision"
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 """Config fields with the number of experts in a layer."""
+
+CORRECTION = "e_score_correction_bias"
+"""Name of the buffer of a router that shifts which experts are chosen. It is not trained, and is fp32 in a model of any dtype: a
+shorter one would choose other experts."""
 
 LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
 """Kinds of rotary embedding whose frequencies change if the longest sequence in a forward is longer than the trained length."""

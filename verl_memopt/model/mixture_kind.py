@@ -1,8 +1,9 @@
 """How a mixture's tokens find their experts, and what an expert computes between its products.
 
 The router computes as transformers does: a softmax in fp32 over all experts, then the k largest, divided by their sum if the
-config says so (``norm_topk_prob``). In gpt-oss the softmax is over the k largest logits. Its weights stay in fp32, as in vLLM;
-transformers rounds them to the model's dtype.
+config says so (``norm_topk_prob``). In gpt-oss the softmax is over the k largest logits. GLM-4.5 has sigmoids instead, and a
+correction of each that counts only for the choice. A router's weights stay in fp32, as in vLLM; transformers rounds them to the
+model's dtype.
 """
 
 from __future__ import annotations
@@ -60,10 +61,65 @@ class Router:
             return scores.zero_().scatter_(1, index, through.sub_(weights * through.sum(-1, keepdim=True)))
         found = scores.gather(1, index)
         if self.renormalizes:
-            total = found.sum(-1, keepdim=True)
-            grad = (grad - (grad * found).sum(-1, keepdim=True) / total) / total
+            grad = _through_sum(grad, found, found.sum(-1, keepdim=True))
         through = grad * found
         return scores.mul_(through.sum(-1, keepdim=True).neg_()).scatter_add_(1, index, through)
+
+
+def _through_sum(grad: Tensor, found: Tensor, total: Tensor) -> Tensor:
+    # The gradient of `found` from that of found / total.
+    return (grad - (grad * found).sum(-1, keepdim=True) / total) / total
+
+
+SMALLEST_SUM = 1e-20
+"""Added to the sum of the sigmoids of a token's experts, as in transformers."""
+
+
+@dataclass(frozen=True, eq=False)
+class SigmoidRouter:
+    """The router of GLM-4.5: a sigmoid in fp32 for each expert. Methods are those of :class:`Router`.
+
+    The experts with the largest sum of score and correction are chosen, if they are in the best groups of neighbouring experts.
+    What a group is worth is the sum of its two best experts. The weights are the scores without the correction, times a factor.
+    """
+
+    top_k: int
+    renormalizes: bool
+    factor: float
+    groups: int
+    top_groups: int
+    """Number of groups from which a token may choose."""
+    correction: Tensor | None = None
+    """fp32 [E]. It is not trained."""
+
+    def scores(self, normal: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the sigmoids of all experts, fp32 or wider [T, E]. The product is in fp32 too, as in transformers and vLLM."""
+        assert bias is None, "its router has no bias beside the correction"
+        wide = wide_dtype(normal.dtype)
+        logits = torch.empty(normal.shape[0], weight.shape[0], dtype=wide, device=normal.device)
+        return torch.mm(normal.to(wide), weight.to(wide).t(), out=logits).sigmoid_()
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """Return the numbers of the experts, uint8 or int16 [T, k], in any order."""
+        wanted = scores if self.correction is None else scores + self.correction
+        if self.top_groups < self.groups:
+            by_group = wanted.unflatten(1, (self.groups, -1))
+            best = by_group.topk(2, dim=-1).values.sum(-1)
+            rest = torch.ones_like(best, dtype=torch.bool)
+            rest.scatter_(1, best.topk(self.top_groups, dim=-1, sorted=False).indices, False)
+            wanted = by_group.masked_fill(rest[..., None], -torch.inf).flatten(1)
+        return wanted.topk(self.top_k, dim=-1, sorted=False).indices.to(number_dtype(scores.shape[1]))
+
+    def weights(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        found = scores.gather(1, chosen.long())
+        return (found / (found.sum(-1, keepdim=True) + SMALLEST_SUM) if self.renormalizes else found) * self.factor
+
+    def differentiate(self, grad: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        index = chosen.long()
+        found, grad = scores.gather(1, index), grad * self.factor
+        if self.renormalizes:
+            grad = _through_sum(grad, found, found.sum(-1, keepdim=True) + SMALLEST_SUM)
+        return scores.zero_().scatter_(1, index, grad * found * (1 - found))
 
 
 @dataclass(frozen=True)
@@ -122,7 +178,7 @@ def _clamped_gate_gradient(both: Tensor, grad: Tensor, alpha: float, limit: floa
 class MixtureKind:
     """How tokens find their experts, and what an expert computes."""
 
-    router: Router
+    router: Router | SigmoidRouter
     gate: SiluGate | ClampedGate = SiluGate()
     transposed: bool = False
     """Whether weights of experts are stored as [E, h, 2 x I] and [E, I, h]. Bytes are not."""

@@ -29,7 +29,11 @@ class MixtureSize:
     width: int
     top_k: int
     shared: int = 0
-    """Width of the MLP of an expert that computes all tokens (Qwen3.5). 0 = there is none."""
+    """Width of the MLP of an expert that computes all tokens (Qwen3.5, GLM-4.5). 0 = there is none."""
+    shared_gate: bool = True
+    """Whether the output of this expert has a gate (Qwen3.5)."""
+    dense: tuple[int, int] = (0, 0)
+    """How many layers have an MLP and no experts, and its width (GLM-4.5)."""
 
     def bytes_of_one(self, kind: str, hidden: int) -> int:
         """Return the bytes of an expert in a format of :data:`verl_memopt.memory.quantized_frozen.STORED`."""
@@ -149,12 +153,17 @@ class ModelSize:
         """Parameters that compute a token."""
         mixture = self.mixture
         idle = 0 if mixture is None else (mixture.experts - mixture.top_k) * mixture.width
-        return self.params - self.root_params - self.layers * 3 * self.hidden * idle
+        return self.params - self.root_params - self.mixture_layers * 3 * self.hidden * idle
+
+    @property
+    def mixture_layers(self) -> int:
+        """Number of layers with experts."""
+        return 0 if self.mixture is None else self.layers - self.mixture.dense[0]
 
     @property
     def expert_params(self) -> int:
         # Weights of all experts, without biases.
-        return 0 if self.mixture is None else self.layers * self.mixture.experts * 3 * self.mixture.width * self.hidden
+        return 0 if self.mixture is None else self.mixture_layers * self.mixture.experts * 3 * self.mixture.width * self.hidden
 
     def expert_bytes(self, kind: str) -> int:
         """Return the bytes of all experts in a format of :data:`verl_memopt.memory.quantized_frozen.STORED`."""
@@ -211,6 +220,11 @@ PUBLISHED = {
     "Qwen/Qwen3.5-35B-A3B": ModelSize(
         2048, 4608, 40, 16, 2, 256, 248_320, False, qk_norm=True, positions=2**18, counted=(34_660_610_688, 842_700_992),
         gated=True, rule=DeltaShape(16, 32, 128, 128), linear_layers=30, mixture=MixtureSize(256, 512, 8, 512),
+    ),
+    # From transformers' defaults, with the attention of the published config. The parameters are those of the model's card.
+    "zai-org/GLM-4.5-Air": ModelSize(
+        4096, 12_672, 46, 96, 8, 128, 151_552, False, qkv_bias=True, positions=2**17, counted=(106_852_245_504, 2_341_492_736),
+        mixture=MixtureSize(128, 1408, 8, 1408, False, (1, 10_944)),
     ),
     "google/gemma-3-4b-it": ModelSize(
         2560, 10_240, 34, 8, 4, 256, 262_208, True, qk_norm=True, window=1024, window_layers=29, post_norms=True,
@@ -282,8 +296,11 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
     if hasattr(getattr(block, "mlp", None), "experts"):
         # Some types call the width of an expert by the name that others give to the width of an MLP.
         own = getattr(config, "moe_intermediate_size", None) or width
-        shared = config.shared_expert_intermediate_size if hasattr(block.mlp, "shared_expert") else 0
-        mixture = MixtureSize(num_experts(config), own, config.num_experts_per_tok, shared)
+        expert: Any = getattr(block.mlp, "shared_expert", getattr(block.mlp, "shared_experts", None))
+        shared = 0 if expert is None else expert.down_proj.in_features
+        dense = sum(hasattr(other.mlp, "gate_proj") for other in layers), width
+        gates = shared > 0 and hasattr(block.mlp, "shared_expert_gate")
+        mixture = MixtureSize(num_experts(config), own, config.num_experts_per_tok, shared, gates, dense if dense[0] else (0, 0))
         width = mixture.top_k * own + shared
     return ModelSize(
         hidden=config.hidden_size,

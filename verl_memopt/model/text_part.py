@@ -32,6 +32,7 @@ IN_RUN = frozenset({"use_cache", "architectures", "transformers_version", *DTYPE
 
 class _Layers(TypedDict):
     num_hidden_layers: NotRequired[int | None]
+    num_nextn_predict_layers: NotRequired[int | None]
     num_kv_shared_layers: NotRequired[int | None]
 
 
@@ -144,7 +145,10 @@ def _unread(folder: Path) -> tuple[str, ...]:
     whole = json_of(path, _Typed, "Fetch or save the model again.", ConfigError) if path.is_file() else _Typed()
     text = whole.get("text_config") or whole
     reading, layers = text.get("num_kv_shared_layers") or 0, text.get("num_hidden_layers") or 0
-    return tuple(f"model.layers.{layer}.{part}" for layer in range(layers - reading, layers) for part in UNREAD)
+    parts = [f"model.layers.{layer}.{part}" for layer in range(layers - reading, layers) for part in UNREAD]
+    # Layers for drafting are behind the others in GLM-4.5.
+    drafting = range(layers, layers + (text.get("num_nextn_predict_layers") or 0))
+    return *parts, *(f"model.layers.{layer}." for layer in drafting)
 
 
 def _model_type(folder: Path) -> str:

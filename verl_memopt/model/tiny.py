@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_memopt.model.families import CORRECTION
 from verl_memopt.observe.files import written_aside
 from verl_memopt.observe.own_files import mark, remove_left
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 class TinyShape:
     model_type: str = "qwen3"
     """Architecture by its name in transformers: qwen3, qwen3_5_text, qwen3_5_moe_text, qwen3_moe, qwen2, llama, mistral,
-    gemma3_text, gemma4_text or gpt_oss."""
+    gemma3_text, gemma4_text, glm4_moe or gpt_oss."""
     vocab_size: int = 320
     """Number of rows of the embedding. The tokenizer has at most a few hundred tokens, so larger values only cost bytes."""
     hidden_size: int = 64
@@ -33,7 +34,7 @@ class TinyShape:
     experts_per_token: int = 2
     """Number of experts that compute a token."""
     expert_size: int = 32
-    """Width of the MLP of an expert."""
+    """Width of the MLP of an expert, in GLM-4.5 also of the shared one."""
     num_layers: int = 2
     """Number of decoder blocks."""
     num_heads: int = 2
@@ -100,7 +101,7 @@ def _random_model(shape: TinyShape, tokenizer: Any, seed: int) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     mixture: dict[str, Any] = {
-        "num_experts": shape.num_experts,
+        "n_routed_experts" if shape.model_type == "glm4_moe" else "num_experts": shape.num_experts,
         "num_experts_per_tok": shape.experts_per_token,
         "moe_intermediate_size": shape.expert_size,
         "norm_topk_prob": True,
@@ -130,6 +131,7 @@ def _random_model(shape: TinyShape, tokenizer: Any, seed: int) -> Any:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **({"use_qk_norm": True, "attention_bias": True} if shape.model_type == "glm4_moe" else {}),
         **_linear_layers(shape),
         **_global_layers(shape),
     )
@@ -141,6 +143,10 @@ def _random_model(shape: TinyShape, tokenizer: Any, seed: int) -> Any:
         # Scores of Gemma 4 have no factor. Trained models have one in these weights, and without it a softmax picks one key.
         if shape.model_type == "gemma4_text" and name.endswith("q_norm.weight"):
             weight.data.fill_(len(weight) ** -0.5)
+    for name, buffer in model.named_buffers():
+        # A router of GLM-4.5 starts without a correction, and training balances the experts with it.
+        if name.endswith(CORRECTION):
+            buffer.copy_(torch.linspace(-0.02, 0.02, len(buffer)))
     return model
 
 

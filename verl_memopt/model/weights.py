@@ -34,6 +34,7 @@ from verl_memopt.memory.quantized_frozen_torch import (
 )
 from verl_memopt.model.attention import REGISTERED
 from verl_memopt.model.families import (
+    CORRECTION,
     POLICY_KEY,
     UNEVEN,
     family_of,
@@ -148,12 +149,17 @@ def empty_model(
 
 SCALARS = ("layer_scalar",)
 """Names of factors that checkpoints have and that transformers keeps as buffers."""
+BUFFERS = (*SCALARS, CORRECTION)
+"""Names of all weights of checkpoints that transformers keeps as buffers."""
 
 
-def store_scalars(model: nn.Module) -> None:
-    """Turn such factors into parameters that are not trained, under their names. They are then loaded and saved as weights."""
+def store_scalars(model: nn.Module, names: tuple[str, ...] = SCALARS) -> None:
+    """Turn such buffers into parameters that are not trained, under their names. They are then loaded and saved as weights.
+
+    A trained model keeps :data:`CORRECTION` as a buffer, because FSDP2 and casts of units would round a parameter.
+    """
     for module in model.modules():
-        for name in [name for name in SCALARS if name in module._buffers]:
+        for name in [name for name in names if name in module._buffers]:
             factor = module._buffers.pop(name)
             assert factor is not None, name
             setattr(module, name, nn.Parameter(factor, requires_grad=False))
@@ -465,13 +471,15 @@ def check_dtypes(folder: Path, address: str) -> None:
     )  # fmt: skip
 
 
-def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name in a Hugging Face checkpoint and the tensor of each weight: the parameters, then :data:`CORRECTION`."""
+    corrections = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(f".{CORRECTION}"))
     # Without this prefix the names are those of a Hugging Face checkpoint.
-    for name, parameter in model.named_parameters():
-        yield name.removeprefix("lm."), parameter
+    for name, weight in (*model.named_parameters(), *corrections):
+        yield name.removeprefix("lm."), weight
 
 
-def base_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def base_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, parameter) for name, parameter in named_weights(model) if name.rsplit(".", 1)[-1] not in ADAPTERS)
 
 
@@ -598,7 +606,7 @@ def check_tied_head(weights: WeightFolder, embedding: str, folder: Path) -> None
 
 
 def mapped_weights(model: nn.Module, folder: Path, dtype_key: str = REFERENCE_DTYPE) -> list[Tensor]:
-    """Return this rank's shard of each parameter as a view of the mapped file. This reads no values yet.
+    """Return this rank's shard of each parameter as a view of the mapped file. This reads only the values of buffers.
 
     ``dtype_key`` is the setting of the model's dtype, for error messages.
 
@@ -610,6 +618,9 @@ def mapped_weights(model: nn.Module, folder: Path, dtype_key: str = REFERENCE_DT
     refuse_stacked(weights)
     shards = []
     for name, parameter in parameters.items():
+        if not isinstance(parameter, nn.Parameter):
+            weights.copy_into(parameter, name, local_region(parameter))
+            continue
         part = mapped(weights.read(name, local_region(parameter)))
         if part.dtype != parameter.dtype:
             raise ConfigError(

@@ -243,7 +243,7 @@ class Held:
         # Parameters of a block whose gradients count. Beside adapters a block holds less than this bound, but not the gradients
         # of experts, which are frozen.
         size = self.size
-        others = size.block_params - (size.expert_params / size.layers if self.adapters else 0)
+        others = size.block_params - (size.expert_params / max(size.mixture_layers, 1) if self.adapters else 0)
         own = self.adapters / size.layers
         return own if self.adapters == self._expert_adapters > 0 else max(others, own)
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_memopt.errors import RolloutError
 from verl_memopt.memory.weight_buckets_torch import Weights, WeightSlice, as_slice, joined, num_rows
-from verl_memopt.model.weights import is_stack, store_scalars, stored_parts
+from verl_memopt.model.weights import BUFFERS, is_stack, store_scalars, stored_parts
 from verl_memopt.rollout.engine import KEY, RolloutEngine, SamplingSettings, WeightComparison
 
 
@@ -82,7 +82,7 @@ def meta_model(folder: str, trust_remote_code: bool) -> nn.Module:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    store_scalars(model)
+    store_scalars(model, BUFFERS)
     return model
 
 

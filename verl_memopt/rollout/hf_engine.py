@@ -24,7 +24,7 @@ from verl_memopt.model.experts import computes_as_ours
 from verl_memopt.model.families import STATE_LAYER, is_mxfp4, layer_types, num_experts
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.model.router_replay import number_dtype
-from verl_memopt.model.weights import rebuild_buffers, store_scalars
+from verl_memopt.model.weights import BUFFERS, rebuild_buffers, store_scalars
 from verl_memopt.observe.byte_tracker import scope
 from verl_memopt.rollout.engine import (
     KEEP_WEIGHTS,
@@ -399,7 +399,7 @@ def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Modul
     if load_format == "dummy":
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **options)
-            store_scalars(model)
+            store_scalars(model, BUFFERS)
             blocks = list(model.get_decoder().layers)
             if place.quantization != "none":
                 quantize_blocks(blocks, place.quantization)
@@ -412,7 +412,7 @@ def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Modul
         rebuild_buffers(model, place.device)
     else:
         model = AutoModelForCausalLM.from_pretrained(source, **options)
-        store_scalars(model)
+        store_scalars(model, BUFFERS)
         model.to(place.device)  # type: ignore[arg-type]
         for parameter in model.parameters():  # unlike a mapped file, memory of its own can be freed and allocated again
             parameter.data = parameter.data.clone()

@@ -130,12 +130,21 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace, with_state: bo
     return arguments | further
 
 
+OWN_HEAD = ("glm4_moe",)
+"""Types whose head vLLM (0.32) does not tie to the embedding, whatever the config says. Published models have one of their own."""
+
+
 def carries_state(place: EnginePlace) -> bool:
     # Whether the model has layers of linear attention, which carry a state from token to token. Refuse one whose weights vLLM
     # cannot load a second time.
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(place.model_folder, trust_remote_code=place.trust_remote_code)
+    if config.model_type in OWN_HEAD and config.tie_word_embeddings:
+        raise ConfigError(
+            f"{KEY}.name=vllm: vLLM gives {config.model_type} models a head of their own, and this model's is tied to its "
+            f"embedding. Set {KEY}.name=hf."
+        )
     if family_of(config.model_type).whole_experts:
         # Its loader (0.32) copies experts that are one tensor past the code that takes weights at a later load.
         raise ConfigError(

@@ -21,6 +21,7 @@ from verl_memopt.errors import CheckpointError, ConfigError, UserError
 from verl_memopt.memory.expert_lora_torch import adapter_module, merged_experts
 from verl_memopt.memory.lora import adapter_scale
 from verl_memopt.memory.lora_torch import ADAPTERS, with_adapter
+from verl_memopt.memory.weight_buckets_torch import dtype_of_weight
 from verl_memopt.model.export import ADAPTER, DAMAGED, RECORD, export_stored, stored_dtype, whole_folder, write_record
 from verl_memopt.model.families import family_of
 from verl_memopt.model.folder import resolve_folder
@@ -121,7 +122,7 @@ class StoredModel:
         base: WeightFolder | None = None
         for name, shape in self.shapes.items():
             if name in key:
-                yield name, stored.read(key[name]).to(dtype)
+                yield name, stored.read(key[name]).to(dtype_of_weight(name, dtype))
                 continue
             base = base or self._base_weights()
             if name not in base.names or list(base.shape(name)) != shape:
@@ -129,11 +130,11 @@ class StoredModel:
                     f"{base.folder}: it is not the base of {self.folder}: {name} is missing or has another shape."
                 )
             masters = dtype_of(str(self.settings[f"{self.keys.fsdp}.model_dtype"]), "model_dtype")
-            weight = base.read(name, ()).to(masters)
+            weight = base.read(name, ()).to(dtype_of_weight(name, masters))
             down, up = (key.get(f"{adapter_module(name)}.{part}") for part in ADAPTERS)
             if down is not None and up is not None:
                 weight = self._merged(weight, stored.read(down), stored.read(up))
-            yield name, weight.to(dtype)
+            yield name, weight.to(dtype_of_weight(name, dtype))
 
     def _merged(self, weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
         alpha, by_root = (self.settings[f"{self.keys.model}.{name}"] for name in ("lora_alpha", "use_rslora"))

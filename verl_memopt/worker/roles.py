@@ -419,6 +419,8 @@ def fill_masters(trained: TrainedModel, folder: Path, renamed: Mapping[str, str 
         return
     weights = WeightFolder(folder)
     for name, parameter in named_weights(trained.model):
+        if not isinstance(parameter, nn.Parameter):
+            continue
         stored = (renamed or {}).get(name, name)
         values = None if stored is None else weights.read(stored, local_region(parameter))
         if values is not None and values.dtype != parameter.dtype:
