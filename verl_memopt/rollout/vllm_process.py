@@ -131,7 +131,7 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace, with_state: bo
 
 
 OWN_HEAD = ("glm4_moe",)
-"""Types whose head vLLM (0.32) does not tie to the embedding, whatever the config says. Published models have one of their own."""
+"""Types whose head vLLM (0.32) does not tie to the embedding, whatever the config says. Published ones have their own."""
 
 
 def carries_state(place: EnginePlace) -> bool:
