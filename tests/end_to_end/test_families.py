@@ -28,8 +28,10 @@ AR = "actor_rollout_ref"
 FP32 = [f"{AR}.rollout.dtype=fp32", f"{AR}.actor.fsdp_config.dtype=fp32"]
 SMALL = ["data.train_batch_size=8", f"{AR}.actor.ppo_mini_batch_size=8", f"{AR}.rollout.n=4", "data.val_max_samples=8"]
 PHASES = ("gen", "update_actor", "update_weights")
-KINDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_moe", "gemma3_text", "gemma4_text", "glm4_moe", "gpt_oss")
+TYPES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_moe", "gemma3_text", "gemma4_text", "glm4_moe", "gpt_oss")
 """Types beside that of the toy, whose model every other test trains."""
+KINDS = {kind: TinyShape(kind, initializer_range=0.06) for kind in TYPES}
+KINDS["gemma4_text with experts"] = TinyShape("gemma4_text", initializer_range=0.06, experts_beside=True)
 
 
 def saved(run_dir):
@@ -46,7 +48,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 @pytest.mark.parametrize("more", [[], [f"{AR}.model.lora_rank=4", f"{AR}.model.lora_alpha=8"]], ids=["whole", "lora"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_family_is_trained_and_saved(toy, tmp_path, kind, more):
-    model = make_tiny_model(tmp_path / "model", TinyShape(kind, initializer_range=0.06), seed=3)
+    model = make_tiny_model(tmp_path / "model", KINDS[kind], seed=3)
     (tmp_path / "reward.py").write_text(REWARD)
     rewarded = f"custom_reward_function.path={tmp_path / 'reward.py'}"
     given = [f"{AR}.model.path={model}", rewarded, "trainer.total_training_steps=2", *LOCAL, *SMALL, *FP32, *more]
@@ -100,7 +102,7 @@ def test_adapters_over_experts_in_mxfp4_are_trained_and_a_saved_model_is_decoded
 
 def test_every_family_of_our_own_decoder_is_among_them():
     own = {family.classes for family in FAMILIES if family.classes is not None}
-    tested = {next(family.classes for family in FAMILIES if family.model_type == kind) for kind in KINDS}
+    tested = {next(family.classes for family in FAMILIES if family.model_type == kind) for kind in TYPES}
     # The layers of Gemma 4 12B are those of Gemma 4 under other names.
     assert own - tested == {"Llama", "Mistral", "Qwen2", "Qwen3", "Gemma4UnifiedText"}
 
@@ -109,7 +111,7 @@ def test_every_family_of_our_own_decoder_is_among_them():
 def family(request, tmp_path_factory):
     """The toy task with a model of a family that was warmed up on it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(toy_task, "SHAPE", TinyShape(request.param, initializer_range=0.06))
+        patch.setattr(toy_task, "SHAPE", KINDS[request.param])
         return toy_task.make_toy(tmp_path_factory.mktemp("family") / "toy")
 
 

@@ -38,6 +38,7 @@ GEMMA_4 = {
 SMALL_GEMMA_4 = GEMMA_4 | {
     "attention_k_eq_v": False, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320, "num_kv_shared_layers": 2,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
 }  # fmt: skip
 OF_TEXT: dict[str, dict[str, Any]] = {"gemma4_text": GEMMA_4, "gemma4": SMALL_GEMMA_4}
 NO_LAYER_INPUTS = {name: value for name, value in GEMMA_4.items() if name not in ("hidden_size_per_layer_input", "num_experts")}
@@ -113,6 +114,8 @@ def tiny_folder(at, model_type, deviation=0.06, **more):
                 parameter.data.normal_(0, deviation)
             elif model_type.startswith("gemma4") and name.endswith("q_norm.weight"):  # else a softmax picks one key
                 parameter.data.fill_(len(parameter) ** -0.5)
+            elif name.endswith(("router.scale", "per_expert_scale")):  # else all experts of a token would weigh the same
+                parameter.data.copy_(torch.linspace(0.5, 1.5, len(parameter)) * (8 if "per_expert" not in name else 1))
             elif model_type.startswith("qwen3_5"):  # its vectors do more than norms, and start at values that hide mistakes
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
         for name, buffer in model.named_buffers():

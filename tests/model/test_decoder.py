@@ -51,6 +51,7 @@ VARIANTS = {
     "gemma4_text": {"sliding_window": 4},
     "gemma4_text with values of their own": {"attention_k_eq_v": False},
     "gemma4_small": {"sliding_window": 4},
+    "gemma4_experts": {"sliding_window": 4},
 }  # fmt: skip
 OPTIONS = {
     "plain": BlockOptions(),
@@ -69,7 +70,8 @@ ANSWERS = [[14, 15, 16], [17], [18, 19, 20, 21, 22], [23, 24]]
 def folders(tmp_path_factory):
     parent = tmp_path_factory.mktemp("families")
     names = {name.split()[0] for name in VARIANTS}
-    shapes = {name: TinyShape(model_type=name, tie_embeddings=False) for name in names - {"gemma4_small"}}
+    shapes = {name: TinyShape(model_type=name, tie_embeddings=False) for name in names - {"gemma4_small", "gemma4_experts"}}
+    shapes["gemma4_experts"] = replace(shapes["gemma4_text"], experts_beside=True)
     shapes["gemma4_small"] = replace(shapes["gemma4_text"], num_layers=4, layer_inputs=8, reading_layers=2)
     return {name: make_tiny_model(parent / name, shape, seed=3) for name, shape in shapes.items()}
 
@@ -169,6 +171,7 @@ def test_a_window_of_any_width_goes_on_from_a_shared_prompt(folders, kind, width
         "gemma3_text",
         "gemma4_text",
         "gemma4_small",
+        "gemma4_experts",
         "glm4_moe",
         "qwen3_moe",
     ],

@@ -327,22 +327,25 @@ def on_ranks(rank, folder, options):
     own, counts = BATCH.select(rows), counts_of(BATCH)
     policy = act.build(folder, training_mesh("cpu", 2, -1), 2, **OWN, **options)
     policy.accumulate(list(micro_batches_of(own, [[0, 1], [2]], False)), counts, 0.9)
-    return {name: whole_of(parameter.grad).numpy() for name, parameter in policy.model.named_parameters()}
+    return {name: whole_of(weight.grad).numpy() for name, weight in policy.model.named_parameters() if weight.requires_grad}
 
 
 @pytest.mark.parametrize(
     ("kind", "num_experts"),
-    [("qwen3_5_text", 0), ("qwen3_moe", 3), ("qwen3_moe", 1), ("qwen3_5_moe_text", 3), ("glm4_moe", 3)],
+    [("qwen3_5_text", 0), ("qwen3_moe", 3), ("qwen3_moe", 1), ("qwen3_5_moe_text", 3), ("glm4_moe", 3), ("gemma4_text", 3)],
 )
 def test_ranks_shard_layers_and_sum_the_gradients_of_one(tmp_path, one_rank, kind, num_experts):
     """Also layers with a state, a number of experts that ranks do not divide, fewer experts than ranks, and a shared expert."""
     shape = replace(SHAPE, model_type=kind, num_layers=4, num_experts=num_experts, experts_per_token=min(2, num_experts))
+    shape = replace(shape, experts_beside=kind == "gemma4_text")
     folder = make_tiny_model(tmp_path / "model", shape, seed=3)
     alone = act.build(folder, one_rank, **OWN)
     alone.accumulate(list(micro_batches_of(BATCH, [[*range(6)]], False)), counts_of(BATCH), 0.9)
-    expected = [parameter.grad for parameter in alone.model.parameters()]
+    expected = [parameter.grad for parameter in alone.model.parameters() if parameter.requires_grad]
+    # A norm of the experts' output leaves of the gradients of a router beside an MLP small differences of large terms.
+    bound = 2e-5 if shape.experts_beside else 4e-6
     for answer in run_ranks(on_ranks, 2, folder, {"recompute": True}):
-        assert act.largest_difference(map(torch.from_numpy, answer.values()), expected) <= 4e-6
+        assert act.largest_difference(map(torch.from_numpy, answer.values()), expected) <= bound
 
 
 def test_a_block_keeps_its_input_and_a_byte_for_each_expert_of_a_token_and_without_tiles_gate_and_up(tmp_path, one_rank):

@@ -314,12 +314,14 @@ def test_a_long_conversation_gives_the_log_probs_and_gradients_of_rows_alone(fol
 
 
 @pytest.fixture(
-    scope="module", params=[("qwen3_moe", 0.05), ("glm4_moe", 0.05), ("qwen3_5_moe_text", 0.03)], ids=lambda param: param[0]
+    scope="module",
+    params=[("qwen3_moe", 0.05), ("glm4_moe", 0.05), ("gemma4_text", 0.05), ("qwen3_5_moe_text", 0.03)],
+    ids=lambda param: param[0],
 )
 def experts(request, tmp_path_factory):
     """Gives a folder with experts, a forest, and the results of its rows alone."""
     kind, deviation = request.param
-    shape = TinyShape(model_type=kind, num_heads=6, num_kv_heads=3, initializer_range=deviation)
+    shape = TinyShape(kind, num_heads=6, num_kv_heads=3, initializer_range=deviation, experts_beside=kind == "gemma4_text")
     folder, forest = make_tiny_model(tmp_path_factory.mktemp(kind), shape, seed=3), agent(turns=6, answers=2)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     model.set_experts_implementation("eager")  # the other one refuses fp64

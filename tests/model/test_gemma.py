@@ -216,18 +216,6 @@ def test_sizes_that_differ_from_layer_to_layer_are_not_overridden(folders):
         load_model_config(given, folders["gemma4_text"])
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"enable_moe_block": True}, r"have a mixture of experts beside each MLP \(enable_moe_block=True\)"),
-    ],
-    ids=str,
-)
-def test_parts_of_gemma_4_that_are_not_computed_are_refused(folders, fields, reason):
-    with pytest.raises(ConfigError, match=rf"models of type gemma4_text {reason}.* The nearest type that works is gemma3_text"):
-        load_model_config(Model(path=str(folders["gemma4_text"]), override_config=fields), folders["gemma4_text"])
-
-
 def test_ranks_do_not_share_the_tokens_of_rows_whose_keys_later_layers_read(folders, one_rank):
     fsdp = Fsdp(dtype="fp32", ulysses_sequence_parallel_size=2)
     with pytest.raises(

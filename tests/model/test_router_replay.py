@@ -73,9 +73,26 @@ CASES = {
     ids=["recomputed", "tiled, checkpointed", "selective", "offloaded", "plain", "blocks over tiles"],
 )
 def test_the_replay_of_its_own_choice_changes_no_bit(folder, one_rank, options, case):
-    policy, (batch, parts, reuse) = act.build(folder, one_rank, **options), CASES[case]
-    if reuse and not policy.model.supports_prefix_kv:
+    policy = act.build(folder, one_rank, **options)
+    if CASES[case][2] and not policy.model.supports_prefix_kv:
         pytest.skip("these blocks keep no prefix")
+    assert_replay_changes_no_bit(policy, *CASES[case])
+
+
+BESIDE = replace(SHAPE, model_type="gemma4_text", experts_beside=True)
+
+
+@pytest.mark.parametrize("shape", [replace(SHAPE, model_type="glm4_moe"), BESIDE], ids=["glm4_moe", "gemma4_text"])
+@pytest.mark.parametrize("options", [OWN, {**OWN, **TILES, "recompute": True}, PLAIN], ids=["recomputed", "tiled", "plain"])
+def test_the_replay_of_the_own_choice_of_other_families_changes_no_bit(tmp_path, one_rank, shape, options):
+    folder = make_tiny_model(tmp_path / "model", shape, seed=3)
+    for case in CASES.values():
+        policy = act.build(folder, one_rank, **options)
+        if not case[2] or policy.model.supports_prefix_kv:
+            assert_replay_changes_no_bit(policy, *case)
+
+
+def assert_replay_changes_no_bit(policy, batch, parts, reuse):
     policy.model.supports_prefix_kv = reuse
     expected, (metrics, gradients) = scores(policy, batch, parts), update(policy, batch, parts, reuse)
     recorded = scores(policy, batch.for_record(), parts)

@@ -45,6 +45,8 @@ from verl_memopt.rollout.engine import max_model_len
 from verl_memopt.rollout.engine_weights import SyncCheck
 from verl_memopt.rollout.vllm_process import check_arrived, check_no_other_sleeper, host_bytes_to_sleep
 
+SLOW = pytest.mark.slow
+
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_greedy_vllm_and_greedy_transformers_agree_token_for_token(vllm_engine, hf_engine, penalty):
@@ -129,10 +131,11 @@ def test_rebuilding_each_module_loads_the_same_weights_as_copying_in_place(vllm_
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", pytest.param("glm4_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["qwen3_moe", *(pytest.param(kind, marks=SLOW) for kind in ("glm4_moe", "gemma4_text"))])
 def test_experts_are_synced_again_and_again_and_stay_in_the_order_of_the_kernel(tmp_path, no_shared_engine, kind):
     # vLLM has no tied head for GLM.
-    shape = TinyShape(model_type=kind, initializer_range=0.2, max_positions=256, tie_embeddings=kind != "glm4_moe")
+    more = {"glm4_moe": {"tie_embeddings": False}, "gemma4_text": {"experts_beside": True, "initializer_range": 0.06}}
+    shape = TinyShape(kind, **{"initializer_range": 0.2, "max_positions": 256, **more.get(kind, {})})
     folders = [make_tiny_model(tmp_path / str(seed), shape, seed=seed) for seed in range(2)]
     engine = engine_at("vllm", folders[0])
     try:

@@ -2,7 +2,7 @@ import torch
 
 from verl_memopt.config import schema
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
-from verl_memopt.model.weights import named_weights
+from verl_memopt.model.weights import named_weights, store_scalars
 from verl_memopt.rollout.engine import EnginePlace, SamplingSettings, build_engine
 
 EOS = 2
@@ -70,6 +70,7 @@ def model_of(folder):
 
 
 def weights_of(model):
+    store_scalars(model)
     return ((name, weight.detach()) for name, weight in named_weights(model))
 
 

@@ -104,7 +104,7 @@ def save_on_two_ranks(rank, folder, out):
     Worker(dataclasses.replace(plan_of(folder, {}), engine_folder=None, has_more=True), place(rank, 2)).save_model(str(out))
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "qwen3_5_moe", "gemma4"])
 def test_two_ranks_save_a_multimodal_model_whole(tiny_folder, tmp_path, kind):
     folder = architectures.tiny_folder(tmp_path / "model", kind)
     AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(folder)

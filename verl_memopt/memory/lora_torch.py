@@ -148,6 +148,10 @@ def chosen_adapters(model: nn.Module, targets: Targets, computes_experts: bool, 
     return [] if only else chosen_layers(model, target_modules, exclude_modules, key), experts
 
 
+ROUTER = ".router.proj"
+"""End of the name of the one linear layer that has no adapter: the router of Gemma 4. Other routers are no linear layers."""
+
+
 def chosen_layers(
     model: nn.Module, target_modules: str | Sequence[str], exclude_modules: str | Sequence[str] | None, key: str = KEY
 ) -> list[str]:
@@ -168,6 +172,7 @@ def chosen_layers(
     # Quantised layers are not nn.Linear, but get adapters too.
     kinds = (nn.Linear, QuantizedLinear)
     linears = [name for name, module in modules.items() if isinstance(module, kinds) and module is not head]
+    linears = [name for name in linears if not name.endswith(ROUTER)]
     endings = sorted({name.rsplit(".", 1)[-1] for name in linears})
     wrong = [
         f"{key}.target_modules: {_no_layer(ending, modules, head, endings)}"

@@ -181,8 +181,9 @@ def _refuse_units_inside_blocks(packed: PackedModel, fsdp: Fsdp, use: ModelUse) 
     wanted = fsdp.wrap_policy.transformer_layer_cls_to_wrap or ()
     decoder: Any = packed.decoder
     for block in packed.blocks():
-        mixture = getattr(block, "mlp", None)
-        parts = mixture.children() if isinstance(mixture, Experts) else ()
+        mixture: Any = getattr(block, "mixture", None)
+        beside = [mixture, getattr(block, "router", None)]
+        parts = mixture.children() if isinstance(mixture, Experts) else beside if mixture is not None else ()
         inside = sorted({class_name(module) for module in parts} & set(wanted))
         if inside:
             raise ConfigError(

@@ -38,6 +38,7 @@ from verl_memopt.memory.tiled_mlp_torch import check_mlps, recomputed_mlp, tiled
 from verl_memopt.model.attention import HEAD_MULTIPLE, Attend, AttentionArgs
 from verl_memopt.model.captured_block import CapturedBlocks
 from verl_memopt.model.experts import Experts
+from verl_memopt.model.experts_beside import ExpertsBeside
 from verl_memopt.model.families import own_blocks
 from verl_memopt.model.gated_delta_net import GatedDeltaNet
 from verl_memopt.model.prefix_kv import Prefix, Tables
@@ -53,6 +54,9 @@ PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
 
 LAYER_INPUTS = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
 """Further submodules of a small Gemma 4, which give each token an input of its own for each layer."""
+
+BESIDE = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2")
+"""Norms of a block with experts beside its MLP: of the outputs of MLP and experts, and of the experts' input."""
 
 Handed = tuple[Tensor, Tensor, Tensor, Tensor]
 """What later layers of the same type read of a layer: rotated keys and normed values [K, kv heads, D], and the tables [1, K, R]
@@ -274,15 +278,26 @@ class MLP(nn.Module):
 
     def forward(self, hidden: Tensor, norm: Any, post: Any = None) -> Tensor:
         """Return ``hidden`` plus the MLP's output for it. ``hidden`` [1, T, h] is the input of ``norm``."""
-        x, tiles = hidden.squeeze(0), self.options.mlp_tiles
+        x, out = self.parts(hidden.squeeze(0), norm)
         if not self.options.recompute:
-            out = self.gated(norm(x)) if tiles is None else tiled_mlp(self, norm(x), tiles)
             return hidden + _maybe(post, out)[None]
+        return x[None] + (out if post is None else _recomputed(post, out))[None]
+
+    def parts(self, x: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+        """Return x [T, h], the input of ``norm``, and the MLP's output for it [T, h].
+
+        The returned x accumulates its gradient in the norm's backward, if the norm is recomputed.
+        """
+        tiles = self.options.mlp_tiles
+        if not self.options.recompute:
+            return x, self.gated(norm(x)) if tiles is None else tiled_mlp(self, norm(x), tiles)
+        if tiles is not None:
+            return x, tiled_mlp(self, _recomputed(norm, x), tiles)
         rms_norm, weight = norm_and_weight(norm)
         gate, up, x = recomputed_outputs(rms_norm, (x,), (weight,), (self.gate_proj, self.up_proj), passed=True)
         assert self.gate is not None, "recomputed"
         (down,) = recomputed_outputs(self.gate, (gate, up), (), (self.down_proj,))
-        return x[None] + (down if post is None else _recomputed(post, down))[None]
+        return x, down
 
     def gated(self, normal: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(normal)) * self.up_proj(normal))
@@ -311,6 +326,12 @@ class DecoderBlock(nn.Module):
             self.act_fn = source.act_fn
             self.per_layer_input_gate, self.per_layer_projection = source.per_layer_input_gate, source.per_layer_projection
             self.post_per_layer_input_norm = source.post_per_layer_input_norm
+        # Experts beside the MLP (Gemma 4). None = the block has none, or `mlp` are its experts.
+        self.experts: ExpertsBeside | None = None
+        if hasattr(source, "experts"):
+            self.router, self.experts = source.router, ExpertsBeside(source.experts, source.router, options)
+            for name in BESIDE:
+                setattr(self, name, getattr(source, name))
         # A factor [1] of the block's output, which is not trained. None = there is none.
         self.layer_scalar: nn.Parameter | None = getattr(source, "layer_scalar", None)
 
@@ -388,7 +409,17 @@ class DecoderBlock(nn.Module):
     def _is_one_output(self, hidden: Tensor, prefix_kv: Prefix | None) -> bool:
         # A prefix KV has gradients of its own. A first block whose input needs no gradient has nothing to start a backward from.
         one = not self.has_inputs and not (self.reads or self.stores)
-        return one and prefix_kv is None and hidden.requires_grad and torch.is_grad_enabled() and self.mlp.sums
+        return one and prefix_kv is None and hidden.requires_grad and torch.is_grad_enabled() and self.sums
+
+    @property
+    def sums(self) -> bool:
+        # Whether the MLP adds attention's output to the residual.
+        return self.mlp.sums and self.experts is None
+
+    @property
+    def mixture(self) -> Experts | ExpertsBeside | None:
+        """Its experts. None = it has none."""
+        return self.mlp if isinstance(self.mlp, Experts) else self.experts
 
     @property
     def has_inputs(self) -> bool:
@@ -487,7 +518,7 @@ class DecoderBlock(nn.Module):
             attended = _recomputed(after, attended) if self.options.recompute else after(attended)
         norm, post = self.mlp_norms
         routes = {} if routed is None else {"routed": routed.at(None if rows is None else rows.index)}
-        if self.mlp.sums:
+        if self.sums:
             # As many tiles as for all tokens, so that the tiles of a pruned block are not larger.
             tiles = len(product_tiles(x))
             out = self.mlp.forward_sum(residual, attended, norm, tiles, checkpoint, post, **routes)
@@ -495,9 +526,25 @@ class DecoderBlock(nn.Module):
             # The sum has three dimensions, so that the block does not return a view to FSDP2.
             hidden = residual[None] + attended[None]
             del attended  # freed before the MLP allocates
-            out = self.mlp(hidden, norm, post, **routes)
+            if self.experts is not None:
+                out = self._beside(hidden.squeeze(0), self.experts, **routes)
+            else:
+                out = self.mlp(hidden, norm, post, **routes)
         out = out if inputs is None else self._with_inputs(out, inputs)
         return out if stored is None else (out, *stored)
+
+    def _beside(self, z: Tensor, experts: ExpertsBeside, routed: LayerRoutes | None = None) -> Tensor:
+        # Adds the output of MLP, experts and norms to z [T, h]. The sum has three dimensions, so that it is no view.
+        assert isinstance(self.mlp, MLP)
+        of_mlp, of_experts, before = (getattr(self, name) for name in BESIDE)
+        norm, post = self.mlp_norms
+
+        def normed(after: Any, x: Tensor) -> Tensor:
+            return _recomputed(after, x) if self.options.recompute else after(x)
+
+        z, down = self.mlp.parts(z, norm)
+        both = normed(of_mlp, down) + normed(of_experts, experts(z, before, self.router, routed))
+        return z[None] + normed(post, both)[None]
 
     def _with_inputs(self, out: Tensor, inputs: Tensor) -> Tensor:
         # Adds what the tokens' own inputs [Q, n] say, gated by the state [1, Q, h].
@@ -530,8 +577,8 @@ class Decoder(nn.Module):
         self.kinds: Sequence[str] = getattr(source.rotary_emb, "layer_types", ())
         widths = [2 * getattr(source.rotary_emb, f"{kind}_inv_freq").shape[0] for kind in self.kinds]
         for place, own in enumerate(self.layers):
-            if isinstance(own.mlp, Experts):
-                own.mlp.place = place
+            for mixture in mixtures([own]):
+                mixture.place = place
         for block, own in zip(source.layers, self.layers, strict=True) if self.kinds else ():
             place, attention = self.kinds.index(block.self_attn.layer_type), cast(Attention, own.self_attn)
             attention.columns = slice(sum(widths[:place]), sum(widths[: place + 1]))
@@ -566,7 +613,8 @@ class Decoder(nn.Module):
             # Only the last block can be pruned, because attention in the next block reads all tokens.
             pruned = options.prune and needed is not None
             over_tiles = attend is None and block.tile_tokens is not None
-            routed = routes.of_layer(block.mlp.place) if routes is not None and isinstance(block.mlp, Experts) else None
+            mixture: Any = block.mixture
+            routed = routes.of_layer(mixture.place) if routes is not None and mixture is not None else None
             more: dict[str, Any] = {} if inputs is None else {"inputs": inputs[place]}
             if block.reads:
                 # A view for each block, so that its own part of the gradient says when its backward is over.
@@ -611,8 +659,9 @@ class Decoder(nn.Module):
         return self
 
 
-def mixtures(blocks: Iterable[nn.Module]) -> list[Experts]:
-    return [block.mlp for block in blocks if isinstance(block, DecoderBlock) and isinstance(block.mlp, Experts)]
+def mixtures(blocks: Iterable[nn.Module]) -> list[Experts | ExpertsBeside]:
+    found = (block.mixture for block in blocks if isinstance(block, DecoderBlock))
+    return [mixture for mixture in found if mixture is not None]
 
 
 def query_rows(layout: PrefixLayout, prefix_kv: Prefix | None) -> Rows | None:
@@ -656,7 +705,9 @@ def is_llama_like(lm: Any) -> bool:
 
 
 def _knows_mixture(block: Any) -> bool:
-    # Experts compute silu. An MLP calls the activation of transformers.
+    # Experts compute silu, and those beside an MLP what recomputed MLPs know. An MLP calls the activation of transformers.
+    if hasattr(block, "experts"):
+        return gate_of(block.router.config) is not None
     return not hasattr(block.mlp, "experts") or is_silu(block)
 
 

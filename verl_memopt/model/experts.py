@@ -365,9 +365,12 @@ class TiledExperts:
         through: bool = True,
         chosen: Tensor | None = None,
         gates: Tensor | None = None,
+        given: Tensor | None = None,
         part: slice = ALL,
-    ) -> None:
+    ) -> Tensor:
         """Add the gradients of the parameters, and overwrite ``normal`` with its gradient.
+
+        Return the gradient of the weights of each token's experts, [t, k].
 
         Args:
             grad: The gradient of the output, [t, h].
@@ -376,12 +379,17 @@ class TiledExperts:
             through: Whether the input needs a gradient.
             chosen: The experts of each token, [t, k]. None = the router chooses again.
             gates: What :meth:`add_output` wrote into its ``gates``. It is overwritten. None = computed again.
+            given: The weights of the chosen experts, [t, k], of a router whose input is not ``normal``. Then the caller computes
+                the router's gradients. None = its router's.
             part: As in :meth:`add_output`.
         """
-        scores, routed = self._router.scores(normal, self._gate, self._gate_bias), self._routed
+        scores = None if given is not None else self._router.scores(normal, self._gate, self._gate_bias)
         if chosen is None:
+            assert scores is not None, "the experts of given weights are given too"
+            routed = self._routed
             chosen = self._router.choose(scores) if routed is None else routed.again(self._router, scores, part)
-        weights = self._router.weights(scores, chosen)
+        weights = given if scores is None else self._router.weights(scores, chosen)
+        assert weights is not None
         rows, grad_weights = RoutedRows(chosen, len(self._gate_up.weights)), torch.empty_like(weights)
         total = torch.zeros_like(normal, dtype=weights.dtype) if through else None
         for tile in rows.tiles(self._tiles):
@@ -395,7 +403,8 @@ class TiledExperts:
             if total is not None:
                 total.index_add_(0, tokens, self._gate_up.through(both, tile).to(total.dtype))
             del both, x
-        self._add_router(grad_weights, (scores, chosen), normal, total, alone)
+        if scores is not None:
+            self._add_router(grad_weights, (scores, chosen), normal, total, alone)
         if self._shared is not None:
             # Last, because it overwrites its input with its gradient.
             cuts = product_tiles(normal, self._tiles)
@@ -405,6 +414,7 @@ class TiledExperts:
                 total.add_(normal)
         if total is not None:
             normal.copy_(total)
+        return grad_weights
 
     def _through_value(self, above: Tensor, both: Tensor, row_weights: Tensor, tile: ExpertTile, alone: bool) -> Tensor:
         """Overwrite gate and up [r, 2 x I] of a tile with their gradients, and add to the gradients of down's tensors.

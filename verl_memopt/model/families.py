@@ -70,7 +70,9 @@ SHARED = (
 BESIDE_GEMMA_4 = tuple(
     f"model.{part}." for part in ("vision_tower", "audio_tower", "vision_embedder", "embed_vision", "embed_audio")
 )
-NO_MIXTURE = "Configs with a mixture of experts (26B-A4B) are refused."
+WITH_MIXTURE = (
+    "In 26B-A4B, which has experts beside each MLP, LoRA leaves experts and routers as they are, and `quantization` is refused."
+)
 NO_LIST = "do not keep their decoder blocks in a list named layers"
 RENAMED = "use other names for their weights in a checkpoint than in the model"
 OWN_WAY = "cannot compute packed rows"
@@ -99,9 +101,9 @@ FAMILIES = (
         "Gemma 4 with images and sound, as text",
         text="gemma4_text",
         apart=BESIDE_GEMMA_4,
-        note=f"{BESIDE} {NO_MIXTURE}",
+        note=f"{BESIDE} {WITH_MIXTURE}",
     ),
-    Family("gemma4_text", "Gemma 4", "Gemma4Text", capped=True, uneven=True, nearest="gemma3_text", note=NO_MIXTURE),
+    Family("gemma4_text", "Gemma 4", "Gemma4Text", capped=True, uneven=True, whole_experts=True, note=WITH_MIXTURE),
     Family("gemma4_unified", "Gemma 4 12B, as text", text="gemma4_unified_text", apart=BESIDE_GEMMA_4, note=BESIDE),
     Family("gemma4_unified_text", "Gemma 4 12B", "Gemma4UnifiedText", capped=True, uneven=True),
     Family("glm", "GLM-4-9B and GLM-Edge"),
@@ -228,11 +230,6 @@ LOGIT_CAP, SCORE_CAP = "final_logit_softcapping", "attn_logit_softcapping"
 LOGIT_SCALES = (LOGIT_CAP, "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Config fields that change the logits after the head. One type multiplies by a field by which another type divides, so only
 ``FAMILIES`` says what a type does."""
-
-GEMMA_4_PARTS = {
-    "enable_moe_block": "have a mixture of experts beside each MLP",
-}
-"""Config field of Gemma 4 -> a part of its layers that is refused."""
 
 AMONG_IMAGES = "vision"
 """Value of ``use_bidirectional_attention`` in models whose parts of images alone see later ones."""
@@ -361,9 +358,6 @@ def unsupported(config: PretrainedConfig) -> str | None:
         return f"see later tokens ({stated}), so no token can be learned from those before it"
     if scales:
         return f"change the logits after the head ({scales[0]}) in an unknown way"
-    part = next((field for field in GEMMA_4_PARTS if getattr(text, field, None)), None)
-    if text.model_type == "gemma4_text" and part is not None:
-        return f"{GEMMA_4_PARTS[part]} ({part}={getattr(text, part)}), which are not computed here"
     tested, experts = config.model_type in working_types(), num_experts(config)
     if not tested and experts > 1:
         reason = family.refused or EXPERTS
@@ -374,6 +368,8 @@ def unsupported(config: PretrainedConfig) -> str | None:
 
 
 def num_experts(config: PretrainedConfig) -> int:
+    if not getattr(config, "enable_moe_block", True):  # a config of Gemma 4 may have a number that nothing reads
+        return 0
     counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
     return max((count for count in counts if isinstance(count, int)), default=0)
 

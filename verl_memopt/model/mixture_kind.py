@@ -124,17 +124,19 @@ class SigmoidRouter:
 
 @dataclass(frozen=True)
 class SiluGate:
-    """silu(gate) * up, of an expert whose outputs [r, 2 x I] have the I columns of gate before those of up."""
+    """silu(gate) * up, or what ``glu`` computes, of outputs [r, 2 x I] that have the I columns of gate before those of up."""
+
+    glu: SwiGLU = SWIGLU
 
     def value(self, both: Tensor, overwrites: bool) -> Tensor:
         """Return the value [r, I], which may overwrite its inputs."""
         gate, up = both.chunk(2, 1)
-        return SWIGLU.compute((gate, up), (), gate if overwrites else None)
+        return self.glu.compute((gate, up), (), gate if overwrites else None)
 
     def differentiate(self, grad: Tensor, both: Tensor) -> None:
         """Overwrite ``both`` with its gradient. ``grad`` [r, I] is that of the value."""
         sources = both[:, : both.shape[1] // 2], both[:, both.shape[1] // 2 :]
-        SWIGLU.differentiate(grad, sources, (), sources, ())
+        self.glu.differentiate(grad, sources, (), sources, ())
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from verl_memopt.memory.streamed_params_torch import StreamedParams
 from verl_memopt.memory.teaching import AnyTeaching
 from verl_memopt.model.attention import KERNELS, REGISTERED, Attend, AttentionArgs
 from verl_memopt.model.captured_block import CapturedBlocks
-from verl_memopt.model.decoder import LAYER_INPUTS, BlockOptions, Decoder, is_llama_like
-from verl_memopt.model.experts import Experts
+from verl_memopt.model.decoder import LAYER_INPUTS, BlockOptions, Decoder, is_llama_like, mixtures
 from verl_memopt.model.families import POLICY_KEY, logit_shape, refused
 from verl_memopt.model.packing import Pack
 from verl_memopt.model.prefix_kv import Prefix, PrefixKV, PrefixRecorder
@@ -111,7 +110,7 @@ class PackedModel(nn.Module):
     @property
     def computes_experts(self) -> bool:
         """Whether some blocks have experts that this package computes, which can replay and record them."""
-        return any(isinstance(getattr(block, "mlp", None), Experts) for block in self.blocks())
+        return bool(mixtures(self.blocks()))
 
     def blocks(self) -> list[nn.Module]:
         layers: Any = self.decoder.layers

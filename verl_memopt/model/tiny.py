@@ -53,6 +53,8 @@ class TinyShape:
     """Width of the inputs that a small Gemma 4 has for each layer. 0 = none."""
     reading_layers: int = 0
     """How many of the last layers of a small Gemma 4 read the keys and values of an earlier one. Their MLPs are twice as wide."""
+    experts_beside: bool = False
+    """Whether the blocks of Gemma 4 have experts beside their MLPs."""
     linear_heads: tuple[int, int] | None = None
     """Key heads and value heads of the layers of Qwen3.5 that carry a state. None = as many as attention has."""
     linear_dims: tuple[int, int] | None = None
@@ -143,6 +145,11 @@ def _random_model(shape: TinyShape, tokenizer: Any, seed: int) -> Any:
         # Scores of Gemma 4 have no factor. Trained models have one in these weights, and without it a softmax picks one key.
         if shape.model_type == "gemma4_text" and name.endswith("q_norm.weight"):
             weight.data.fill_(len(weight) ** -0.5)
+        # The router divides its input by the root of the hidden size. So its scale is large, and no factor is 1.
+        if name.endswith("router.scale"):
+            weight.data.copy_(torch.linspace(0.5, 1.5, len(weight)) * len(weight) ** 0.5)
+        if name.endswith("per_expert_scale"):
+            weight.data.copy_(torch.linspace(0.5, 1.5, len(weight)))
     for name, buffer in model.named_buffers():
         # A router of GLM-4.5 starts without a correction, and training balances the experts with it.
         if name.endswith(CORRECTION):
@@ -178,6 +185,10 @@ def _global_layers(shape: TinyShape) -> dict[str, Any]:
         "num_kv_shared_layers": shape.reading_layers,
         "use_double_wide_mlp": bool(shape.reading_layers),
         "final_logit_softcapping": 30.0,
+        "enable_moe_block": shape.experts_beside,
+        "num_experts": shape.num_experts if shape.experts_beside else None,
+        "top_k_experts": shape.experts_per_token,
+        "moe_intermediate_size": shape.expert_size,
     }
 
 

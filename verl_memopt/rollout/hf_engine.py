@@ -116,7 +116,9 @@ class HfEngine:
         model: Any = self._model
         layers = model.get_decoder().layers
         record = self._recording = RouteRecord(len(layers), number_dtype(num_experts(model.config)))
-        mixtures = [(place, block.mlp.experts) for place, block in enumerate(layers) if hasattr(block.mlp, "experts")]
+        # Gemma 4 has its experts beside the MLP.
+        owners = ((place, block.mlp if hasattr(block.mlp, "experts") else block) for place, block in enumerate(layers))
+        mixtures = [(place, owner.experts) for place, owner in owners if hasattr(owner, "experts")]
         # Each family passes the numbers of the experts behind the states.
         hooks = [experts.register_forward_pre_hook(record.hook(place)) for place, experts in mixtures]
         try:

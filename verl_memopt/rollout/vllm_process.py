@@ -145,7 +145,7 @@ def carries_state(place: EnginePlace) -> bool:
             f"{KEY}.name=vllm: vLLM gives {config.model_type} models a head of their own, and this model's is tied to its "
             f"embedding. Set {KEY}.name=hf."
         )
-    if family_of(config.model_type).whole_experts:
+    if family_of(config.model_type).sinks:
         # Its loader (0.32) copies experts that are one tensor past the code that takes weights at a later load.
         raise ConfigError(
             f"{KEY}.name=vllm: vLLM loads the experts of {config.model_type} models only when it starts, so after an update it "
