@@ -30,7 +30,8 @@ from verl_memopt.worker.roles import exact_weights_of, quantization_error
 
 CPU = torch.device("cpu")
 BATCH = sharing(grouped(20, [9, 5, 1, 12, 3, 7]))
-KINDS = ("qwen3_5_text", "qwen3_moe", "qwen3_5_moe_text", "gpt_oss")
+BESIDE = "gemma4_text with experts"
+KINDS = ("qwen3_5_text", "qwen3_moe", "qwen3_5_moe_text", "gpt_oss", "glm4_moe", BESIDE)
 MIXTURES = KINDS[1:]
 OPTIONS = {
     "plain": {"recompute_elementwise": False, "prune_last_block": False},
@@ -41,7 +42,9 @@ OPTIONS = {
 
 
 def shape_of(kind, **more):
-    return TinyShape(kind, num_layers=4, tie_embeddings=False, initializer_range=0.06, **more)
+    return TinyShape(
+        kind.split()[0], num_layers=4, tie_embeddings=False, initializer_range=0.06, experts_beside=kind == BESIDE, **more
+    )
 
 
 @pytest.fixture(scope="module")

@@ -174,7 +174,10 @@ def expert_adapter_params(shapes: Shapes) -> int:
         return 0
     sides = (shapes.hidden + 2 * mixture.width, mixture.width + shapes.hidden)
     adapted = sum(
-        sum(matches(f"model.layers.{layer}.mlp.experts.{weight}", model.target_parameters) for layer in range(shapes.layers))
+        sum(
+            matches(f"model.layers.{layer}.mlp.experts.{weight}", model.target_parameters)
+            for layer in range(mixture.dense[0], shapes.layers)
+        )
         * side
         for weight, side in zip(EXPERT_WEIGHTS, sides, strict=True)
     )

@@ -242,12 +242,13 @@ def pack_experts(blocks: Sequence[Any], kind: str) -> None:
     The module of a block's experts gets an attribute ``packed``: name of a weight -> how it is decoded.
     """
     for block in blocks:
-        experts: Any = getattr(getattr(block, "mlp", None), "experts", None)
-        if experts is None:  # some blocks of a mixture have an MLP
+        # In a mixture some blocks may have an MLP, and others an MLP beside experts.
+        experts: Any = getattr(getattr(block, "mlp", None), "experts", getattr(block, "experts", None))
+        if experts is None:
             continue
         experts.packed = {}
         for name in EXPERTS:
-            weight, turned = getattr(experts, name), experts.is_transposed
+            weight, turned = getattr(experts, name), bool(getattr(experts, "is_transposed", False))
             outputs, width = reversed(weight.shape[1:]) if turned else weight.shape[1:]
             experts.packed[name] = PackedExperts(Packing(kind, width), outputs, turned, weight.dtype)
             stored = torch.empty((len(weight), outputs, row_bytes(kind, width)), dtype=torch.uint8, device=weight.device)
@@ -264,8 +265,9 @@ def packed_experts(model: nn.Module) -> dict[str, PackedExperts]:
     }
 
 
-KEPT = ("gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "conv1d")
-"""Modules of blocks that are not quantised. They are small, and a router's error would send tokens to other experts."""
+KEPT = frozenset(("gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "conv1d"))
+"""Modules of blocks that are not quantised, with all in them. They are small, and an error of a router would send tokens to other
+experts."""
 
 
 def check_quantizable(blocks: list[nn.Module], key: str) -> None:
@@ -287,7 +289,7 @@ def check_quantizable(blocks: list[nn.Module], key: str) -> None:
 
 def _may_stay(name: str) -> bool:
     module, _, parameter = name.rpartition(".")
-    return parameter.endswith((PACKED, "bias")) or module.rpartition(".")[2] in KEPT
+    return parameter.endswith((PACKED, "bias")) or not KEPT.isdisjoint(module.split("."))
 
 
 def quantize_blocks(blocks: list[nn.Module], kind: str) -> None:
@@ -299,7 +301,7 @@ def quantize_blocks(blocks: list[nn.Module], kind: str) -> None:
         # Listed first, because replacing layers changes what is iterated over.
         layers = [(name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
         for name, layer in layers:
-            if name.rpartition(".")[2] not in KEPT:
+            if KEPT.isdisjoint(name.split(".")):
                 block.set_submodule(name, QuantizedLinear(layer, kind))
 
 

@@ -82,10 +82,8 @@ class Experts(nn.Module):
     def mixture(self) -> Mixture:
         # Read at each pass: FSDP2 replaces parameters while a block computes.
         own, router = self.get_submodule("experts"), self.get_submodule(self._router_name)
-        packed: Any = getattr(own, "packed", None)
-        found: Any = [router.weight, *(getattr(own, name if packed is None else name + PACKED) for name in EXPERTS)]
-        kind = self._kind(router)
-        kind = kind if packed is None else replace(kind, transposed=False, packed=tuple(packed.values()))
+        weights, kind = stored_experts(own, self._kind(router))
+        found: Any = [router.weight, *weights]
         if hasattr(own, "down_proj_bias"):
             found += [router.bias, own.gate_up_proj_bias, own.down_proj_bias]
         shared: Any = getattr(self, "shared_expert", getattr(self, "shared_experts", None))
@@ -128,17 +126,13 @@ class Experts(nn.Module):
         return hidden + mixed(None, norm(hidden.squeeze(0)), None, mixture, self.options.mlp_tiles)
 
 
-def computes_as_ours(mlp: Any) -> None:
-    """Let the experts of transformers, in the ``mlp`` of a block, compute as ours do, which may be stored bytes."""
-    own = Experts(mlp, None)
-
-    def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        mixture, out = own.mixture, torch.zeros_like(hidden)
-        experts = TiledExperts(Mixture(mixture.kind, mixture.tensors[: mixture.num_routed], scales=mixture.scales))
-        experts.add_output(hidden, out, (chosen, weights.to(wide_dtype(weights.dtype))))
-        return out
-
-    mlp.experts.forward = forward
+def stored_experts(experts: Any, kind: MixtureKind) -> tuple[list[Any], MixtureKind]:
+    """Return the weights of gate and up and of down of all experts, or their bytes. The kind then says how to decode these."""
+    packed: Any = getattr(experts, "packed", None)
+    if packed is None:
+        return [getattr(experts, name) for name in EXPERTS], kind
+    stored = [getattr(experts, name + PACKED) for name in EXPERTS]
+    return stored, replace(kind, transposed=False, packed=tuple(packed.values()))
 
 
 class Mixture(NamedTuple):

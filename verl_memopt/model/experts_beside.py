@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from verl_memopt.memory.expert_lora_torch import factors_and_scales
 from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, gate_of, keep, kept, norm_and_weight, sum_of, wide_dtype
-from verl_memopt.model.experts import Mixture, TiledExperts
+from verl_memopt.model.experts import Mixture, TiledExperts, stored_experts
 from verl_memopt.model.mixture_kind import MixtureKind, Router, SiluGate
 from verl_memopt.model.router_replay import LayerRoutes
 
@@ -30,11 +31,15 @@ class ExpertsBeside(nn.Module):
         super().__init__()
         self.source_class, self.options = type(source).__name__, options
         self.gate_up_proj, self.down_proj = source.gate_up_proj, source.down_proj
-        gate = gate_of(router.config)
-        assert gate is not None, "its activation is known"
-        self.kind = MixtureKind(Router(router.config.top_k_experts, True), SiluGate(gate))
+        self.kind = self.kind_of(router)
         self.place = 0
         """The number of its block, set by the decoder."""
+
+    @staticmethod
+    def kind_of(router: Any) -> MixtureKind:
+        gate = gate_of(router.config)
+        assert gate is not None, "its activation is known"
+        return MixtureKind(Router(router.config.top_k_experts, True), SiluGate(gate))
 
     def forward(self, z: Tensor, norm: Any, router: Any, routed: LayerRoutes | None = None) -> Tensor:
         """Return the experts' output [T, h] for z [T, h], the input of ``norm`` and of the router."""
@@ -42,7 +47,9 @@ class ExpertsBeside(nn.Module):
         shape = _Shape(self.kind, self.options.mlp_tiles or 1, self.options.mlp_tiles is None, rms_norm, RMSNorm(router.eps))
         # In fp32 or wider, which the norm of the router's input multiplies before it rounds.
         scale = router.scale.to(wide_dtype(z.dtype)) * router.scalar_root_size
-        tensors = weight, scale, router.proj.weight, router.per_expert_scale, self.gate_up_proj, self.down_proj
+        (weights, kind), (factors, scales) = stored_experts(self, self.kind), factors_and_scales(self)
+        shape = shape._replace(kind=kind, scales=scales)
+        tensors = weight, scale, router.proj.weight, router.per_expert_scale, *weights, *factors
         with torch.no_grad():
             scores = shape.router.scores(_normed(z, scale, shape.of_router), tensors[2])
             chosen = self.kind.router.choose(scores) if routed is None else routed.choose(self.kind.router, scores)
@@ -58,6 +65,8 @@ class _Shape(NamedTuple):
     """Whether the outputs of gate and up are kept."""
     norm: RMSNorm
     of_router: RMSNorm
+    scales: tuple[float, ...] = ()
+    """Those of adapters, as in :class:`Mixture`."""
 
     @property
     def router(self) -> Any:
@@ -80,8 +89,7 @@ class _ExpertsBeside(torch.autograd.Function):
         scale: Tensor,
         projection: Tensor,
         by_expert: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
+        *experts: Tensor,
     ) -> Tensor:
         ctx.shape, ctx.kept, ctx.gates = shape, node, None
         # Popped, so that the caller's list does not keep the scores.
@@ -90,22 +98,22 @@ class _ExpertsBeside(torch.autograd.Function):
         del scores
         gates = None
         if shape.keeps and node is not None:
-            gates = z.new_empty(chosen.numel(), gate_up.shape[1])
+            gates = z.new_empty(chosen.numel(), experts[0].shape[1])
             ctx.save_for_backward(gates)
         out = torch.zeros_like(z)
-        experts = TiledExperts(Mixture(shape.kind, (projection, gate_up, down)), shape.tiles)
-        experts.add_output(_normed(z, weight, shape.norm), out, (chosen, weights), gates)
+        mixture = Mixture(shape.kind, (projection, *experts), scales=shape.scales)
+        TiledExperts(mixture, shape.tiles).add_output(_normed(z, weight, shape.norm), out, (chosen, weights), gates)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        z, weight, scale, projection, by_expert, gate_up, down, chosen = kept(ctx)
+        z, weight, scale, projection, by_expert, *own, chosen = kept(ctx)
         shape, needed, index = ctx.shape, ctx.needs_input_grad[3:], chosen.long()
         gates = ctx.saved_tensors[0] if shape.keeps else None
         scores = shape.router.scores(_normed(z, scale, shape.of_router), projection)
         shares, of_chosen = shape.router.weights(scores, chosen), by_expert[index].to(scores.dtype)
-        mixture = Mixture(shape.kind, (projection, gate_up, down))
+        mixture = Mixture(shape.kind, (projection, *own), scales=shape.scales)
         experts = TiledExperts(mixture, shape.tiles, (False, *needed[5:]))
         normal = _normed(z, weight, shape.norm)
         grad_weights = experts.backward(grad.contiguous(), normal, True, True, chosen, gates, shares * of_chosen)

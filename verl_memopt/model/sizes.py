@@ -167,7 +167,8 @@ class ModelSize:
 
     def expert_bytes(self, kind: str) -> int:
         """Return the bytes of all experts in a format of :data:`verl_memopt.memory.quantized_frozen.STORED`."""
-        return 0 if self.mixture is None else self.layers * self.mixture.experts * self.mixture.bytes_of_one(kind, self.hidden)
+        mixture = self.mixture
+        return 0 if mixture is None else self.mixture_layers * mixture.experts * mixture.bytes_of_one(kind, self.hidden)
 
     @property
     def attention_layers(self) -> int:

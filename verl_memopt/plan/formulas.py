@@ -6,6 +6,7 @@ A docstring that begins with a symbol, such as ``b``, says which symbol of the f
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -1022,31 +1023,38 @@ class Shapes:
     @property
     def quantized_params(self) -> int:
         """Parameters of the blocks that are quantised: in linear layers but small gates, and in all experts."""
-        own, gates = self.linear_params, 0 if self.rule is None else 2 * self.rule.value_heads
-        own -= self.linear_layers * gates * self.hidden
-        if self.mixture is None:
-            return own
-        experts = (self.mixture.experts if self._quantizes_experts else 0) - self.mixture.top_k
-        return own + self.layers * 3 * experts * self.mixture.width * self.hidden
+        return self._quantized(lambda width: width)
 
     def packed_bytes(self, kind: str) -> int:
         """Return the bytes of :attr:`quantized_params` in a format."""
-        if self.local is not None:
-            return sum(count * shapes._packed_block_bytes(kind) for count, shapes in self.kinds)
-        linear = replace(self, is_linear=True)._packed_block_bytes(kind) if self.linear_layers else 0
-        return (self.layers - self.linear_layers) * self._packed_block_bytes(kind) + self.linear_layers * linear
+        return self._quantized(lambda width: row_bytes(kind, width))
 
-    def _packed_block_bytes(self, kind: str) -> int:
+    def _quantized(self, row: Callable[[int], int]) -> int:
+        # Sum over all rows of quantised matrices. ``row`` gives what a row of some width counts.
+        if self.local is not None:
+            return sum(count * shapes._quantized_block(row) for count, shapes in self.kinds)
+        linear = replace(self, is_linear=True)._quantized_block(row) if self.linear_layers else 0
+        dense, width = (0, 0) if self.mixture is None else self.mixture.dense
+        others = dense * (self._mlp_rows(row, width) - self._quantized_mlp(row)) if dense else 0
+        return (self.layers - self.linear_layers) * self._quantized_block(row) + self.linear_layers * linear + others
+
+    def _quantized_block(self, row: Callable[[int], int]) -> int:
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         pairs = 0 if self.is_reading else 1 if self.keys_are_values else 2
         columns, values = query * (2 if self.gated else 1) + pairs * key, query
         if self.is_linear and self.rule is not None:
             columns, values = 2 * (self.rule.keys + self.rule.values), self.rule.values
+        return columns * row(self.hidden) + self.hidden * row(values) + self._quantized_mlp(row)
+
+    def _quantized_mlp(self, row: Callable[[int], int]) -> int:
         mixture = self.mixture
-        mlp = self.mlp if mixture is None else mixture.shared
-        read_hidden = (columns + 2 * mlp) * row_bytes(kind, self.hidden)
-        own = read_hidden + self.hidden * (row_bytes(kind, values) + row_bytes(kind, mlp))
-        return own + (mixture.experts * mixture.bytes_of_one(kind, self.hidden) if mixture and self._quantizes_experts else 0)
+        if mixture is None:
+            return self._mlp_rows(row, self.mlp)
+        experts = mixture.experts * self._mlp_rows(row, mixture.width) if self._quantizes_experts else 0
+        return experts + (self._mlp_rows(row, mixture.shared) if mixture.shared else 0)
+
+    def _mlp_rows(self, row: Callable[[int], int], width: int) -> int:
+        return 2 * width * row(self.hidden) + self.hidden * row(width)
 
     @property
     def block_bytes(self) -> int:

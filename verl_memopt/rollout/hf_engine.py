@@ -20,7 +20,7 @@ from verl_memopt.memory.quantized_frozen_torch import pack_experts, packed_exper
 from verl_memopt.memory.weight_buckets_torch import Weights, WeightSlice
 from verl_memopt.model.attention import plain_attention
 from verl_memopt.model.delta_kernels import UNINSTALL, fla_is_installed
-from verl_memopt.model.experts import computes_as_ours
+from verl_memopt.model.engine_experts import compute_as_ours
 from verl_memopt.model.families import STATE_LAYER, is_mxfp4, layer_types, num_experts
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.model.router_replay import number_dtype
@@ -419,8 +419,8 @@ def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Modul
         for parameter in model.parameters():  # unlike a mapped file, memory of its own can be freed and allocated again
             parameter.data = parameter.data.clone()
     if place.adapts_experts or packed_experts(model):
-        for mlp in (block.mlp for block in model.get_decoder().layers if hasattr(block.mlp, "experts")):
-            computes_as_ours(mlp)
+        for block in model.get_decoder().layers:
+            compute_as_ours(block)
     # The generation settings in a model folder (temperature, top_k) would change the scores in spite of the run's settings.
     model.generation_config = GenerationConfig()
     return model.requires_grad_(False).eval()
