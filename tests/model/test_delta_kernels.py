@@ -20,7 +20,15 @@ from tests.model import test_prefix_kv as prefixes
 from tests.model.forests import agent, forests
 from tests.model.test_delta_rule import GROUPS, SHAPE, assert_exact, by_token, elements, inputs  # noqa: F401
 from tests.model.test_pack import packed
-from verl_memopt.model.delta_kernels import BOUND, KernelRule, known_wrong, largest_difference, with_kernels
+from verl_memopt.errors import ConfigError
+from verl_memopt.model.delta_kernels import (
+    BOUND,
+    KernelRule,
+    known_wrong,
+    largest_difference,
+    refuse_beyond_rounding,
+    with_kernels,
+)
 from verl_memopt.model.delta_rule import DeltaShape, gated_delta_rule
 from verl_memopt.model.prefix_layout import PrefixLayout
 from verl_memopt.model.state_chunks import state_chunks, state_tiles
@@ -130,7 +138,52 @@ def not_finite(q, k, v, g, beta, **named):
 @pytest.mark.parametrize("kernel", [wrong_decays, wrong_states, not_finite])
 def test_a_wrong_kernel_is_noticed(kernel):
     shape = replace(SHAPE, by_kernels=partial(KernelRule, kernel))
-    assert not largest_difference(shape, CPU, torch.float32) <= BOUND
+    difference = largest_difference(shape, CPU, torch.float32)
+    assert not difference <= BOUND
+    with pytest.raises(ConfigError, match=r"model\.attn_implementation=auto: fla-core 1\.0.*uninstall"):
+        refuse_beyond_rounding(difference, "model.attn_implementation=auto: fla-core 1.0", CPU)
+
+
+@pytest.fixture
+def with_fla(tmp_path, monkeypatch):
+    """Gives a function that makes a package fla of a version importable, with other text in its module of the rule."""
+
+    def made(version, text="chunk_gated_delta_rule = None"):
+        folder = tmp_path / "fla" / "ops"
+        folder.mkdir(parents=True)
+        (folder.parent / "__init__.py").write_text(f"__version__ = {version!r}")
+        (folder / "__init__.py").touch()
+        (folder / "gated_delta_rule.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+
+    for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with_kernels.cache_clear()
+    yield made
+    with_kernels.cache_clear()
+    for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
+        sys.modules.pop(name, None)
+
+
+ON_A_GPU = "auto", torch.device("cuda"), torch.bfloat16, "model"
+
+
+def test_on_a_gpu_a_version_with_wrong_results_ends_the_run_with_a_way_out(with_fla):
+    with_fla("0.5.0")
+    with pytest.raises(ConfigError, match=r"model\.attn_implementation=auto.*fla-core>=0\.6\.0.*uninstall"):
+        with_kernels(SHAPE, *ON_A_GPU)
+
+
+@pytest.mark.parametrize(
+    "text", ["raise OSError('no driver')", "def chunk_gated_delta_rule(*_, **__): raise OSError('no driver')"]
+)
+def test_kernels_that_do_not_run_leave_torchs_operators_with_a_reason(with_fla, caplog, text):
+    with_fla("0.6.0", text)
+    with caplog.at_level("INFO"):
+        assert with_kernels(SHAPE, *ON_A_GPU) is SHAPE
+    assert "fla-core" in caplog.text
+    assert "cannot be imported" in caplog.text or "do not run" in caplog.text
 
 
 @pytest.mark.parametrize(

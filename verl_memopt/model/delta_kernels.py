@@ -189,14 +189,19 @@ def with_kernels(shape: DeltaShape, name: str, device: torch.device, dtype: torc
     except Exception as error:  # noqa: BLE001
         logger.warning(PLAIN, f"the kernels of {versions} do not run ({_first_line(error)})")
         return shape
-    if not difference <= BOUND:  # NaN too
+    refuse_beyond_rounding(difference, f"{key}: {versions}", device)
+    logger.info("linear layers: kernels of %s, at most %.1e from torch's own operators", versions, difference)
+    return faster
+
+
+def refuse_beyond_rounding(difference: float, subject: str, device: torch.device) -> None:
+    """Raise if a difference of :func:`largest_difference` is NaN or too large. ``subject`` names the setting and the versions."""
+    if not difference <= BOUND:
         raise ConfigError(
-            f"{key}: {versions} computes the linear layers of this model wrongly on {name_of(device)}: its results differ by "
+            f"{subject} computes the linear layers of this model wrongly on {name_of(device)}: results differ by "
             f"{difference:.2g} of their norm from those of torch's own operators, and rounding explains at most {BOUND:.2g}. "
             f"Install another version of fla-core or Triton. {WAY_OUT}"
         )
-    logger.info("linear layers: kernels of %s, at most %.1e from torch's own operators", versions, difference)
-    return faster
 
 
 def fla_is_installed() -> bool:
@@ -229,7 +234,6 @@ def _not_for(shape: DeltaShape, device: torch.device, dtype: torch.dtype) -> str
     return None
 
 
-@cache
 def _fla_problem() -> str | None:
     if not fla_is_installed():
         return "fla-core is not installed"
