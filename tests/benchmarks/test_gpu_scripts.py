@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 
 import pytest
 
@@ -28,6 +29,18 @@ def test_the_ladder_script_leaves_its_files_and_goes_on_after_a_row_over_the_lim
     assert text == process.stdout
     assert "not measurable: rollout_memory ran out of memory" in text
     assert "row 2 of 2" in process.stderr
+
+
+def test_the_script_of_linear_layers_says_why_it_measures_no_kernels(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.gpu.linear_layers", "--json", str(tmp_path / "lines.json")]
+    env = {**script_environment(), "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert "need a GPU" in process.stderr
+    environment, record = map(json.loads, (tmp_path / "lines.json").read_text().splitlines())
+    assert "fla-core" in {*environment["missing"], *environment["packages"]}
+    assert record["form"] == "torch"
+    assert 0 < record["forward_ms"] < record["both_ms"]
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ from verl_memopt.model.delta_rule import DeltaShape, gated_delta_rule
 from verl_memopt.model.prefix_layout import PrefixLayout
 from verl_memopt.model.state_chunks import state_chunks, state_tiles
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.observe.byte_tracker import ByteTracker
 
 CPU = torch.device("cpu")
 
@@ -115,6 +116,25 @@ def test_each_token_is_in_one_call_that_is_no_longer_than_allowed(forest, most):
         assert len(call.tokens) <= most
         assert len(set(chunks.rounds[call.part.chunks].tolist())) == 1
         assert torch.equal(call.rows[call.own] - chunks.first_row, call.tokens)
+
+
+def held(shape, groups):
+    """Gives the bytes that forward keeps for backward, beside its inputs and results."""
+    layout = PrefixLayout.of(groups)
+    tensors, chunks = inputs(len(layout.stops)), state_chunks(layout, None, shape.sizes(CPU))
+    with ByteTracker() as tracker:
+        gated_delta_rule(*tensors[:3], tuple(tensors[3:]), chunks, shape)  # what the chunks cache
+        before = tracker.total()
+        results = gated_delta_rule(*tensors[:3], tuple(tensors[3:]), chunks, shape)
+        return tracker.total() - before - sum(result.nbytes for result in results)
+
+
+def test_forward_keeps_for_kernels_what_it_keeps_without_them(elements):  # noqa: F811
+    row = ((300, ()),)
+    assert held(KERNELS, row) == held(SHAPE, row)
+    # A state for each of the prompts that answers begin with, and zeros.
+    state = 8 * SHAPE.values * SHAPE.key_dim
+    assert held(KERNELS, ((70, (3, 5)), (20, (30,)))) <= held(SHAPE, ((70, (3, 5)), (20, (30,)))) + 4 * state
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
