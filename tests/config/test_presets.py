@@ -29,7 +29,8 @@ PARAMS = {
     "llama3_2_1b": 1_235_814_400, "llama3_2_3b": 3_212_749_824, "gemma3_4b": 3_880_263_168, "qwen3_30b_a3b": 30_532_122_624,
     "gpt_oss_20b": 20_914_757_184,
     "qwen3_5_0_8b": 752_393_024, "qwen3_5_4b": 4_205_751_296, "qwen3_5_9b": 8_953_803_264, "qwen3_5_27b": 26_895_998_464,
-    "glm4_5_air": 106_852_245_504, "qwen3_5_35b_a3b": 34_660_610_688, "gemma4_31b": 30_697_345_340, "gemma4_e4b": 7_463_013_418,
+    "glm4_5_air": 106_852_245_504, "qwen3_5_35b_a3b": 34_660_610_688, "gemma4_31b": 30_697_345_340,
+    "gemma4_26b_a4b": 25_233_141_790, "gemma4_e4b": 7_463_013_418,
 }  # fmt: skip
 """Preset -> parameters, as the model's card says. The tiny model is none of them: it fits everywhere."""
 MODELS = tuple(PARAMS)

@@ -399,6 +399,31 @@ def test_a_wide_shared_expert_has_the_activations_of_the_formula(tmp_path, one_r
     assert act.close(found, replace(formula, suffix_tokens=plain.suffix_tokens).activation_bytes, more)
 
 
+@pytest.mark.parametrize(
+    ("options", "less"),
+    [
+        ({**OWN, **TILES}, 0.05),
+        pytest.param({**OWN, **TILES, "recompute": True}, 0.05, marks=pytest.mark.slow),
+        pytest.param({**PLAIN, **TILES}, 0.05, marks=pytest.mark.slow),
+        pytest.param(OWN, 0.1, marks=pytest.mark.slow),
+        pytest.param(PLAIN, 0.1, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_experts_beside_an_mlp_have_no_more_activations_than_the_formula_says(tmp_path, one_rank, options, less):
+    shape = replace(act.SHAPE, model_type="gemma4_text", num_experts=16, experts_per_token=4, expert_size=256)
+    folder = make_tiny_model(tmp_path / "model", replace(shape, vocab_size=512, experts_beside=True))
+    batch, options = sharing(grouped(100, [150] * 4)), {"prune_last_block": False, **options}
+    policy, micro = act.build(folder, one_rank, **options), [micro_batch(batch, range(4))]
+    found = act.tracked_step(policy, micro, counts_of(batch), steps=1).most()["activations"]
+    model = {name: value for name, value in options.items() if name != "recompute"}
+    plain = shapes(batch, enable_gradient_checkpointing="recompute" in options, **model)
+    work = Pass(plain.tokens, plain.responses, 5, plain.tokens, longest=250)
+    formula = Shapes.of(size_of(Model(path=str(folder)), "model"), plain.settings, work, "cpu")
+    predicted = replace(formula, suffix_tokens=plain.suffix_tokens).activation_bytes
+    assert (1 - less) * predicted <= found <= predicted
+
+
 @pytest.mark.parametrize("options", [OWN, {**OWN, "recompute": True, "block_tile_tokens": 64}], ids=str)
 def test_fake_tensors_compute_experts_with_evenly_spread_tokens(mixture_folder, options):
     act.assert_fake_tensors_give_the_bytes_of_real_ones(mixture_folder, **options)

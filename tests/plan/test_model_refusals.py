@@ -21,6 +21,7 @@ LORA = (f"{AR}.model.lora_rank=4", f"{FSDP}.model_dtype=bfloat16")
 KINDS = ("qwen3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_moe", "gemma3_text", "gemma4_text", "glm4_moe", "gpt_oss")
 SHAPES = {
     **{kind: TinyShape(kind, num_heads=4, num_kv_heads=2, num_layers=4) for kind in KINDS},
+    "gemma4_text with experts": TinyShape("gemma4_text", num_layers=4, experts_beside=True),
     "small gemma4_text": TinyShape("gemma4_text", num_layers=4, layer_inputs=8, reading_layers=2),
 }
 ASKED = {
@@ -77,7 +78,7 @@ def test_a_run_that_its_model_refuses_is_refused_by_fit_with_a_way_out(preset, a
     assert " Set " in str(error.value)
 
 
-@pytest.mark.parametrize("preset", ["qwen3_5_35b_a3b", "gpt_oss_20b", "glm4_5_air", "gemma4_31b", "gemma4_e4b"])
+@pytest.mark.parametrize("preset", ["qwen3_5_35b_a3b", "gpt_oss_20b", "glm4_5_air", "gemma4_26b_a4b", "gemma4_31b", "gemma4_e4b"])
 def test_no_level_of_a_lever_is_refused_by_the_model(preset):
     given = ("memory=24g", f"model={preset}", "trainer.n_gpus_per_node=2", "algorithm.use_kl_in_reward=true")
     settings = settings_of(*given)

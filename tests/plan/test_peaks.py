@@ -50,7 +50,7 @@ TEACHER = replace(draw(0).shape, model_type="qwen3", hidden_size=192, num_layers
 TEACHER_FSDP = "teacher.fsdp_config"
 STREAMED = [f"{TEACHER_FSDP}.param_offload=stream", f"{TEACHER_FSDP}.model_dtype=bfloat16"]
 OPTIMS = (f"{AR}.actor.optim", "critic.optim")
-MIXTURES = ("qwen3_moe", "qwen3_5_moe_text", "glm4_moe", "gpt_oss")
+MIXTURES = ("qwen3_moe", "qwen3_5_moe_text", "glm4_moe", "gemma4_text", "gpt_oss")
 SGD, MOMENTUM = ([f"{optim}.{key}" for optim in OPTIMS for key in ("optimizer=SGD", f"momentum={rate}")] for rate in (0.0, 0.9))
 
 
@@ -120,7 +120,8 @@ def test_no_phase_of_a_run_with_a_teacher_holds_more_than_was_predicted(number, 
 )  # fmt: skip
 def test_no_phase_of_a_run_with_states_or_experts_holds_more_than_was_predicted(kind, number, tmp_path):
     drawn = draw(number)
-    drawn = replace(drawn, shape=replace(drawn.shape, model_type=kind, num_layers=max(drawn.shape.num_layers, 2)))
+    shape = replace(drawn.shape, model_type=kind, num_layers=max(drawn.shape.num_layers, 2), experts_beside=kind == "gemma4_text")
+    drawn = replace(drawn, shape=shape)
     outcome, _, _ = run(drawn, tmp_path / "draw", limited=False)
     assert outcome.ran, outcome.error
     both = {phase: (held, outcome.predicted[phase]) for phase, held in outcome.measured.items() if phase in outcome.predicted}

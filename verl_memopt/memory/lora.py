@@ -202,7 +202,7 @@ def adapter_params(shapes: Shapes) -> int:
         linear = 5 * h + 2 * (rule.keys + rule.value_heads) + 3 * rule.values
     attention_layers = shapes.layers - shapes.linear_layers
     of_mlps = shapes.layers * 3 * (h + mlp)
-    if shapes.mixture is not None:
+    if shapes.mixture is not None and not shapes.mixture.beside:
         # Of a mixture the shared expert and its gate have adapters.
         shared, (dense, width) = shapes.mixture.shared, shapes.mixture.dense
         of_shared = (3 * (h + shared) + shapes.mixture.shared_gate * (h + 1)) * (shared > 0)

@@ -34,6 +34,8 @@ class MixtureSize:
     """Whether the output of this expert has a gate (Qwen3.5)."""
     dense: tuple[int, int] = (0, 0)
     """How many layers have an MLP and no experts, and its width (GLM-4.5)."""
+    beside: bool = False
+    """Whether all layers have an MLP too, beside the experts (Gemma 4)."""
 
     def bytes_of_one(self, kind: str, hidden: int) -> int:
         """Return the bytes of an expert in a format of :data:`verl_memopt.memory.quantized_frozen.STORED`."""
@@ -54,7 +56,7 @@ class LocalHeads:
 class ModelSize:
     hidden: int
     mlp: int
-    """Width of the MLP; in a mixture of experts, of all experts together that compute a token, with a shared one."""
+    """Width of the MLP; in a mixture of experts without one, of all experts together that compute a token, with a shared one."""
     layers: int
     heads: int
     kv_heads: int
@@ -236,6 +238,11 @@ PUBLISHED = {
         positions=2**17, counted=(7_463_013_418, 106_182_145), v_norm=True, local=LocalHeads(35, 2, 256), reading=(3, 15),
         layer_inputs=256, root_params=2_846_097_664,
     ),
+    "google/gemma-4-26B-A4B-it": ModelSize(
+        2816, 2112, 30, 16, 2, 512, 262_144, True, qk_norm=True, window=1024, window_layers=25, post_norms=True, positions=2**18,
+        counted=(25_233_141_790, 828_513_409), v_norm=True, local=LocalHeads(25, 8, 256), keys_are_values=True,
+        mixture=MixtureSize(128, 704, 8, beside=True),
+    ),
     "google/gemma-4-31B-it": ModelSize(
         5376, 21_504, 60, 32, 4, 512, 262_144, True, qk_norm=True, window=1024, window_layers=50, post_norms=True,
         positions=2**18, counted=(30_697_345_340, 534_009_857), v_norm=True, local=LocalHeads(50, 16, 256), keys_are_values=True,
@@ -292,6 +299,8 @@ def _read_size(model: Model | CriticModel, folder: Path, key: str) -> ModelSize:
     if linear and hasattr(linear[0], "head_k_dim"):
         rule = DeltaShape(linear[0].num_k_heads, linear[0].num_v_heads, linear[0].head_k_dim, linear[0].head_v_dim)
     width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    if hasattr(block, "experts"):
+        mixture = MixtureSize(num_experts(config), config.moe_intermediate_size, config.top_k_experts, beside=True)
     own_width, doubles = width, bool(getattr(config, "use_double_wide_mlp", False) and config.num_kv_shared_layers)
     width *= 2 if doubles else 1
     if hasattr(getattr(block, "mlp", None), "experts"):

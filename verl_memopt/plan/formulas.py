@@ -390,11 +390,23 @@ class Shapes:
             at_rule = self.block_bytes - self.tokens * self._kept_gates + gradients + self.rule_bytes
             at_mlp = self.block_bytes + (2 if model.mlp_tiles is None else 6) * wide + 2 * inputs
             return max(at_rule, at_experts or at_mlp)
-        if self.mixture is not None:
+        if self.mixture is not None and not self._is_beside:
             return at_experts
         if model.mlp_tiles is None:
-            return self.block_bytes + 2 * wide + 2 * inputs + self._tables_of_others
-        return self.block_bytes + self._tables_of_others + 6 * wide + 2 * inputs - self.tiled_bytes(model.mlp_tiles)
+            return max(at_experts, self.block_bytes + 2 * wide + 2 * inputs + self._tables_of_others)
+        at_mlp = self.block_bytes + self._tables_of_others + 6 * wide + 2 * inputs - self.tiled_bytes(model.mlp_tiles)
+        return max(at_experts, at_mlp)
+
+    @property
+    def _is_beside(self) -> bool:
+        # Whether blocks have experts beside an MLP.
+        return self.mixture is not None and self.mixture.beside
+
+    @property
+    def _keeps_gates(self) -> bool:
+        # Whether experts keep the outputs of gate and up. In a checkpointed block they compute them again.
+        model = self.settings.model
+        return model.mlp_tiles is None and not (model.recompute_elementwise and model.checkpointing == "full")
 
     @property
     def pruned_backward_bytes(self) -> int:
@@ -520,6 +532,8 @@ class Shapes:
     @property
     def recomputes_mlp(self) -> bool:
         model = self.settings.model
+        if self._is_beside:
+            return False
         return model.recompute_elementwise and (model.checkpointing == "full" or model.mlp_tiles is not None)
 
     def mlp_bytes(self, cut: int) -> int:
@@ -532,7 +546,9 @@ class Shapes:
         """
         if self.mixture is not None:
             kept = self.attention_bytes if self.recomputes_mlp else self.block_bytes
-            return kept + self._experts_backward_bytes(self.mixture)
+            # An MLP beside the experts has less in its backward, which has no gradient of so many weights. Its gradient and that
+            # of the sum that both read wait meanwhile.
+            return kept + self._experts_backward_bytes(self.mixture) + 2 * self.input_bytes * self._is_beside
         b, inputs, least = self.compute_bytes, self.input_bytes, self.settings.model.mlp_tiles or 1
         tiles = max(-(-cut // PRODUCT_ROWS[self.device]), least if self.recomputes_mlp else 1)
         rows = round(self.tokens / tiles)
@@ -559,7 +575,7 @@ class Shapes:
         tile = self._expert_rows(mixture)
         # The gradient of the output, the normed input and the sum of its gradient; probabilities; which row is where.
         tokens = self.tokens * (h * (2 * b + wide) + 4 * mixture.experts + 32 * mixture.top_k)
-        both = 0 if self.settings.model.mlp_tiles is None and not self.recomputes_mlp else 2 * width * b
+        both = 0 if self._keeps_gates else 2 * width * b
         # The value before down and its gradient, and their product in fp32.
         at_weights = tile * (2 * h * b + both + width * (2 * b + (4 if b == wide else 8)))
         at_input = tile * (h * (2 * b + (0 if b == wide else wide)) + both)
@@ -988,16 +1004,18 @@ class Shapes:
         mixture = self.mixture
         if self.settings.model.lora_rank:
             return -(-adapter_params(self) // self.layers)
-        idle = 0 if mixture is None else (mixture.experts - mixture.top_k) * mixture.width
+        idle = 0 if mixture is None else (mixture.experts - mixture.top_k * (not mixture.beside)) * mixture.width
         return self.matrix_params + 3 * idle * self.hidden
 
     @property
     def _kept_gates(self) -> int:
         # Bytes per token that a block keeps of its MLP if norms and activations are not recomputed, without the MLP's input.
-        if self.settings.model.mlp_tiles is not None:
+        if self.settings.model.mlp_tiles is not None or (self._is_beside and not self._keeps_gates):
             return 0
         # Routed experts keep the outputs of gate and up alone. An MLP also keeps the activation and the product.
-        return self.compute_bytes * (4 * self.mlp if self.mixture is None else 2 * self.mixture.top_k * self.mixture.width)
+        experts = 0 if self.mixture is None else 2 * self.mixture.top_k * self.mixture.width
+        own = 0 if self.mixture is not None and not self._is_beside else 4 * self.mlp
+        return self.compute_bytes * (own // (2 if self.settings.model.recompute_elementwise else 1) + experts)
 
     @property
     def matrix_params(self) -> int:
@@ -1063,9 +1081,10 @@ class Shapes:
         if model.recompute_elementwise:
             # A norm of an output keeps this output, unless a tile computes it again.
             outputs = self.post_norms * self.input_bytes * (2 if model.mlp_tiles is None else 1)
+            if self._is_beside:  # also the experts' output, and the sum of both; over tiles the MLP's output and its input too
+                outputs += self.input_bytes * (2 if self._keeps_gates else 3 if model.mlp_tiles is None else 4)
             outputs += self.tokens * (0 if self.mixture is None else self.mixture.top_k)  # a byte for each expert of a token
-            gates = 2 * self.tokens * self.mlp * b if self.mixture is None else self.tokens * self._kept_gates
-            return self.attention_bytes + outputs + (gates if model.mlp_tiles is None else 0)
+            return self.attention_bytes + outputs + self.tokens * self._kept_gates
         if self.is_linear and self.rule is not None:
             # The gated norm keeps four tensors in fp32: its input, the norm, the gate and the gate's activation. In half
             # precision it keeps casts of the first and the third too.
@@ -1074,7 +1093,7 @@ class Shapes:
             return self.tokens * (kept + self._kept_gates) + self.border_bytes
         key = 0 if self.is_reading else key
         normed = 2 * self.hidden + query + (2 if self.v_norm else 1) * key
-        norms = self._norm_width * normed + 2 * self._post_norm_width * self.hidden
+        norms = self._norm_width * normed + (4 if self._is_beside else 2) * self._post_norm_width * self.hidden
         gates = 3 * query if self.gated else 0  # the gates, their activation, and the gated output
         kept = norms + b * (query + key + gates + 3 * self.layer_inputs) + self._kept_gates
         kept += (self.hidden * (b + self._post_norm_width)) if self.layer_inputs else 0

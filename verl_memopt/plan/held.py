@@ -295,7 +295,8 @@ class Held:
         if self.size.post_norms:  # the output of attention or MLP beside its norm
             attention, mlp = attention + b * work.tokens * h, mlp + b * work.tokens * h
         if s.mixture is not None and self.roles.model.recompute_elementwise:
-            mlp = s.mixture_forward_bytes(s.mixture)
+            # Beside an MLP its output and the norm of that wait for the experts.
+            mlp = max(mlp * s.mixture.beside, s.mixture_forward_bytes(s.mixture) + 2 * b * work.tokens * h * s.mixture.beside)
         linear = s.linear_forward_bytes if s.linear_layers else 0
         block, prefixes = max(mlp, attention, linear), self._prefixes(work, b)
         return self._without_gradients(work, s, block + prefixes, b * (work.tokens + 3 * work.responses) * h + prefixes)
