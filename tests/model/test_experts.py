@@ -451,7 +451,7 @@ def test_an_auxiliary_loss_is_refused_with_the_way_to_train_without_it(mixture_f
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lora_rank": 4, "target_modules": ["q_proj", "up_proj"]}, r"no layer is named up_proj.*experts of a mixture have no"),
+        ({"lora_rank": 4, "target_modules": ["q_proj", "up_proj"]}, r"no layer is named up_proj.*name them in target_parameters"),
         ({"lora_rank": 4, "target_modules": ["experts"]}, "experts is no linear layer, but Qwen3MoeExperts"),
         (
             {"fsdp": {"wrap_policy": WrapPolicy(("Qwen3MoeExperts",))}},

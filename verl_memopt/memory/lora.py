@@ -6,10 +6,12 @@ Use it when: gradients and optimizer state do not fit, and low-rank training is 
 Saves: gradients and optimizer state of all frozen parameters (12 bytes per parameter with fp32 AdamW), and the second model that
     a KL would need.
 Costs: two thin matrix products per adapted layer. An engine that shares the base computes them too. Any other engine gets weights
-    into which the adapters are merged, one tensor at a time.
+    into which the adapters are merged, one tensor at a time. Experts of a mixture get adapters if ``target_parameters`` names
+    them: rank x (in + out) parameters for each expert, which for 128 experts is more than all other adapters together.
 Works with: ``rollout.share_weights``, ``model.quantization`` of the base, checkpointing, and every knob that packs tokens. The
     base rests in the compute dtype on one device, and also on several devices if they share the base with their engines. It
-    refuses a reference with another ``path``, and ``ref.quantization``. Source: arXiv 2106.09685.
+    refuses a reference with another ``path``, and ``ref.quantization``. Adapters of experts are not shared with an engine.
+    Source: arXiv 2106.09685.
 """
 
 from __future__ import annotations
@@ -218,6 +220,8 @@ KNOB = Knob(
         "use_peft": "actor_rollout_ref.model.lora_rank",
         "use_lora": "actor_rollout_ref.model.lora_rank",
         "lora_r": "actor_rollout_ref.model.lora_rank",
+        "lora_target_modules": "actor_rollout_ref.model.target_modules",
+        "lora_target_parameters": "actor_rollout_ref.model.target_parameters",
         "lora_dropout": "actor_rollout_ref.model.lora_rank (LoRA has no dropout here)",
     },
     refuses=(

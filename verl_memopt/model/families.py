@@ -61,12 +61,10 @@ CAPPED = "Its capped scores of attention need `attn_implementation=eager`, which
 MORE = "take more than text"
 FIXED = "cannot be built with attention over packed rows"
 BESIDE = "Its vision tower is not trained: it stays on disk, and every saved model gets a copy of it."
+ADAPTED = "Its routed experts get adapters if `target_parameters` names them."
 REPLAYED = "`router_replay` replays its experts."
-PLAIN_EXPERTS = f"LoRA leaves its experts as they are. {REPLAYED} `load_mode=mmap` and an auxiliary loss are refused."
-SHARED = (
-    f"LoRA leaves its routed experts as they are. {REPLAYED} An auxiliary loss is refused; `load_mode=mmap` too, "
-    "if the files have experts one by one."
-)
+PLAIN_EXPERTS = f"{ADAPTED} {REPLAYED} `load_mode=mmap` and an auxiliary loss are refused."
+SHARED = f"{ADAPTED} {REPLAYED} An auxiliary loss is refused; `load_mode=mmap` too, if the files have experts one by one."
 BESIDE_GEMMA_4 = tuple(
     f"model.{part}." for part in ("vision_tower", "audio_tower", "vision_embedder", "embed_vision", "embed_audio")
 )
@@ -122,9 +120,9 @@ FAMILIES = (
         sinks=True,
         whole_experts=True,
         inputs_first=True,
-        note="It needs the engine `hf`. LoRA leaves its experts as they are. Experts of a folder in MXFP4 keep its bytes with "
-        "LoRA, on several devices if `share_weights` is on, and in a model with `quantization`; otherwise they are decoded. "
-        f"Saved models are never in MXFP4. {REPLAYED} An auxiliary loss is refused.",
+        note=f"It needs the engine `hf`. {ADAPTED} Experts of a folder in MXFP4 keep its bytes with LoRA, on several devices if "
+        "`share_weights` is on, and in a model with `quantization`; otherwise they are decoded. Saved models are never in MXFP4. "
+        f"{REPLAYED} An auxiliary loss is refused.",
     ),
     Family("granite", "Granite, dense", divided_by="logits_scaling"),
     Family("hunyuan_v1_dense", "Hunyuan, dense"),
