@@ -583,6 +583,20 @@ def test_a_config_of_peft_becomes_lora_settings():
     assert adapter_arguments({"r": 4, "use_rslora": True})[f"{at}use_rslora"] is True
 
 
+@pytest.mark.parametrize("modules", [None, ["q_proj"]])
+def test_with_target_parameters_a_config_of_peft_adapts_no_layers_but_those_that_it_names(modules):
+    at, experts = "actor_rollout_ref.model.", ["mlp.experts.down_proj"]
+    found = adapter_arguments({"r": 4, "target_parameters": experts, "target_modules": modules})
+    assert (found[f"{at}target_parameters"], found[f"{at}target_modules"]) == (experts, modules or [])
+
+
+def test_a_real_config_of_peft_names_experts():
+    peft = pytest.importorskip("peft")
+    found = adapter_arguments(peft.LoraConfig(r=4, target_parameters=["mlp.experts.down_proj"], task_type="CAUSAL_LM"))
+    assert found["actor_rollout_ref.model.target_parameters"] == ["mlp.experts.down_proj"]
+    assert found["actor_rollout_ref.model.target_modules"] == []
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("modules_to_save", ["lm_head"]), ("trainable_token_indices", [5]), ("init_lora_weights", "pissa")]
 )

@@ -92,7 +92,8 @@ have rewards. The other entries are our metrics under TRL's names:
 _PEFT = f"""Of peft's `LoraConfig` it reads {", ".join(f"`{name}`" for name in PEFT)}. `lora_dropout` passes with a warning,
 because adapters are computed without dropout. {", ".join(f"`{name}={value}`" for name, value in PEFT_PASSES.items())}
 have no effect. Without `target_modules` it adapts {" and ".join(f"`{name}`" for name in PEFT_TARGETS)}, as peft does in most
-models, or with `target_parameters` only the experts that these name. Any other field that is set is refused with its reason: adapters have one rank, one scale and no further parts.
+models, or with `target_parameters` only the experts that these name. Any other field that is set is refused with its reason:
+adapters have one rank, one scale and no further parts.
 
 `debug` of a config is refused too, because [debug modes](debug_modes.md) have that name here.
 

@@ -73,7 +73,14 @@ def test_what_no_number_can_depend_on_is_harmless_and_says_why(compared, key, ne
     assert reason
 
 
-@pytest.mark.parametrize(("key", "new"), [(f"{AR}.model.lora_rank", 8), (f"{AR}.model.exclude_modules", ["q_proj"])])
+@pytest.mark.parametrize(
+    ("key", "new"),
+    [
+        (f"{AR}.model.lora_rank", 8),
+        (f"{AR}.model.exclude_modules", ["q_proj"]),
+        (f"{AR}.model.target_parameters", ["mlp.experts.down_proj"]),
+    ],
+)
 def test_other_adapters_are_refused(compared, key, new):
     lora = {f"{AR}.model.lora_rank": 4}
     assert compared(lora, lora | {key: new})[key][0] == REFUSED

@@ -178,6 +178,7 @@ NO_FACTOR = {
     f"{REF}.fsdp_config.mixed_precision.reduce_dtype": "a reference has no gradients",
     f"{MODEL}.lora_adapter_path": "names a file to start from",
     f"{MODEL}.use_rslora": "another scale of the same adapters",
+    f"{MODEL}.target_parameters": "of mixtures alone; their own tests combine it",
     f"{REF}.adapter": "needs such a file",
     f"{MODEL}.quantization": "for adapters alone, on a base that is whole; its own tests combine it",
     f"{ROLLOUT}.share_weights": "of an engine beside the trainer; its own tests combine it",

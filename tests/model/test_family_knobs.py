@@ -7,6 +7,7 @@ from transformers import AutoConfig
 
 from tests.memory import activation_cases as act
 from tests.memory.batching.test_shared_prompt import grouped, sharing
+from tests.model.test_expert_lora import BOTH, shake
 from tests.model.test_prefix_kv import assert_near, results
 from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
@@ -19,6 +20,8 @@ KINDS["small gemma4_text"] = TinyShape("gemma4_text", num_layers=4, layer_inputs
 KINDS["gemma4_text with experts"] = TinyShape("gemma4_text", num_layers=4, experts_beside=True)
 PLAIN = {"recompute_elementwise": False, "prune_last_block": False}
 WINDOW = 7
+MIXTURES = ("qwen3_5_moe_text", "qwen3_moe", "glm4_moe", "gpt_oss")
+EXPERTS = (None, BOTH, BOTH[:1], BOTH[1:])
 
 
 @pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
@@ -58,10 +61,14 @@ def compared(folder, mesh, seed):
     size = draw.randint(1, 6)
     parts = [[row + 6 * group for row in range(6)[at : at + size]] for group in range(2) for at in range(0, 6, size)]
     options, reuse = drawn(draw, kind)
-    same = {name: options[name] for name in ("override_config", "lora_rank", "lora_alpha", "quantization") if name in options}
-    expected = results(act.build(folder, mesh, **PLAIN, **same), sharing(batch, False), [[row] for row in range(12)], False)
-    found = results(act.build(folder, mesh, **options), batch, parts, reuse)
-    assert_near(found, expected)
+    options |= {**act.LORA, "target_parameters": draw.choice(EXPERTS)} if kind in MIXTURES and draw.random() < 0.5 else {}
+    names = ("override_config", "lora_rank", "lora_alpha", "quantization", "target_parameters")
+    same = {name: options[name] for name in names if name in options}
+    plain, policy = (act.build(folder, mesh, **each) for each in ({**PLAIN, **same}, options))
+    for each in (plain, policy) if "lora_rank" in options else ():
+        shake(each.model)
+    expected = results(plain, sharing(batch, False), [[row] for row in range(12)], False)
+    assert_near(results(policy, batch, parts, reuse), expected)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -68,9 +68,7 @@ SHARED = f"{ADAPTED} {REPLAYED} An auxiliary loss is refused; `load_mode=mmap` t
 BESIDE_GEMMA_4 = tuple(
     f"model.{part}." for part in ("vision_tower", "audio_tower", "vision_embedder", "embed_vision", "embed_audio")
 )
-WITH_MIXTURE = (
-    "In 26B-A4B, which has experts beside each MLP, LoRA leaves experts and routers as they are, and `quantization` is refused."
-)
+WITH_MIXTURE = f"In 26B-A4B, which has experts beside each MLP: {ADAPTED} {REPLAYED}"
 NO_LIST = "do not keep their decoder blocks in a list named layers"
 RENAMED = "use other names for their weights in a checkpoint than in the model"
 OWN_WAY = "cannot compute packed rows"
