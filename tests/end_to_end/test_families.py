@@ -45,8 +45,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """Tells apart the answers of a model that has learned nothing."""
 
 
-@pytest.mark.parametrize("more", [[], [f"{AR}.model.lora_rank=4", f"{AR}.model.lora_alpha=8"]], ids=["whole", "lora"])
-@pytest.mark.parametrize("kind", KINDS)
+LORA = [f"{AR}.model.lora_rank=4", f"{AR}.model.lora_alpha=8"]
+ON_EXPERTS = [*LORA, f"{AR}.model.target_parameters=[mlp.experts.gate_up_proj,mlp.experts.down_proj]"]
+MIXTURES = ("qwen3_5_moe_text", "qwen3_moe", "glm4_moe", "gpt_oss")
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        *(pytest.param(kind, more, id=f"{kind}-{name}") for kind in KINDS for name, more in (("whole", []), ("lora", LORA))),
+        *(pytest.param(kind, ON_EXPERTS, id=f"{kind}-experts") for kind in MIXTURES),
+    ],
+)
 def test_a_family_is_trained_and_saved(toy, tmp_path, kind, more):
     model = make_tiny_model(tmp_path / "model", KINDS[kind], seed=3)
     (tmp_path / "reward.py").write_text(REWARD)
@@ -60,15 +70,16 @@ def test_a_family_is_trained_and_saved(toy, tmp_path, kind, more):
         assert rows[step]["actor/grad_norm"] > 0
     before, after = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), saved(tmp_path / "run")
     assert [name for name, _ in after.named_parameters()] == [name for name, _ in before.named_parameters()]
-    assert any(not torch.equal(one, other) for one, other in zip(before.parameters(), after.parameters(), strict=True))
+    pairs = zip(before.named_parameters(), after.parameters(), strict=True)
+    changed = [name for (name, one), other in pairs if not torch.equal(one, other)]
+    assert changed
+    assert more is not ON_EXPERTS or sum(".experts." in name for name in changed) == 2 * before.config.num_hidden_layers
 
 
-@pytest.mark.parametrize("on_experts", [False, True], ids=["beside experts", "on experts"])
-def test_adapters_over_experts_in_mxfp4_are_trained_and_a_saved_model_is_decoded(toy, tmp_path, on_experts):
+@pytest.mark.parametrize("adapters", [LORA, ON_EXPERTS], ids=["layers", "experts too"])
+def test_adapters_over_experts_in_mxfp4_are_trained_and_a_saved_model_is_decoded(toy, tmp_path, adapters):
     (tmp_path / "reward.py").write_text(REWARD)
     rewarded = f"custom_reward_function.path={tmp_path / 'reward.py'}"
-    adapters = [f"{AR}.model.lora_rank=4", f"{AR}.model.lora_alpha=8", "trainer.total_training_steps=2"]
-    adapters += [f"{AR}.model.target_parameters=[experts.gate_up_proj,experts.down_proj]"] if on_experts else []
     folders, rows = mxfp4.folders(tmp_path), {}
     shares = f"{AR}.rollout.share_weights"
     for case, folder, more in (
@@ -76,7 +87,7 @@ def test_adapters_over_experts_in_mxfp4_are_trained_and_a_saved_model_is_decoded
         ("apart", folders[0], [f"{shares}=false"]),
         ("decoded", folders[1], []),
     ):
-        given = [f"{AR}.model.path={folder}", rewarded, *adapters, *LOCAL, *SMALL, *FP32, *more]
+        given = [f"{AR}.model.path={folder}", rewarded, "trainer.total_training_steps=2", *adapters, *LOCAL, *SMALL, *FP32, *more]
         assert train_here(toy, tmp_path / case, *given, "trainer.track_memory_every_steps=1") == 0
         rows[case] = metrics(tmp_path / case)
     for case in ("shared", "apart"):
@@ -94,7 +105,7 @@ def test_adapters_over_experts_in_mxfp4_are_trained_and_a_saved_model_is_decoded
     packed, apart, plain = (dict(saved(tmp_path / case).named_parameters()) for case in ("shared", "apart", "decoded"))
     assert packed.keys() == plain.keys()
     experts = [name for name in packed if ".experts." in name]
-    if on_experts:
+    if adapters is ON_EXPERTS:
         assert all(torch.allclose(packed[name], plain[name], atol=1e-5) for name in experts)
     else:
         assert all(torch.equal(packed[name], plain[name]) and torch.equal(packed[name], apart[name]) for name in experts)
@@ -154,6 +165,20 @@ def test_adapters_on_a_quantised_base_learn_and_are_taken_up_after_kill_9(family
     assert all(torch.equal(after[name], again[name]) for name in after)
     assert all(torch.equal(after[name], before[name]) for name in before if ".experts." in name or "norm" in name)
     assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_adapters_on_experts_alone_learn(tmp_path, kind):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy_task, "SHAPE", TinyShape(kind, initializer_range=0.06))
+        toy = toy_task.make_toy(tmp_path / "toy")
+    alone = [*ON_EXPERTS, f"{AR}.model.lora_rank=16", f"{AR}.model.target_modules=[]", f"{AR}.actor.optim.lr=3e-3"]
+    succeeded(train(toy, tmp_path / "run", *LOCAL, *LIFE, *alone))
+    rows = metrics(tmp_path / "run")
+    assert max(rows[step]["training/rollout_probs_diff_max"] for step in range(1, 21)) < 1e-5
+    score = next(name for name in rows[20] if name.startswith("val-core/"))
+    assert rows[20][score] >= rows[0][score] + 0.2
 
 
 @pytest.mark.slow
