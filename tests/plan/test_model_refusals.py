@@ -27,6 +27,7 @@ SHAPES = {
 ASKED = {
     "nothing": (),
     "adapters": LORA,
+    "adapters on experts": (*LORA, f"{AR}.model.target_parameters=[mlp.experts.down_proj]"),
     "4 bits": (*LORA, f"{AR}.model.quantization=nf4"),
     "tiled MLPs": (f"{AR}.model.tiled_mlp.enabled=true",),
     "tiled blocks": (f"{AR}.model.block_tile_tokens=64",),

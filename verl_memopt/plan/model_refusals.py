@@ -43,7 +43,7 @@ def _of_blocks(key: str, model: Model | CriticModel, sharding: str, fsdp: Traine
     if model.tiled_mlp.enabled and not size.has_own_blocks:
         yield f"{key}.tiled_mlp.enabled=true: the model has MLPs that are not known. Set it to false."
     if model.lora_rank and model.target_parameters and (size.mixture is None or not size.has_own_blocks):
-        yield f"{key}.target_parameters={model.target_parameters}: the model has no experts that are computed here. Set it to null."
+        yield f"{key}.target_parameters={model.target_parameters}: no experts of the model are computed here. Set it to null."
     if model.block_tile_tokens is not None:
         reason = None if size.has_own_blocks else "the model has blocks that are not known"
         reason = reason or ("its blocks have norms of the outputs of attention and MLP" if size.post_norms else None)
