@@ -1,4 +1,4 @@
-"""The decoder of Llama, Mistral, Qwen, Gemma 3 and 4 and gpt-oss over packed sequences, with the memory knobs inside a block.
+"""The decoder of Llama, Mistral, Qwen, Gemma 3 and 4, GLM-4.5 and gpt-oss over packed sequences, with the memory knobs inside a block.
 
 The modules take over the submodules of a Hugging Face model and keep their names, so that checkpoints, adapters, export and
 weight sync find the same parameters. Models of other architectures keep the modules of transformers

@@ -68,7 +68,7 @@ SHARED = f"{ADAPTED} {REPLAYED} An auxiliary loss is refused; `load_mode=mmap` t
 BESIDE_GEMMA_4 = tuple(
     f"model.{part}." for part in ("vision_tower", "audio_tower", "vision_embedder", "embed_vision", "embed_audio")
 )
-WITH_MIXTURE = f"In 26B-A4B, which has experts beside each MLP: {ADAPTED} {REPLAYED}"
+WITH_MIXTURE = f"26B-A4B has experts beside each MLP. {ADAPTED} {REPLAYED}"
 NO_LIST = "do not keep their decoder blocks in a list named layers"
 RENAMED = "use other names for their weights in a checkpoint than in the model"
 OWN_WAY = "cannot compute packed rows"
@@ -109,7 +109,7 @@ FAMILIES = (
         "GLM-4.5, GLM-4.5-Air, GLM-4.6",
         "Glm4Moe",
         note=f"{SHARED} The correction of its router is not trained. Its layers for drafting stay on disk, and every saved model "
-        "gets a copy of them.",
+        "gets a copy of them. Its head must not be tied if the engine is vLLM.",
     ),
     Family(
         "gpt_oss",
@@ -301,7 +301,7 @@ def own_blocks() -> tuple[str, ...]:
 
     Each has two RMS norms, rotary attention with or without norms of queries and keys, and the MLP
     ``down(act(gate(x)) * up(x))``. Those of Gemma 3 and 4 have two more norms, of the outputs of attention and MLP. Those of
-    Gemma 4 also norm values, and multiply the block's output by a factor.
+    Gemma 4 also norm values, multiply the block's output by a factor, and may have experts beside the MLP.
     """
     return own_classes("DecoderLayer")
 
