@@ -1,8 +1,8 @@
-"""The decoder of Llama, Mistral, Qwen, Gemma 3 and 4, GLM-4.5 and gpt-oss over packed sequences, with the memory knobs inside a block.
+"""The decoder of Llama, Mistral, Qwen, Gemma 3 and 4, GLM-4.5 and gpt-oss over packed sequences.
 
-The modules take over the submodules of a Hugging Face model and keep their names, so that checkpoints, adapters, export and
-weight sync find the same parameters. Models of other architectures keep the modules of transformers
-(:mod:`verl_memopt.model.packed_model`).
+The memory knobs inside a block act here. The modules take over the submodules of a Hugging Face model and keep their names, so
+that checkpoints, adapters, export and weight sync find the same parameters. Models of other architectures keep the modules of
+transformers (:mod:`verl_memopt.model.packed_model`).
 """
 
 from __future__ import annotations
