@@ -135,7 +135,7 @@ class ModelSize:
     def widest(self) -> int:
         """A side of the largest matrix that is quantised at once, of which the other side is ``hidden``."""
         mixture, rule, queries = self.mixture, self.rule, self.heads * self.head_dim * (2 if self.gated else 1)
-        mlp = self.mlp if mixture is None else max(2 * mixture.width, mixture.shared)
+        mlp = self.mlp if mixture is None else max(2 * mixture.width, self.mlp if mixture.beside else mixture.shared)
         return max(mlp, queries, 0 if rule is None else 2 * rule.keys + rule.values)
 
     @cached_property

@@ -1069,7 +1069,8 @@ class Shapes:
         if mixture is None:
             return self._mlp_rows(row, self.mlp)
         experts = mixture.experts * self._mlp_rows(row, mixture.width) if self._quantizes_experts else 0
-        return experts + (self._mlp_rows(row, mixture.shared) if mixture.shared else 0)
+        shared = self.mlp if mixture.beside else mixture.shared
+        return experts + (self._mlp_rows(row, shared) if shared else 0)
 
     def _mlp_rows(self, row: Callable[[int], int], width: int) -> int:
         return 2 * width * row(self.hidden) + self.hidden * row(width)
