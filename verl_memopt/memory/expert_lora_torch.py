@@ -15,6 +15,7 @@ hold for E experts of n inputs and m outputs:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -139,7 +140,7 @@ def chosen_experts(model: nn.Module, target_parameters: Sequence[str] | None, co
             "part of our own experts. Leave the key out, so that other layers get adapters."
         )
     parameters = [name for name, _ in model.named_parameters()]
-    endings = sorted({".".join(name.split(".")[-3:]) for name in names})
+    endings = sorted({re.sub(r"^.*\.\d+\.", "", name) for name in names})
     wrong = [
         f"{setting}: {_no_experts(ending, parameters, endings)}" for ending in target_parameters if not _chooses(ending, names)
     ]

@@ -26,6 +26,7 @@ from verl_memopt.memory.knob import Claim, Knob, LadderRow, NaturalInt, Positive
 if TYPE_CHECKING:
     from verl_memopt.config.role_settings import TrainedFsdp
     from verl_memopt.config.schema import Settings
+    from verl_memopt.model.sizes import MixtureSize
     from verl_memopt.plan.formulas import Shapes
 
 _MODEL = "actor_rollout_ref.model"
@@ -169,6 +170,12 @@ def matches(name: str, endings: Sequence[str]) -> bool:
     return any(name == ending or name.endswith(f".{ending}") for ending in endings)
 
 
+def expert_weights(mixture: MixtureSize, layers: int, weight: str) -> list[str]:
+    """Return the names of a weight of experts, one of :data:`EXPERT_WEIGHTS`, in all blocks that have experts."""
+    owner = "experts" if mixture.beside else "mlp.experts"
+    return [f"model.layers.{layer}.{owner}.{weight}" for layer in range(mixture.dense[0], layers)]
+
+
 def expert_adapter_params(shapes: Shapes) -> int:
     """Return the number of parameters in the adapters of experts of all blocks."""
     mixture, model = shapes.mixture, shapes.settings.model
@@ -176,11 +183,7 @@ def expert_adapter_params(shapes: Shapes) -> int:
         return 0
     sides = (shapes.hidden + 2 * mixture.width, mixture.width + shapes.hidden)
     adapted = sum(
-        sum(
-            matches(f"model.layers.{layer}.mlp.experts.{weight}", model.target_parameters)
-            for layer in range(mixture.dense[0], shapes.layers)
-        )
-        * side
+        sum(matches(name, model.target_parameters) for name in expert_weights(mixture, shapes.layers, weight)) * side
         for weight, side in zip(EXPERT_WEIGHTS, sides, strict=True)
     )
     return model.lora_rank * mixture.experts * adapted

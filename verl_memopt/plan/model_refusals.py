@@ -6,11 +6,12 @@ The build refuses the same where it sees the modules: ``parallelize`` and ``_che
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from verl_memopt.config.schema import CriticModel, Model, Settings, TrainedFsdp
 from verl_memopt.memory.critic_rules import has_critic
 from verl_memopt.memory.knob import num_devices
+from verl_memopt.memory.lora import EXPERT_WEIGHTS, expert_weights, matches
 from verl_memopt.memory.quantized_base import KEY as QUANTIZATION
 from verl_memopt.memory.shared_weights import KEY as SHARE
 from verl_memopt.memory.shared_weights import why_not
@@ -42,8 +43,8 @@ def _reasons(settings: Settings, sizes: Sizes) -> Iterator[str]:
 def _of_blocks(key: str, model: Model | CriticModel, sharding: str, fsdp: TrainedFsdp, size: ModelSize) -> Iterator[str]:
     if model.tiled_mlp.enabled and not size.has_own_blocks:
         yield f"{key}.tiled_mlp.enabled=true: the model has MLPs that are not known. Set it to false."
-    if model.lora_rank and model.target_parameters and (size.mixture is None or not size.has_own_blocks):
-        yield f"{key}.target_parameters={model.target_parameters}: no experts of the model are computed here. Set it to null."
+    if model.lora_rank and model.target_parameters:
+        yield from _of_adapted_experts(f"{key}.target_parameters", model.target_parameters, size)
     if model.block_tile_tokens is not None:
         reason = None if size.has_own_blocks else "the model has blocks that are not known"
         reason = reason or ("its blocks have norms of the outputs of attention and MLP" if size.post_norms else None)
@@ -53,6 +54,15 @@ def _of_blocks(key: str, model: Model | CriticModel, sharding: str, fsdp: Traine
     if fsdp.sequence_ranks > 1 and (size.linear_layers or any(size.reading)):
         reason = "carry a state from token to token" if size.linear_layers else "read the keys of an earlier one"
         yield f"{sharding}.ulysses_sequence_parallel_size={fsdp.sequence_ranks}: layers of the model {reason}. Set it to 1."
+
+
+def _of_adapted_experts(key: str, endings: Sequence[str], size: ModelSize) -> Iterator[str]:
+    if size.mixture is None or not size.has_own_blocks:
+        yield f"{key}={list(endings)}: no experts of the model are computed here. Set it to null."
+        return
+    names = [name for weight in EXPERT_WEIGHTS for name in expert_weights(size.mixture, size.layers, weight)]
+    for wrong in (ending for ending in endings if not any(matches(name, [ending]) for name in names)):
+        yield f"{key}=[{wrong}]: no weight of experts has this name. Set it to names such as {', '.join(EXPERT_WEIGHTS)}."
 
 
 def _of_quantization(settings: Settings, policy: ModelSize) -> Iterator[str]:
