@@ -29,7 +29,7 @@ from verl_memopt.model.attention import (
     visible,
     windowed_attention,
 )
-from verl_memopt.model.decoder import BlockOptions
+from verl_memopt.model.block_options import BlockOptions
 from verl_memopt.model.prefix_layout import PrefixLayout
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 

@@ -6,7 +6,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.model.test_build import built, filled
 from tests.model.test_pack import packed
-from verl_memopt.model.decoder import Attention, BlockOptions, Decoder, DecoderBlock, class_name, is_llama_like
+from verl_memopt.model.block_options import BlockOptions, class_name, is_llama_like
+from verl_memopt.model.decoder import Attention, Decoder, DecoderBlock
 from verl_memopt.model.packing import pack_rows
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.model.weights import store_scalars

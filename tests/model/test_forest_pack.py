@@ -17,7 +17,7 @@ from verl_memopt.memory.logit_tiles import Head
 from verl_memopt.memory.sequence_parallel_torch import SequenceGroup
 from verl_memopt.memory.teaching import Divergence, Teaching
 from verl_memopt.model.assembly import ModelUse, build_policy, materialize
-from verl_memopt.model.decoder import BlockOptions
+from verl_memopt.model.block_options import BlockOptions
 from verl_memopt.model.packed_model import _response_of_target
 from verl_memopt.model.tiny import TinyShape, make_tiny_model
 

@@ -5,7 +5,7 @@ from tests.critics import critic_for
 from tests.model.test_build import filled
 from tests.model.test_pack import packed
 from verl_memopt.errors import ConfigError
-from verl_memopt.model.decoder import BlockOptions
+from verl_memopt.model.block_options import BlockOptions
 from verl_memopt.model.packed_model import dtype_of
 from verl_memopt.model.packing import pack_prompt, pack_rows, pack_suffixes
 

@@ -10,7 +10,7 @@ from verl_memopt.memory.quantized_frozen_torch import QuantizedLinear
 from verl_memopt.memory.tiled_mlp import TiledMlp
 from verl_memopt.model.assembly import ModelUse, parallelize, wrapped_modules
 from verl_memopt.model.attention import choose_attention
-from verl_memopt.model.decoder import BlockOptions, block_options
+from verl_memopt.model.block_options import BlockOptions, block_options
 from verl_memopt.model.families import POLICY_KEY
 from verl_memopt.model.packed_model import PolicyModel
 from verl_memopt.model.tiny import TinyShape, make_tiny_model

@@ -32,8 +32,9 @@ from verl_memopt.memory.sequence_parallel_torch import sequence_group
 from verl_memopt.memory.shared_weights_torch import GatheredWeights
 from verl_memopt.memory.streamed_params_torch import StreamedParams, allocate_on_host, native_offload
 from verl_memopt.model.attention import choose_attention
+from verl_memopt.model.block_options import block_options, class_name
 from verl_memopt.model.captured_block import CapturedBlocks, why_not_captured
-from verl_memopt.model.decoder import Decoder, DecoderBlock, block_options, class_name
+from verl_memopt.model.decoder import Decoder, DecoderBlock
 from verl_memopt.model.delta_kernels import with_kernels
 from verl_memopt.model.experts import Experts
 from verl_memopt.model.families import POLICY_KEY, SCORE_CAP, STATE_LAYER, is_mxfp4, layer_configs, layer_types

@@ -26,8 +26,9 @@ from verl_memopt.memory.shared_weights_torch import GatheredWeights
 from verl_memopt.memory.streamed_params_torch import StreamedParams
 from verl_memopt.memory.teaching import AnyTeaching
 from verl_memopt.model.attention import KERNELS, REGISTERED, Attend, AttentionArgs
+from verl_memopt.model.block_options import LAYER_INPUTS, BlockOptions, is_llama_like
 from verl_memopt.model.captured_block import CapturedBlocks
-from verl_memopt.model.decoder import LAYER_INPUTS, BlockOptions, Decoder, is_llama_like, mixtures
+from verl_memopt.model.decoder import Decoder, mixtures
 from verl_memopt.model.families import POLICY_KEY, logit_shape, refused
 from verl_memopt.model.packing import Pack
 from verl_memopt.model.prefix_kv import Prefix, PrefixKV, PrefixRecorder

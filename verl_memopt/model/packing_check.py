@@ -25,7 +25,7 @@ from verl_memopt.memory import lora
 from verl_memopt.memory.lora_torch import chosen_adapters
 from verl_memopt.memory.shared_prompt import prompt_groups
 from verl_memopt.model.attention import REGISTERED
-from verl_memopt.model.decoder import class_name
+from verl_memopt.model.block_options import class_name
 from verl_memopt.model.families import (
     PACKED_LAYERS,
     POLICY_KEY,

@@ -14,7 +14,7 @@ from verl_memopt.config.schema import CriticModel, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.quantized_frozen import row_bytes
 from verl_memopt.model.attention import REGISTERED
-from verl_memopt.model.decoder import LAYER_INPUTS
+from verl_memopt.model.block_options import LAYER_INPUTS
 from verl_memopt.model.delta_rule import DeltaShape
 from verl_memopt.model.families import NO_LIST, is_mxfp4, layer_configs, layer_types, num_experts, own_blocks, refused, window
 from verl_memopt.model.folder import HUB_ID, fetch, refuse_odd_files

@@ -19,7 +19,7 @@ from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, PretrainedConfi
 
 from verl_memopt.distributed.device import synchronize
 from verl_memopt.errors import ConfigError
-from verl_memopt.model.decoder import BlockOptions
+from verl_memopt.model.block_options import BlockOptions
 from verl_memopt.model.packed_model import PackedModel
 from verl_memopt.model.packing import Pack
 from verl_memopt.model.prefix_kv import Prefix, PrefixRecorder

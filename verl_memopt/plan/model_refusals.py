@@ -1,7 +1,7 @@
 """What a run refuses only when it builds its models, told from their sizes, so that ``fit`` proposes none of it.
 
 The build refuses the same where it sees the modules: ``parallelize`` and ``_check_heads`` of ``model/assembly.py``,
-``block_options`` of ``model/decoder.py``, and the arguments of ``rollout/vllm_process.py``.
+``block_options`` of ``model/block_options.py``, and the arguments of ``rollout/vllm_process.py``.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from tests.memory.activations.test_prune_last_block import BOUND, RAGGED
 from tests.memory.batching.test_shared_prompt import sharing
 from verl_memopt.memory.prune_last_block import can_prune
 from verl_memopt.memory.recompute_elementwise_torch import can_recompute
-from verl_memopt.model.decoder import class_name
+from verl_memopt.model.block_options import class_name
 from verl_memopt.worker.trained_model import micro_batch
 
 PRUNED = {**ELEMENTWISE, "prune_last_block": True}

@@ -10,7 +10,8 @@ from tests.memory.activation_cases import MLP as MLP_WIDTH
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora_torch import apply_lora
 from verl_memopt.memory.tiled_mlp_torch import check_mlps
-from verl_memopt.model.decoder import MLP, BlockOptions
+from verl_memopt.model.block_options import BlockOptions
+from verl_memopt.model.decoder import MLP
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 
 SHARDS = TILED["tiled_mlp"].num_shards
