@@ -71,8 +71,8 @@ def one_copy(settings: Settings, written: Set[str]) -> dict[str, object]:
     """
     roles = settings.actor_rollout_ref
     fsdp = roles.actor.fsdp_config
-    adapts, shares = roles.model.lora_rank > 0, roles.rollout.name == "vllm"
-    several, quantized = num_devices(settings) > 1, roles.model.quantization != "none"
+    adapts, quantized = roles.model.lora_rank > 0, roles.model.quantization != "none"
+    several, shares = num_devices(settings) > 1, roles.rollout.name == "vllm" or (adapts and quantized)
     if (several and not adapts) or not fsdp.param_offload:
         return {}
     must = several and quantized  # FSDP2 cannot shard the base
@@ -81,7 +81,7 @@ def one_copy(settings: Settings, written: Set[str]) -> dict[str, object]:
     keys: dict[str, object] = {ACTOR_KEY: False}
     if not adapts:  # with adapters, gradients and masters are small
         keys |= {grad_offload.KEY: True, split_masters.KEY: _has_remainder(fsdp)}
-    if not shares or several:  # with vLLM on one device, sharing is the default
+    if not shares or several:  # with vLLM or a quantised base on one device, sharing is the default
         keys[shared_weights.KEY] = True
     if has_critic(settings) and not settings.critic.model.lora_rank and devices_of(settings, "critic") == 1:
         critic = settings.critic.model.fsdp_config
