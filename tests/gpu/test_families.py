@@ -1,5 +1,6 @@
 """Layers that carry a state, and experts, on a GPU, beside loops over tokens in fp64 on a CPU."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 
 from tests.gpu import machine
 from tests.model import test_delta_rule as states
+from tests.model import test_expert_lora as adapted
 from tests.model import test_experts as mixtures
 from tests.model.forests import agent
+from verl_memopt.memory.quantized_frozen_torch import PackedExperts, Packing
 from verl_memopt.memory.tiled_mlp_torch import Traits
 from verl_memopt.model.delta_kernels import BOUND, with_kernels
 from verl_memopt.model.delta_rule import DeltaShape, gated_delta_rule
@@ -109,3 +112,35 @@ def test_a_shared_expert_gives_the_exact_outputs_and_gradients():
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     (found * weights.to(found)).sum().backward()
     near([tensor.grad for tensor in own], torch.autograd.grad((expected * weights).sum(), exact), torch.float32)
+
+
+@pytest.mark.rehearsed
+@pytest.mark.parametrize("dtype", NEAR, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("form", ["int8", "nf4"])
+def test_adapters_over_experts_in_bytes_give_the_exact_outputs_and_gradients(form, dtype):
+    width, kind = 16, MixtureKind(Router(mixtures.CHOSEN, True))
+    gate, *whole = (tensor.detach() for tensor in mixtures.weights(width=width))
+    packings = [Packing(form, weight.shape[2]) for weight in whole]
+    records = tuple(
+        PackedExperts(packing, weight.shape[1], False, dtype) for packing, weight in zip(packings, whole, strict=True)
+    )
+    packed = [torch.stack([packing.quantize(one) for one in weight]) for packing, weight in zip(packings, whole, strict=True)]
+    decoded = [record.weights(stored, range(len(stored)), torch.float64) for record, stored in zip(records, packed, strict=True)]
+    given = [tensor.detach().to(dtype) for tensor in (gate, *adapted.factors(width=width, rank=8))]
+    # Tokens for which rounded logits choose the same experts.
+    x = torch.randn(900, gate.shape[1], generator=torch.Generator().manual_seed(2)).to(dtype)
+    logits = (x.double() @ given[0].double().t()).sort(1, descending=True).values
+    x = x[logits[:, mixtures.CHOSEN - 1] - logits[:, mixtures.CHOSEN] > 0.1]
+    exact = [tensor.double().requires_grad_() for tensor in (x, *given)]
+    own = [tensor.to(machine.device()).requires_grad_() for tensor in (x, *given)]
+    merged = [
+        adapted.added(weight, *exact[2 + 2 * place : 4 + 2 * place], adapted.SCALES[place], False)
+        for place, weight in enumerate(decoded)
+    ]
+    expected = mixtures.by_token(exact[0], kind.router, [exact[1], *merged])
+    tensors = own[1], *(stored.to(machine.device()) for stored in packed), *own[2:]
+    found = mixed(None, own[0], None, Mixture(replace(kind, packed=records), tensors, scales=adapted.SCALES), None)[0]
+    near([found], [expected.detach()], dtype)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    (found * weights.to(found)).sum().backward()
+    near([tensor.grad for tensor in own], torch.autograd.grad((expected * weights).sum(), exact), dtype)
