@@ -76,13 +76,6 @@ def test_experts_are_read_from_the_folder_and_then_no_layers_but_those_that_it_n
         assert (list(model.target_parameters), list(model.target_modules)) == (experts, modules or [])
 
 
-def test_an_engine_does_not_share_a_base_with_adapters_on_experts(complaint):
-    given = {f"{MODEL}.lora_rank": 4, f"{MODEL}.target_parameters": ["down_proj"]}
-    said = complaint(given | {f"{AR}.rollout.share_weights": True})
-    assert f"{MODEL}.target_parameters=[down_proj]: an engine gets experts with their adapters merged in" in said
-    assert f"Set {MODEL}.target_parameters=null, or {AR}.rollout.share_weights to auto." in said
-
-
 def test_a_key_that_is_given_keeps_its_value(settled, tmp_path):
     given = folder_of(tmp_path, r=6, lora_alpha=24)
     assert settled(given | {f"{MODEL}.lora_alpha": 8}).actor_rollout_ref.model.lora_alpha == 8

@@ -65,7 +65,7 @@ def compared(folder, mesh, seed):
     names = ("override_config", "lora_rank", "lora_alpha", "quantization", "target_parameters")
     same = {name: options[name] for name in names if name in options}
     plain, policy = (act.build(folder, mesh, **each) for each in ({**PLAIN, **same}, options))
-    for each in (plain, policy) if "lora_rank" in options else ():
+    for each in (plain, policy) if "target_parameters" in options else ():
         shake(each.model)
     expected = results(plain, sharing(batch, False), [[row] for row in range(12)], False)
     assert_near(results(policy, batch, parts, reuse), expected)

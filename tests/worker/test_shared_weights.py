@@ -221,9 +221,6 @@ OBSTACLES = {
         f"{AR}.rollout.tensor_model_parallel_size=2",
     ),
     "adapters too wide for vLLM": ({f"{AR}.model.lora_rank": 600}, f"{AR}.model.lora_rank=600"),
-    "adapters on experts": (
-        {f"{AR}.model.lora_rank": 4, f"{AR}.model.target_parameters": ["down_proj"]}, f"{AR}.model.target_parameters=[down_proj]"
-    ),
     "an engine in bfloat16": ({f"{AR}.rollout.dtype": "bfloat16"}, f"{AR}.rollout.dtype=bfloat16"),
     "masters in fp32": (
         {f"{AR}.rollout.dtype": "bfloat16", f"{ACTOR}.dtype": "bfloat16"}, f"{ACTOR}.model_dtype=fp32, {ACTOR}.dtype=bfloat16"
