@@ -246,7 +246,10 @@ WINDOWS = {
 @pytest.fixture(scope="module", params=WINDOWS)
 def sliding(request, tmp_path_factory):
     """Gives a model with windows: its folder, its config, and transformers' own in fp64."""
-    shape, config = TinyShape(model_type=request.param, num_heads=4, num_kv_heads=2), WINDOWS[request.param]
+    # With 0.02 the rounding of Gemma 3 in fp32 reaches the bound in some forests.
+    spread = 0.01 if request.param == "gemma3_text" else 0.02
+    shape = TinyShape(model_type=request.param, num_heads=4, num_kv_heads=2, initializer_range=spread)
+    config = WINDOWS[request.param]
     folder = make_tiny_model(tmp_path_factory.mktemp(request.param), shape, seed=3)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager", **config)
     model.set_experts_implementation("eager")  # the other one refuses fp64
