@@ -10,8 +10,7 @@ Costs: two thin matrix products per adapted layer. An engine that shares the bas
     them: rank x (in + out) parameters for each expert, which for 128 experts is more than all other adapters together.
 Works with: ``rollout.share_weights``, ``model.quantization`` of the base, checkpointing, and every knob that packs tokens. The
     base rests in the compute dtype on one device, and also on several devices if they share the base with their engines. It
-    refuses a reference with another ``path``, and ``ref.quantization``. Adapters of experts are not shared with an engine.
-    Source: arXiv 2106.09685.
+    refuses a reference with another ``path``, and ``ref.quantization``. Source: arXiv 2106.09685.
 """
 
 from __future__ import annotations
