@@ -133,7 +133,8 @@ def test_no_phase_of_a_run_with_states_or_experts_holds_more_than_was_predicted(
 @pytest.mark.parametrize("kind", ["qwen3_moe", *(pytest.param(k, marks=SLOW) for k in ("qwen3_5_text", *MIXTURES[1:]))])
 def test_no_phase_of_a_run_with_quantised_experts_or_states_holds_more_than_was_predicted(kind, share, tmp_path):
     drawn, base = draw(15), [*QLORA, f"{AR}.model.quantization=nf4", f"{AR}.rollout.share_weights={str(share).lower()}"]
-    shape = replace(drawn.shape, model_type=kind, num_layers=4, num_experts=16, expert_size=128)
+    beside = kind == "gemma4_text"
+    shape = replace(drawn.shape, model_type=kind, num_layers=4, num_experts=16, expert_size=128, experts_beside=beside)
     settings = (*drawn.settings, *base, "debug.mode=off", "trainer.save_freq=1")
     outcome, _, _ = run(replace(drawn, shape=shape, settings=settings), tmp_path / "draw", limited=False)
     assert outcome.ran, outcome.error
@@ -145,7 +146,8 @@ def test_no_phase_of_a_run_with_quantised_experts_or_states_holds_more_than_was_
 @pytest.mark.parametrize(("kind", "number"), [("qwen3_moe", 15), *(pytest.param(kind, 6, marks=SLOW) for kind in MIXTURES)])
 def test_a_reference_with_quantised_experts_holds_no_more_than_was_predicted(kind, number, tmp_path):
     drawn, more = draw(number), [*STREAMS, f"{AR}.ref.quantization=int8"]
-    shape = replace(drawn.shape, model_type=kind, num_layers=2, num_experts=16, expert_size=128)
+    beside = kind == "gemma4_text"
+    shape = replace(drawn.shape, model_type=kind, num_layers=2, num_experts=16, expert_size=128, experts_beside=beside)
     outcome, _, _ = run(replace(drawn, shape=shape, settings=(*drawn.settings, *more)), tmp_path / "draw", limited=False)
     assert outcome.ran, outcome.error
     both = {phase: (held, outcome.predicted[phase]) for phase, held in outcome.measured.items() if phase in outcome.predicted}
@@ -185,7 +187,8 @@ ALONE = [f"{AR}.model.target_modules=[]"]
 )
 def test_no_phase_of_a_run_with_adapters_on_experts_holds_more_than_was_predicted(kind, number, rank, more, tmp_path):
     drawn = draw(number)
-    shape = replace(drawn.shape, model_type=kind, num_layers=2, num_experts=16, expert_size=128)
+    beside = kind == "gemma4_text"
+    shape = replace(drawn.shape, model_type=kind, num_layers=2, num_experts=16, expert_size=128, experts_beside=beside)
     settings = (*drawn.settings, f"{AR}.model.lora_rank={rank}", ON_EXPERTS, "debug.mode=forge", *more)
     outcome, _, _ = run(replace(drawn, shape=shape, settings=settings), tmp_path / "draw", limited=False)
     assert outcome.ran, outcome.error
