@@ -16,7 +16,7 @@ KINDS = {
     kind: TinyShape(kind, num_layers=4)
     for kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_moe", "gemma3_text", "gemma4_text", "glm4_moe", "gpt_oss")
 }
-KINDS["small gemma4_text"] = TinyShape("gemma4_text", num_layers=4, layer_inputs=8, reading_layers=2)
+KINDS["small gemma4_text"] = TinyShape("gemma4_text", num_layers=4, layer_inputs=8, reading_layers=2, initializer_range=0.01)
 KINDS["gemma4_text with experts"] = TinyShape("gemma4_text", num_layers=4, experts_beside=True)
 PLAIN = {"recompute_elementwise": False, "prune_last_block": False}
 WINDOW = 7
