@@ -57,7 +57,7 @@ def as_slice(item: tuple[str, Tensor] | WeightSlice) -> WeightSlice:
 
 
 def dtype_of_weight(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a weight in a model of ``dtype``."""
+    """Return the dtype in which a weight is sent and saved: fp32 for the correction of a router, else ``dtype``."""
     return torch.float32 if name.endswith(f".{CORRECTION}") else dtype
 
 

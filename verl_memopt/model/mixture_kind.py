@@ -100,7 +100,7 @@ class SigmoidRouter:
         return torch.mm(normal.to(wide), weight.to(wide).t(), out=logits).sigmoid_()
 
     def choose(self, scores: Tensor) -> Tensor:
-        """Return the numbers of the experts, uint8 or int16 [T, k], in any order."""
+        """Return the experts with the largest corrected scores in the chosen groups, uint8 or int16 [T, k], in any order."""
         wanted = scores if self.correction is None else scores + self.correction
         if self.top_groups < self.groups:
             by_group = wanted.unflatten(1, (self.groups, -1))

@@ -160,7 +160,7 @@ class StateChunks:
         return {}
 
     def calls(self, most: int) -> tuple[Call, ...]:
-        """Return calls of at most ``most`` tokens. A call has at least one chunk."""
+        """Return the chunks, round by round, in calls of at most ``most`` tokens each. A longer chunk is a call of its own."""
         if most not in self._calls:
             self._calls[most] = tuple(self._call(part) for part in self._cut_by_tokens(most))
         return self._calls[most]
